@@ -1,0 +1,352 @@
+"""Volume: the kernel's view of a backend (inodes, offsets, directory entries).
+
+This is the contract between a backend and an engine, and says nothing of FUSE.  Every call is keyed
+by inode number, never by file handle, so a handle carries no state.
+
+Threading: one thread, the serving loop's, calls a volume.  A method returns its result, or an
+awaitable of it where it must wait; between two calls nothing else changes the state.  The only thing
+that other threads may use is a `Tree` (see `protocol.tree`).
+
+Lifetime: an inode lives while it has links or lookups.  Every method that hands an inode to the
+caller (`lookup`, `mknod`, `mkdir`, `symlink`, `link`, `tmpfile`) adds one lookup; `forget` takes
+lookups away; the last forget of an inode without links frees it.
+
+Errors are `OSError` with the errno that tmpfs answers on Linux; see `protocol.errors`.
+
+Source: fs/fuse/*.c and include/uapi/linux/fuse.h for what a kernel asks; man pages of section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Buffer, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    from protocol.tree import Tree
+
+__all__ = [
+    "NAME_MAX",
+    "RENAME_EXCHANGE",
+    "RENAME_NOREPLACE",
+    "RENAME_WHITEOUT",
+    "ROOT_INODE",
+    "AttributeChanges",
+    "Attributes",
+    "Caller",
+    "Coherence",
+    "DirectoryEntry",
+    "EntryChange",
+    "InodeChange",
+    "SnapshotInfo",
+    "SnapshotableVolume",
+    "StatFs",
+    "Volume",
+]
+
+ROOT_INODE: Final = 1  # FUSE_ROOT_ID, linux/fuse.h
+NAME_MAX: Final = 255  # bytes; linux/limits.h
+RENAME_NOREPLACE: Final = 1  # linux/fs.h
+RENAME_EXCHANGE: Final = 2
+RENAME_WHITEOUT: Final = 4
+
+T = TypeVar("T")
+# What a method may return: its result, or an awaitable of it where it must wait.
+Answer: TypeAlias = T | Awaitable[T]
+
+
+class Attributes(Protocol):
+    """What `stat` shows of an inode.  A live view: read it before the next call on the volume.
+
+    Sizes in bytes, `blocks` in units of 512 bytes, times in nanoseconds since the epoch (may be negative).
+    """
+
+    @property
+    def inode(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def mode(self) -> int: ...
+    @property
+    def nlink(self) -> int: ...
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def rdev(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def atime_ns(self) -> int: ...
+    @property
+    def mtime_ns(self) -> int: ...
+    @property
+    def ctime_ns(self) -> int: ...
+    @property
+    def birth_ns(self) -> int: ...
+
+
+class Caller(NamedTuple):
+    """Who asks: owner of what is created.  `umask` counts only where the kernel leaves it to the volume."""
+
+    uid: int
+    gid: int
+    umask: int = 0
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeChanges:
+    """The attributes to set; None leaves one alone.  `mode` has permission bits only.
+
+    `kill_privileges`: clear suid and sgid as a chown, a write or a truncate by an unprivileged
+    caller does (the kernel decides whether; the volume clears).
+    """
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+    ctime_ns: int | None = None
+    kill_privileges: bool = False
+
+
+class DirectoryEntry(NamedTuple):
+    """One entry of a directory.  `cookie` is where a scan goes on after it; `mode` has the type bits."""
+
+    name: bytes
+    inode: int
+    mode: int
+    cookie: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatFs:
+    """What `statvfs` shows.  Blocks are of `block_size` bytes."""
+
+    block_size: int
+    blocks: int
+    blocks_free: int
+    inodes: int
+    inodes_free: int
+    name_max: int = NAME_MAX
+
+
+@runtime_checkable
+class Volume(Protocol):
+    """What an engine serves.  See the module's docstring for lifetime and threading."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether every changing call answers EROFS."""
+        ...
+
+    # -- inodes ------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
+        """The inode that `name` in directory `parent` stands for; adds a lookup.  ENOENT, ENOTDIR, ENAMETOOLONG."""
+        ...
+
+    def forget(self, inode: int, count: int) -> None:
+        """Take `count` lookups away.  Unknown inodes are ignored."""
+        ...
+
+    def getattr(self, inode: int) -> Answer[Attributes]:
+        """The attributes of `inode`.  ENOENT when it was freed."""
+        ...
+
+    def setattr(self, inode: int, changes: AttributeChanges) -> Answer[Attributes]:
+        """Apply `changes` (all or none), update ctime.  EFBIG, EISDIR, EINVAL, ENOSPC, EROFS."""
+        ...
+
+    def readlink(self, inode: int) -> Answer[bytes]:
+        """The target of a symlink.  EINVAL for anything else."""
+        ...
+
+    # -- directory entries -------------------------------------------------------------------
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Answer[Attributes]:
+        """Make a regular file, fifo, socket or device node; `mode` has type and permission bits."""
+        ...
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Answer[Attributes]:
+        """Make a directory; a set-gid parent hands on its group and its set-gid bit."""
+        ...
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Answer[Attributes]:
+        """Make a symlink to `target` (1 to 4,095 bytes)."""
+        ...
+
+    def link(self, inode: int, parent: int, name: bytes) -> Answer[Attributes]:
+        """Make a further name for `inode`.  EPERM for directories, EMLINK, EEXIST."""
+        ...
+
+    def unlink(self, parent: int, name: bytes) -> Answer[None]:
+        """Remove a name that is no directory.  ENOENT, EISDIR."""
+        ...
+
+    def rmdir(self, parent: int, name: bytes) -> Answer[None]:
+        """Remove an empty directory.  ENOENT, ENOTDIR, ENOTEMPTY."""
+        ...
+
+    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> Answer[None]:
+        """Rename, by rename(2); `flags` are RENAME_NOREPLACE or RENAME_EXCHANGE (others: EINVAL)."""
+        ...
+
+    def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
+        """The entries after `cookie` (0: from the start), "." and ".." among them; adds no lookups.
+
+        Cookies are stable and ever increasing: an entry neither added nor removed during a scan is
+        seen exactly once, whatever is added or removed beside it.
+        """
+        ...
+
+    # -- content -----------------------------------------------------------------------------
+    def read(self, inode: int, offset: int, size: int) -> Answer[Buffer]:
+        """Up to `size` bytes from `offset`; short only at the end.  Holes read as zeros."""
+        ...
+
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
+        """Write all of `data` at `offset`, or raise and write nothing.  EFBIG, ENOSPC."""
+        ...
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
+        """fallocate(2): allocate, FALLOC_FL_KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE; others EOPNOTSUPP."""
+        ...
+
+    def seek(self, inode: int, offset: int, whence: int) -> Answer[int]:
+        """lseek(2) for SEEK_DATA and SEEK_HOLE.  ENXIO past the end."""
+        ...
+
+    def copy_range(
+        self, source: int, source_offset: int, target: int, target_offset: int, length: int
+    ) -> Answer[int]:
+        """copy_file_range(2): the count of bytes copied, short at the end of the source."""
+        ...
+
+    def fsync(self, inode: int, *, data_only: bool) -> Answer[None]:
+        """Make `inode` durable, as far as the backend has anything durable."""
+        ...
+
+    # -- the rest ----------------------------------------------------------------------------
+    def statfs(self) -> Answer[StatFs]: ...
+
+    def getxattr(self, inode: int, name: bytes) -> Answer[bytes]:
+        """ENODATA when there is none."""
+        ...
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> Answer[None]:
+        """`flags`: 0, XATTR_CREATE (EEXIST) or XATTR_REPLACE (ENODATA).  ERANGE, E2BIG, EOPNOTSUPP."""
+        ...
+
+    def listxattr(self, inode: int) -> Answer[Sequence[bytes]]: ...
+
+    def removexattr(self, inode: int, name: bytes) -> Answer[None]:
+        """ENODATA when there is none."""
+        ...
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Answer[Attributes]:
+        """An unnamed regular file (O_TMPFILE), to be given a name by `link`; adds a lookup."""
+        ...
+
+
+# -- snapshots ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """An immutable, named state of a volume.
+
+    `serial` increases with every snapshot of the volume and is never given again.  `kind` is
+    "safety" for one that vfsd took before a restore or an import, so that it can be undone.
+    """
+
+    name: str
+    serial: int
+    created_ns: int
+    files: int  # inodes that are no directories
+    directories: int
+    size_bytes: int  # sum of the sizes of regular files, each inode once
+    tag: str | None = None
+    kind: Literal["user", "safety"] = "user"
+
+
+class EntryChange(NamedTuple):
+    """The name `name` in directory `parent` stood for inode `old` (0: nothing) and stands for `new` now."""
+
+    parent: int
+    name: bytes
+    old: int
+    new: int
+
+
+class InodeChange(NamedTuple):
+    """Inode `inode` was changed in place: its content if `content`, else its attributes only."""
+
+    inode: int
+    content: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Coherence:
+    """What changed by another way than the mount, so that a kernel can be told.
+
+    `paths` gives, for every directory that `entries` names as a parent and every inode in `inodes`
+    that has a name, one path of it in the new state, relative to the root (b"" is the root).
+    `modes` gives the mode of every inode named as `old` or `new` in `entries`, and in `inodes`.
+    """
+
+    entries: Sequence[EntryChange] = ()
+    inodes: Sequence[InodeChange] = ()
+    paths: Mapping[int, bytes] = field(default_factory=dict)
+    modes: Mapping[int, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class SnapshotableVolume(Volume, Protocol):
+    """A volume with snapshots of its own.  All calls on the serving loop; none awaits."""
+
+    def take_snapshot(
+        self, name: str, *, tag: str | None = None, kind: Literal["user", "safety"] = "user"
+    ) -> SnapshotInfo:
+        """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError."""
+        ...
+
+    def snapshots(self) -> Sequence[SnapshotInfo]:
+        """All snapshots, oldest first."""
+        ...
+
+    def snapshot(self, name: str) -> SnapshotInfo:
+        """One snapshot.  SnapshotNotFoundError."""
+        ...
+
+    def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> Coherence:
+        """Make the live state (below `paths`, or all of it) as it was at snapshot `name`.
+
+        O(what changed since).  Open files go on; unchanged files are not touched.  It is a change like
+        any other: later snapshots stay and can be restored.  ENOENT when a path is in neither state.
+        """
+        ...
+
+    def drop_snapshot(self, name: str) -> None:
+        """Forget snapshot `name`; others are not affected.  SnapshotNotFoundError, SnapshotBusyError."""
+        ...
+
+    def tree(self, name: str | None = None) -> AbstractContextManager[Tree]:
+        """A read-only tree of snapshot `name`, or of the live state at this moment.
+
+        The tree may be read by another thread while the volume goes on; enter and leave on the loop.
+        """
+        ...
+
+    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
+        """Put the content of `tree` here, all or nothing.
+
+        With `replace` the state (below `paths`, or all of it) becomes that of `tree`: what `tree` lacks is
+        removed, what is equal is not touched.  Without, `tree` is laid over what is there.
+        """
+        ...

@@ -1,0 +1,271 @@
+"""The messages of the control socket: parameters and results of every method, typed.
+
+JSON-RPC 2.0, one object a line.  A path on the wire is text: UTF-8 as it is, a backslash doubled, and
+each byte that is no UTF-8 as `\\xNN`, so that every name a kernel allows goes there and back
+(`wire_path`, `from_wire_path`).  Sizes are in bytes, times ISO 8601 in UTC.
+
+Source: https://www.jsonrpc.org/specification
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal
+
+import msgspec
+
+# -- error codes (JSON-RPC 2.0, section 5.1; -32000 to -32099 are the server's own) ---------------
+PARSE_ERROR: Final = -32700
+INVALID_REQUEST: Final = -32600
+METHOD_NOT_FOUND: Final = -32601
+INVALID_PARAMS: Final = -32602
+INTERNAL_ERROR: Final = -32603
+OPERATION_FAILED: Final = -32000  # `data` carries the errno's name and the path
+
+MAX_REQUEST_BYTES: Final = 1024 * 1024
+PROGRESS_METHOD: Final = "progress"
+OUTPUT_METHOD: Final = "output"
+
+_ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
+
+
+def wire_path(path: bytes) -> str:
+    """The text that stands for `path` on the wire; `from_wire_path` is its inverse."""
+    return path.replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace")
+
+
+def from_wire_path(text: str) -> bytes:
+    """The path that `text` stands for.  ValueError for a lone backslash or a NUL."""
+
+    def unescape(match: re.Match[bytes]) -> bytes:
+        return b"\\" if match[1] == b"\\" else bytes([int(match[1][1:], 16)])
+
+    raw = text.encode()
+    if b"\0" in raw or b"\\" in _ESCAPE.sub(b"", raw):
+        raise ValueError(f"not a path as the control socket writes it: {text!r}")
+    return _ESCAPE.sub(unescape, raw)
+
+
+# -- the envelope ---------------------------------------------------------------------------------
+class Request(msgspec.Struct):
+    """A call.  Without an `id` it is a notification, which is not answered."""
+
+    jsonrpc: Literal["2.0"]
+    method: str
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+    id: int | str | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class ErrorData(msgspec.Struct, omit_defaults=True):
+    """What an error carries beside its message: the errno's name ("ENOENT") and the path it is about."""
+
+    errno: str | None = None
+    path: str | None = None
+
+
+class ErrorObject(msgspec.Struct, omit_defaults=True):
+    code: int
+    message: str
+    data: ErrorData | None = None
+
+
+class Response(msgspec.Struct, omit_defaults=True):
+    """An answer: `result` or `error`, never both."""
+
+    id: int | str | None
+    jsonrpc: Literal["2.0"] = msgspec.field(default="2.0")
+    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: ErrorObject | msgspec.UnsetType = msgspec.UNSET
+
+
+class Progress(msgspec.Struct):
+    """Params of a "progress" notification: how far request `id` is; `total` 0 when it is not known."""
+
+    id: int | str | None
+    done: int
+    total: int
+    unit: Literal["files", "bytes"]
+
+
+class Output(msgspec.Struct):
+    """Params of an "output" notification: a further piece of what request `id` puts out (base64 on the wire)."""
+
+    id: int | str | None
+    data: bytes
+
+
+# -- parameters and results -----------------------------------------------------------------------
+class Empty(msgspec.Struct, forbid_unknown_fields=True):
+    """No parameters, or nothing to say."""
+
+
+class StatusResult(msgspec.Struct):
+    name: str
+    mountpoint: str
+    backend: str
+    engine: str
+    pid: int
+    version: str
+    started_at: str
+    read_only: bool
+    files: int
+    directories: int
+    size_bytes: int
+    used_bytes: int  # what the content takes, holes not counted
+    max_bytes: int | None
+    max_inodes: int | None
+    snapshots: int
+    requests: int  # served by the engine since it started
+
+
+class ChangeCounts(msgspec.Struct):
+    added: int = 0
+    modified: int = 0
+    removed: int = 0
+
+
+class SnapshotRecord(msgspec.Struct):
+    name: str
+    created_at: str
+    files: int
+    directories: int
+    size_bytes: int
+    kind: Literal["user", "safety"]
+    tag: str | None = None
+    changes: ChangeCounts | None = None  # against the snapshot before it; None where not asked for
+
+
+class SnapshotParams(msgspec.Struct, forbid_unknown_fields=True):
+    """snapshot: `name` None makes one up ("snap-1", ...)."""
+
+    name: str | None = None
+    tag: str | None = None
+
+
+class SnapshotsParams(msgspec.Struct, forbid_unknown_fields=True):
+    """snapshots: `changes` counts what each changed against the one before it."""
+
+    changes: bool = True
+
+
+class SnapshotsResult(msgspec.Struct):
+    snapshots: list[SnapshotRecord]
+
+
+class DropParams(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ChangeRecord(msgspec.Struct, omit_defaults=True):
+    """One path that differs.  `lines_*` only with --stat, for text files."""
+
+    path: str
+    change: Literal["added", "modified", "removed", "type", "metadata"]
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "device"]
+    old_size: int | None = None
+    new_size: int | None = None
+    lines_added: int | None = None
+    lines_removed: int | None = None
+    binary: bool = False
+
+
+class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
+    """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, back to
+    before the last restore or import.  `paths` (wire paths) limits it.  `dry_run` only says what it would do."""
+
+    name: str | None = None
+    archive: str | None = None
+    undo: bool = False
+    paths: list[str] = []
+    dry_run: bool = False
+
+
+class RestoreResult(msgspec.Struct):
+    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all."""
+
+    source: str
+    safety_snapshot: str | None
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    truncated: bool = False
+
+
+CHANGES_LISTED: Final = 10_000
+
+
+class DiffParams(msgspec.Struct, forbid_unknown_fields=True):
+    """diff: from state `a` to state `b`.  `a` None is the newest snapshot, `b` None the live state.
+
+    "names" and "stat" answer with `changes`; "patch" streams a unified diff in "output" notifications.
+    """
+
+    a: str | None = None
+    b: str | None = None
+    mode: Literal["names", "stat", "patch"] = "names"
+    paths: list[str] = []
+
+
+class DiffResult(msgspec.Struct):
+    a: str
+    b: str | None
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    truncated: bool = False
+
+
+class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
+    """export: write the ZIP file `path` (absolute); a file there is replaced only with `overwrite`."""
+
+    path: str
+    snapshot: str | None = None
+    overwrite: bool = False
+
+
+class ExportResult(msgspec.Struct):
+    path: str
+    files: int
+    total_bytes: int
+    archive_bytes: int
+
+
+class ImportParams(msgspec.Struct, forbid_unknown_fields=True):
+    """import: lay the content of ZIP file `path` (absolute) over the workspace."""
+
+    path: str
+
+
+class ImportResult(msgspec.Struct):
+    path: str
+    files: int
+    total_bytes: int
+    safety_snapshot: str | None
+    counts: ChangeCounts
+
+
+class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):
+    """unmount: `lazy` detaches a busy mount at once; without it a busy mount is EBUSY, naming who holds it."""
+
+    lazy: bool = False
+
+
+class UnmountResult(msgspec.Struct):
+    mountpoint: str
+    lazy: bool
+    holders: list[str]  # "pid 12 (bash)", ...
+
+
+# method name -> (parameters, result): the one table that server and client share.
+METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
+    "ping": (Empty, Empty),
+    "status": (Empty, StatusResult),
+    "snapshot": (SnapshotParams, SnapshotRecord),
+    "snapshots": (SnapshotsParams, SnapshotsResult),
+    "drop": (DropParams, Empty),
+    "restore": (RestoreParams, RestoreResult),
+    "diff": (DiffParams, DiffResult),
+    "export": (ExportParams, ExportResult),
+    "import": (ImportParams, ImportResult),
+    "unmount": (UnmountParams, UnmountResult),
+    # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
+    "check": (Empty, Empty),
+}
