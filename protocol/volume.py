@@ -18,7 +18,7 @@ Source: fs/fuse/*.c and include/uapi/linux/fuse.h for what a kernel asks; man pa
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Buffer, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -34,6 +34,7 @@ __all__ = [
     "ROOT_INODE",
     "AttributeChanges",
     "Attributes",
+    "Buffer",
     "Caller",
     "Coherence",
     "DirectoryEntry",
@@ -52,6 +53,7 @@ RENAME_EXCHANGE: Final = 2
 RENAME_WHITEOUT: Final = 4
 
 T = TypeVar("T")
+Buffer: TypeAlias = bytes | bytearray | memoryview  # collections.abc.Buffer is Python 3.12's
 # What a method may return: its result, or an awaitable of it where it must wait.
 Answer: TypeAlias = T | Awaitable[T]
 
@@ -222,9 +224,7 @@ class Volume(Protocol):
         """lseek(2) for SEEK_DATA and SEEK_HOLE.  ENXIO past the end."""
         ...
 
-    def copy_range(
-        self, source: int, source_offset: int, target: int, target_offset: int, length: int
-    ) -> Answer[int]:
+    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Answer[int]:
         """copy_file_range(2): the count of bytes copied, short at the end of the source."""
         ...
 

@@ -1,0 +1,1 @@
+"""The backends: what holds the state of a volume."""

@@ -1,0 +1,1 @@
+"""The control socket: JSON-RPC 2.0 over a Unix socket, server and client."""

@@ -1,0 +1,1 @@
+"""The engines: what serves a volume to the kernel."""

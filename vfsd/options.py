@@ -1,0 +1,35 @@
+"""What one mount is asked to be: the options that command line, Python API and systemd unit share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["ENGINES", "NAME_PATTERN", "EngineChoice", "MountOptions"]
+
+EngineChoice = Literal["auto", "native", "pyfuse3"]
+ENGINES: Final = ("auto", "native", "pyfuse3")
+# A name is a file name of the socket and a systemd instance name: nothing to quote in either.
+NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """Options of one mount.  Paths absolute, sizes in bytes, None for no limit.
+
+    `backend`: "memory", or one of the grammar's others ("host:DIR", ...), validated where it is opened.
+    `log_format`: "text" for people, "json" one object a line, "journal" sd-daemon priority prefixes.
+    """
+
+    mountpoint: str
+    name: str
+    backend: str = "memory"
+    engine: EngineChoice = "auto"
+    archive: str | None = None  # --from
+    max_bytes: int | None = None
+    max_inodes: int | None = None
+    read_only: bool = False
+    allow_other: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json", "journal"] = "text"
