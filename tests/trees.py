@@ -13,7 +13,7 @@ from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 class DictTree:
     """A tree from {path: content}: bytes is a file, None a directory, str a symlink; or (TreeEntry, content)."""
 
-    def __init__(self, items: dict[bytes, bytes | str | None | tuple[TreeEntry, bytes]] | None = None) -> None:
+    def __init__(self, items: dict[bytes, bytes | str | tuple[TreeEntry, bytes] | None] | None = None) -> None:
         self.entries: dict[bytes, TreeEntry] = {b"": TreeEntry(b"", stat.S_IFDIR | 0o755)}
         self.content: dict[bytes, bytes] = {}
         for number, (path, item) in enumerate(sorted((items or {}).items()), 2):

@@ -53,7 +53,7 @@ class Request(msgspec.Struct):
     jsonrpc: Literal["2.0"]
     method: str
     params: msgspec.Raw = msgspec.Raw(b"{}")
-    id: int | str | None | msgspec.UnsetType = msgspec.UNSET
+    id: int | str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ErrorData(msgspec.Struct, omit_defaults=True):
