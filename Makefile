@@ -1,0 +1,61 @@
+# Every target sets up what it needs (scripts/bootstrap): Debian packages where they are missing, and .venv.
+# PYTHON=/path/to/python picks the interpreter of .venv; ARGS='-k snapshot -x' goes to pytest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+ARGS ?=
+COVERAGE ?=
+BIN := .venv/bin
+BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
+PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
+
+.PHONY: help setup demo test coverage coverage-report lint format bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## .venv with vfsd and the developers' tools
+	@$(BOOTSTRAP)
+
+demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
+	@$(BOOTSTRAP) fuse
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
+
+test: ## all tests; ARGS='...' goes to pytest, COVERAGE=1 measures
+	@$(BOOTSTRAP) fuse tests
+	@$(if $(COVERAGE),$(BIN)/coverage erase)
+	$(PYTEST) $(ARGS)
+
+coverage: ## all tests, and which lines and branches they reached, daemons included
+	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
+
+coverage-report: ## what the last measured run reached
+	@$(BOOTSTRAP)
+	@if compgen -G '.coverage.*' >/dev/null; then $(BIN)/coverage combine --quiet; fi
+	@$(BIN)/coverage report --skip-covered
+
+lint: ## ruff (rules and format) and strict types
+	@$(BOOTSTRAP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: ## let ruff format the code and mend what it can
+	@$(BOOTSTRAP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: ## the measurements in bench/
+	@$(BOOTSTRAP) fuse tests
+	@shopt -s nullglob; found=; \
+	for script in bench/[!_]*.py; do found=1; echo "== $$script"; $(BIN)/python "$$script"; done; \
+	if [[ -z $$found ]]; then echo "bench/ has no measurements yet"; fi
+
+clean: ## remove what was built and measured; .venv too
+	rm -rf .venv build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find protocol vfsd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
