@@ -1,0 +1,329 @@
+"""Mounts: the list parsed, dead told from hung, holders found, and nothing touched that is not ours."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vfsd import mounts
+from vfsd.mountinfo import parse_mountinfo
+
+TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
+FuseMount = Callable[[Path], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def fuse_mount() -> Iterator[FuseMount]:
+    """Mount a tiny file system named "tiny"; teardown kills the daemons and detaches what is left."""
+    started: list[tuple[subprocess.Popen[str], Path]] = []
+
+    def mount(path: Path) -> subprocess.Popen[str]:
+        path.mkdir(exist_ok=True)
+        daemon = subprocess.Popen(
+            [sys.executable, str(TINY_FUSE), str(path), "tiny"], stdout=subprocess.PIPE, text=True
+        )
+        started.append((daemon, path))
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "mounted\n"
+        return daemon
+
+    yield mount
+    for daemon, path in started:
+        kill(daemon)
+        while any(m.mountpoint == str(path) for m in mounts.mounts()):
+            subprocess.run(["fusermount3", "-u", "-z", str(path)], check=True)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "tmpfs"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "a source", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def kill(daemon: subprocess.Popen[str]) -> None:
+    daemon.kill()
+    daemon.wait()
+    if daemon.stdout is not None:
+        daemon.stdout.close()
+
+
+@pytest.fixture
+def process_in() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a process that waits, in a directory or with code run first."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str = "", cwd: Path | str = "/") -> subprocess.Popen[str]:
+        script = f"import os, mmap, sys\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.communicate("")
+
+
+# -- the list ---------------------------------------------------------------------------------------
+def test_mountinfo_is_parsed_with_optional_fields_and_octal_escapes() -> None:
+    content = (
+        rb"36 35 98:3 /sub /mnt/two\040words\012x rw,noatime master:1 shared:2 - fuse.vfsd vfsd:a\134b rw,user_id=5"
+        b"\n22 27 0:21 / /proc rw - proc proc rw\n"
+    )
+    first, second = parse_mountinfo(content)
+    assert first.mountpoint == "/mnt/two words\nx"
+    assert first.device == os.makedev(98, 3)
+    assert (first.mount_id, first.parent_id, first.root) == (36, 35, "/sub")
+    assert first.is_vfsd
+    assert first.workspace == "a\\b"
+    assert first.options == "rw,user_id=5"
+    assert (second.filesystem, second.source, second.is_fuse, second.workspace) == ("proc", "proc", False, None)
+
+
+def test_a_mountpoint_that_is_no_utf8_is_found(tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"caf\xe9 \\x")
+    os.mkdir(path)
+    subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
+    try:
+        found = mounts.mount_at(os.fsdecode(path))
+        assert found is not None
+        assert os.fsencode(found.mountpoint) == path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def test_find_mount_gives_the_innermost_mount_and_mount_at_only_the_mountpoint(tmpfs: Path) -> None:
+    below = tmpfs / "a" / "b"
+    below.mkdir(parents=True)
+    found = mounts.find_mount(str(below))
+    assert found is not None
+    assert found.mountpoint == str(tmpfs)
+    assert found.device == below.stat().st_dev
+    assert mounts.mount_at(str(below)) is None
+    assert mounts.mount_at(str(tmpfs)) == found
+    sibling = tmpfs.parent / "tmpfs-not-below"
+    sibling.mkdir()
+    other = mounts.find_mount(str(sibling))
+    assert other is not None
+    assert other.device == sibling.stat().st_dev != found.device
+
+
+def test_a_mount_is_found_through_symlinks_and_dots(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmpfs.parent / "link"
+    link.symlink_to("tmpfs/../tmpfs")
+    monkeypatch.chdir(tmpfs.parent)
+    assert mounts.resolve("./link/x/../y") == str(tmpfs / "y")
+    assert mounts.mount_at("link") == mounts.mount_at(str(tmpfs)) is not None
+
+
+def test_a_symlink_loop_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links") as caught:
+        mounts.resolve(str(tmp_path / "loop"))
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_resolve_agrees_with_realpath_where_no_fuse_is(tmp_path: Path) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    (tmp_path / "l").symlink_to(tmp_path / "d")
+    (tmp_path / "d" / "up").symlink_to("../l/e")
+    for path in ("l/up/../x", "l/e/../../d", "missing/y", "//l//up/.", "d/up/../../.."):
+        assert mounts.resolve(f"{tmp_path}/{path}") == os.path.realpath(f"{tmp_path}/{path}")
+
+
+def test_nested_mounts_are_those_below(tmpfs: Path) -> None:
+    (tmpfs / "inner").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(tmpfs / "inner")], check=True)
+    try:
+        assert [m.mountpoint for m in mounts.nested_mounts(str(tmpfs))] == [str(tmpfs / "inner")]
+        assert mounts.nested_mounts(str(tmpfs / "inner")) == []
+    finally:
+        subprocess.run(["umount", str(tmpfs / "inner")], check=True)
+
+
+# -- dead or alive ----------------------------------------------------------------------------------
+@pytest.mark.fuse
+def test_a_live_mount_is_not_dead_and_a_killed_ones_is(tmp_path: Path, fuse_mount: FuseMount) -> None:
+    daemon = fuse_mount(tmp_path / "m")
+    assert [m.mountpoint for m in mounts.vfsd_mounts() if m.workspace == "tiny"] == [str(tmp_path / "m")]
+    assert not mounts.is_dead(str(tmp_path / "m"))
+    kill(daemon)
+    assert mounts.is_dead(str(tmp_path / "m"))
+
+
+@pytest.mark.fuse
+@pytest.mark.timeout(60)  # a call that waits for the stopped daemon would never return
+def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path: Path, fuse_mount: FuseMount) -> None:
+    path = str(tmp_path / "m")
+    daemon = fuse_mount(tmp_path / "m")
+    daemon.send_signal(signal.SIGSTOP)
+    try:
+        assert not mounts.is_dead(path, timeout_s=0.2)
+        assert mounts.holders(path) == []
+        found = mounts.find_mount(path + "/below/it")
+        assert found is not None
+        assert found.mountpoint == path
+        with pytest.raises(OSError, match="workspace 'tiny'") as caught:
+            mounts.clear_dead_mount(path)
+        assert caught.value.errno == errno.EBUSY
+        with pytest.raises(OSError, match="already a mountpoint, of workspace 'tiny'"):
+            mounts.check_mountpoint(path)
+        mounts.unmount(path)
+        assert mounts.mount_at(path) is None
+    finally:
+        daemon.send_signal(signal.SIGCONT)
+
+
+def test_what_is_no_fuse_mount_is_not_dead(tmpfs: Path) -> None:
+    assert not mounts.is_dead(str(tmpfs))
+    assert not mounts.is_dead(str(tmpfs.parent))
+
+
+@pytest.mark.fuse
+def test_root_recognises_the_dead_mount_of_another_user(tmp_path: Path) -> None:
+    # Without allow_other the kernel answers root with zeros, not with ENOTCONN.
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode=40000,user_id=65534,group_id=65534"
+    command = ["mount", "-i", "-t", mounts.VFSD_TYPE, "-o", options, "vfsd:nobodys", str(tmp_path)]
+    try:
+        subprocess.run(command, pass_fds=[device], check=True)
+    finally:
+        os.close(device)
+    try:
+        os.statvfs(tmp_path)
+        assert mounts.is_dead(str(tmp_path))
+    finally:
+        mounts.unmount(str(tmp_path), lazy=True)
+
+
+# -- before mounting --------------------------------------------------------------------------------
+def test_an_empty_directory_can_be_mounted_on(tmp_path: Path) -> None:
+    assert mounts.check_mountpoint(str(tmp_path)) is None
+
+
+def test_a_missing_mountpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        mounts.check_mountpoint(str(tmp_path / "missing"))
+
+
+def test_a_mountpoint_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="not a directory"):
+        mounts.check_mountpoint(str(tmp_path / "file"))
+
+
+def test_a_mountpoint_with_content_is_refused_naming_some_of_it(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(OSError, match=r"not empty.*'precious'") as caught:
+        mounts.check_mountpoint(str(tmp_path))
+    assert caught.value.errno == errno.ENOTEMPTY
+
+
+def test_a_mountpoint_in_use_is_refused_naming_what_is_mounted(tmpfs: Path) -> None:
+    with pytest.raises(OSError, match=r"tmpfs \(a source\)") as caught:
+        mounts.check_mountpoint(str(tmpfs))
+    assert caught.value.errno == errno.EBUSY
+
+
+@pytest.mark.fuse
+def test_a_dead_mount_is_recognised_cleared_and_can_be_used_again(tmp_path: Path, fuse_mount: FuseMount) -> None:
+    path = str(tmp_path / "m")
+    kill(fuse_mount(tmp_path / "m"))
+    dead = mounts.check_mountpoint(path)
+    assert dead is not None
+    assert dead.workspace == "tiny"
+    assert mounts.clear_dead_mount(path) == dead
+    assert mounts.check_mountpoint(path) is None
+    assert mounts.clear_dead_mount(path) is None
+    fuse_mount(tmp_path / "m")
+
+
+@pytest.mark.fuse
+def test_dead_mounts_on_top_of_each_other_are_all_cleared(tmp_path: Path, fuse_mount: FuseMount) -> None:
+    first = fuse_mount(tmp_path / "m")
+    second = fuse_mount(tmp_path / "m")
+    kill(second)
+    kill(first)
+    mounts.clear_dead_mount(str(tmp_path / "m"))
+    assert mounts.mount_at(str(tmp_path / "m")) is None
+
+
+@pytest.mark.fuse
+def test_a_live_mount_and_a_foreign_one_are_never_cleared(tmp_path: Path, tmpfs: Path, fuse_mount: FuseMount) -> None:
+    fuse_mount(tmp_path / "m")
+    for path in (tmp_path / "m", tmpfs):
+        before = mounts.mount_at(str(path))
+        with pytest.raises(OSError, match="not a dead workspace") as caught:
+            mounts.clear_dead_mount(str(path))
+        assert caught.value.errno == errno.EBUSY
+        assert mounts.mount_at(str(path)) == before is not None
+
+
+# -- holders and unmounting -------------------------------------------------------------------------
+def test_holders_are_found_by_directory_file_and_mapping(
+    tmpfs: Path, process_in: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (tmpfs / "file").write_bytes(b"x" * 10)
+    in_directory = process_in(cwd=tmpfs)
+    with_file = process_in(f"file = open({str(tmpfs / 'file')!r})")
+    with_mapping = process_in(
+        f"with open({str(tmpfs / 'file')!r}, 'r+b') as file: keep = mmap.mmap(file.fileno(), {mmap.PAGESIZE // 4096})"
+    )
+    process_in()  # holds nothing
+    found = {holder.pid: holder for holder in mounts.holders(str(tmpfs))}
+    assert set(found) == {in_directory.pid, with_file.pid, with_mapping.pid}
+    assert found[in_directory.pid].what == "current directory"
+    assert found[with_file.pid].what == f"open file {tmpfs / 'file'}"
+    assert f"mapped file {tmpfs / 'file'}" in found[with_mapping.pid].what
+    assert all("python" in holder.command or "pytest" in holder.command for holder in found.values())
+
+
+def test_nobody_holds_what_is_not_mounted(tmp_path: Path) -> None:
+    assert mounts.holders(str(tmp_path)) == []
+
+
+@pytest.mark.fuse
+def test_a_busy_unmount_names_the_holders_and_a_lazy_one_detaches(
+    tmp_path: Path, fuse_mount: FuseMount, process_in: Callable[..., subprocess.Popen[str]]
+) -> None:
+    path = str(tmp_path / "m")
+    fuse_mount(tmp_path / "m")
+    holder = process_in(cwd=path)
+    with pytest.raises(OSError, match=rf"pid {holder.pid} \(.*\), current directory") as caught:
+        mounts.unmount(path)
+    assert caught.value.errno == errno.EBUSY
+    assert caught.value.filename == path
+    assert mounts.mount_at(path) is not None
+    mounts.unmount(path, lazy=True)
+    assert mounts.mount_at(path) is None
+
+
+@pytest.mark.fuse
+def test_unmount_takes_an_idle_mount_away(tmp_path: Path, fuse_mount: FuseMount) -> None:
+    daemon = fuse_mount(tmp_path / "m")
+    mounts.unmount(str(tmp_path / "m"))
+    assert mounts.mount_at(str(tmp_path / "m")) is None
+    assert daemon.wait(30) == 0
+
+
+def test_unmount_refuses_what_is_not_a_workspace(tmpfs: Path) -> None:
+    with pytest.raises(OSError, match="not a workspace but tmpfs") as caught:
+        mounts.unmount(str(tmpfs))
+    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(OSError, match="nothing is mounted"):
+        mounts.unmount(str(tmpfs.parent))
+    assert mounts.mount_at(str(tmpfs)) is not None
