@@ -1,0 +1,153 @@
+"""Rules that every test runs under: nothing left behind, nothing of the user's touched, no silent skip.
+
+Environment:
+    VFSD_NO_SKIP=1      a skipped test is a failed one (CI, where FUSE and Podman are present)
+    VFSD_LONG=1         same as --runs-long: also tests marked `long`, and many more hypothesis examples
+    HYPOTHESIS_PROFILE  "ci", "dev" or "long"; default "ci" where CI is set, else "dev"
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.leaks import TAG, Leaks, mounts
+
+_NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
+# A short path: what lies below may hold a Unix socket, whose address has 108 bytes (unix(7)).
+_SESSION_DIR = pytest.StashKey[str]()
+_FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
+
+
+# A deadline measures the machine; each profile reports how to reproduce what it found.
+_COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", _COMMON, max_examples=50)
+# Random on purpose: every run of CI looks elsewhere, and prints the blob of what it finds.
+settings.register_profile("ci", _COMMON, max_examples=100)
+settings.register_profile("long", _COMMON, max_examples=2000, stateful_step_count=200)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runs-long", action="store_true", help="also long differential runs (or VFSD_LONG=1)")
+
+
+def _is_long(config: pytest.Config) -> bool:
+    return bool(config.getoption("--runs-long")) or os.environ.get("VFSD_LONG", "") not in ("", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "container: needs Podman")
+    config.addinivalue_line("markers", "long: takes minutes; runs only with --runs-long or VFSD_LONG=1")
+    if not config.getoption("--hypothesis-profile", None):
+        usual = "long" if _is_long(config) else "ci" if os.environ.get("CI") else "dev"
+        settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or usual)
+    # Before collection: no module of vfsd may see the user's workspaces, nor git the user's settings.
+    directory = tempfile.mkdtemp(prefix="vfsd-test-")
+    config.stash[_SESSION_DIR] = directory
+    os.mkdir(f"{directory}/run", 0o700)
+    os.mkdir(f"{directory}/work")
+    os.environ[TAG] = directory
+    os.environ["VFSD_RUNTIME_DIR"] = f"{directory}/run"
+    os.environ.pop("VFSD_WORKSPACE", None)
+    os.environ.update(GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1")
+    for role in ("AUTHOR", "COMMITTER"):
+        os.environ.update({f"GIT_{role}_NAME": "Test", f"GIT_{role}_EMAIL": "test@example.org"})
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    directory = config.stash.get(_SESSION_DIR, None)
+    # What could not be unmounted was reported; deleting through it would touch what is not ours.
+    if directory is not None and not any(mount.mountpoint.startswith(directory) for mount in mounts()):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _is_long(config):
+        return
+    # Deselected, not skipped: pytest counts them in its last line, and CI does not miss them.
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("fuse"):
+        if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+            pytest.skip("/dev/fuse cannot be opened")
+        if shutil.which("fusermount3") is None:
+            pytest.skip("fusermount3 is missing: install fuse3")
+    if item.get_closest_marker("container") and shutil.which("podman") is None:
+        pytest.skip("podman is missing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # An expected failure also reports as skipped; xfail_strict keeps those honest.
+    if _NO_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        report.outcome = "failed"
+        report.longrepr = _FAILED_SKIP.format(reason)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if _NO_SKIP and report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        report.outcome = "failed"
+        report.longrepr = _FAILED_SKIP.format(reason)
+    return report
+
+
+def _check(leaks: Leaks) -> None:
+    left = leaks.settle()
+    if left:
+        pytest.fail("left behind (and now cleaned up):\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def session_dir(request: pytest.FixtureRequest) -> str:
+    """This session's own directory, with a short path; gone after the session."""
+    return request.config.stash[_SESSION_DIR]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_leaks_of_the_session(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Checks what fixtures of a wider scope than one test should have ended."""
+    leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
+    yield
+    _check(leaks)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the test after which a mount, a child process or a daemon is left.
+
+    Set up before and torn down after the test's own fixtures; those of modules and classes come up
+    earlier and may outlive the test.
+    """
+    leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
+    yield
+    _check(leaks)
+
+
+@pytest.fixture
+def workdir(no_leaks: None, session_dir: str) -> Path:
+    """An empty directory of this test's own, its path short enough for a Unix socket in it.
+
+    It is removed with the session, when nothing can be mounted in it any more.
+    """
+    return Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix=""))
