@@ -1,0 +1,135 @@
+"""Logs: fields in every format, and no way to forge a line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from vfsd import logs
+
+HOSTILE = "a\n2026-01-01 error forged\r\x1b[2J\u2028\udcff é"
+_log = logging.getLogger("vfsd.test")
+
+
+def raised(error: Exception) -> Exception:
+    """`error`, with a traceback."""
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    libraries = [logging.getLogger(name) for name in ("pyfuse3", "trio")]
+    before = (root.handlers[:], root.level, [library.level for library in libraries])
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+    for library, level in zip(libraries, before[2], strict=True):
+        library.setLevel(level)
+
+
+def configured(log_format: logs.LogFormat, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    logs.configure(level, log_format, stream)
+    return stream
+
+
+def test_a_json_record_has_its_fields() -> None:
+    stream = configured("json")
+    logs.log_failure(_log, "import", FileNotFoundError(errno.ENOENT, "no such file", "/a b"))
+    record = json.loads(stream.getvalue())
+    assert record.pop("time").endswith("Z")
+    assert record == {
+        "level": "error",
+        "logger": "vfsd.test",
+        "message": "import failed: no such file",
+        "operation": "import",
+        "errno": "ENOENT",
+        "path": "/a b",
+    }
+
+
+def test_a_text_record_has_its_fields() -> None:
+    stream = configured("text")
+    _log.warning("slow", extra={"operation": "read", "errno": errno.EIO, "path": b"/a b"})
+    line = stream.getvalue()
+    assert line.endswith('Z warning vfsd.test: slow [operation=read errno=EIO path="/a b"]\n')
+
+
+@pytest.mark.parametrize("log_format", ["text", "journal"])
+def test_a_hostile_file_name_stays_on_its_line(log_format: logs.LogFormat) -> None:
+    stream = configured(log_format)
+    _log.info("looked at %s", HOSTILE, extra={"path": HOSTILE})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert lines[0].isprintable()
+    assert r"a\n2026-01-01 error forged\r\x1b[2J\u2028\xff é" in lines[0]
+
+
+def test_a_hostile_file_name_is_one_json_line() -> None:
+    stream = configured("json")
+    _log.info("x", extra={"path": HOSTILE})
+    assert stream.getvalue().count("\n") == 1
+    assert json.loads(stream.getvalue())["path"] == HOSTILE.replace("\udcff", r"\xff")
+
+
+@pytest.mark.parametrize("log_format", ["text", "journal", "json"])
+def test_an_unexpected_error_is_logged_as_eio_with_its_traceback_and_forges_nothing(
+    log_format: logs.LogFormat,
+) -> None:
+    stream = configured(log_format)
+    logs.log_failure(_log, "write", raised(RuntimeError("boom\n<0>forged")))
+    text = stream.getvalue()
+    assert "EIO" in text
+    assert "test_logs.py" in text
+    lines = text.splitlines()
+    if log_format == "json":
+        assert "RuntimeError: boom" in json.loads(text)["traceback"]
+    else:
+        prefix = "<3>" if log_format == "journal" else ""
+        assert all(line.startswith(prefix + "  | ") for line in lines[1:])
+
+
+def test_an_expected_error_has_no_traceback() -> None:
+    stream = configured("text")
+    logs.log_failure(_log, "write", raised(OSError(errno.ENOSPC, "full")), level=logging.WARNING)
+    assert stream.getvalue().count("\n") == 1
+    assert " warning " in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "prefix"),
+    [(logging.DEBUG, "<7>"), (logging.INFO, "<6>"), (logging.WARNING, "<4>"), (logging.ERROR, "<3>")],
+)
+def test_journal_lines_carry_their_priority(level: int, prefix: str) -> None:
+    stream = configured("journal", "debug")
+    _log.log(level, "x")
+    assert stream.getvalue() == f"{prefix}vfsd.test: x\n"
+
+
+def test_the_level_is_kept_and_configuring_again_replaces_the_stream() -> None:
+    first = configured("text", "warning")
+    _log.info("not this")
+    second = configured("text", "info")
+    _log.info("this")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("this") == 1
+
+
+@pytest.mark.parametrize("library", ["pyfuse3", "trio.abc.Instrument"])
+def test_libraries_log_into_the_same_stream_but_not_their_chatter(library: str) -> None:
+    stream = configured("text")
+    logging.getLogger(library).info("chatter")
+    logging.getLogger(library).error("trouble")
+    assert "trouble" in stream.getvalue()
+    assert "chatter" not in stream.getvalue()
+    stream = configured("text", "debug")
+    logging.getLogger(library).info("chatter")
+    assert "chatter" in stream.getvalue()

@@ -1,0 +1,78 @@
+"""sd_notify over real datagram sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vfsd.sd_notify import Notifier
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, str]]:
+    """A socket bound as systemd would bind it, and its address as NOTIFY_SOCKET gives it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.settimeout(30)
+        if request.param == "path":
+            path: Path = request.getfixturevalue("tmp_path") / "n"
+            receiver.bind(str(path))
+            yield receiver, str(path)
+        else:
+            receiver.bind(f"\0vfsd-test-{os.getpid()}")
+            yield receiver, f"@vfsd-test-{os.getpid()}"
+
+
+def received(manager: tuple[socket.socket, str]) -> dict[str, str]:
+    lines = manager[0].recv(4096).decode().split("\n")
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_a_service_says_what_it_does(manager: tuple[socket.socket, str]) -> None:
+    notifier = Notifier.from_environment({"NOTIFY_SOCKET": manager[1]})
+    assert notifier.ready("serving /mnt")
+    assert received(manager) == {"READY": "1", "MAINPID": str(os.getpid()), "STATUS": "serving /mnt"}
+    assert notifier.watchdog()
+    assert received(manager) == {"WATCHDOG": "1"}
+    assert notifier.status("12 snapshots")
+    assert received(manager) == {"STATUS": "12 snapshots"}
+    assert notifier.stopping()
+    assert received(manager) == {"STOPPING": "1"}
+
+
+def test_a_status_with_a_newline_cannot_forge_an_assignment(manager: tuple[socket.socket, str]) -> None:
+    Notifier(manager[1]).status("serving /a\nSTOPPING=1 \udcff")
+    assert received(manager) == {"STATUS": "serving /a STOPPING=1 \\udcff"}
+
+
+def test_without_a_socket_nothing_is_sent() -> None:
+    notifier = Notifier.from_environment({})
+    assert not notifier.ready()
+    assert not notifier.watchdog()
+
+
+def test_a_socket_that_nobody_reads_neither_raises_nor_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not Notifier(str(tmp_path / "gone")).ready()
+    assert "cannot notify systemd" in caplog.text
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "full"))
+        notifier = Notifier(str(tmp_path / "full"))
+        assert not all(notifier.watchdog() for _ in range(10_000))
+
+
+@pytest.mark.parametrize(
+    ("environ", "interval_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_the_watchdog_is_fed_at_half_its_interval(environ: dict[str, str], interval_s: float | None) -> None:
+    assert Notifier.from_environment(environ, pid=77).watchdog_interval_s == interval_s

@@ -1,0 +1,148 @@
+"""Logs with fields: what happened, in which operation, with which errno, on which path.
+
+Standard `logging` all the way: a record's fields are passed as `extra`, and libraries (pyfuse3, trio) log
+into the same handler.  Three formats: "text" for people, "json" one object a line, "journal" text with
+sd-daemon's priority prefixes.  File names come from agents and archives: whatever they hold, a record is one
+line and no control character reaches a terminal; a traceback's further lines are marked.
+
+Source: sd-daemon(3) for the prefixes and the levels they stand for.
+"""
+
+from __future__ import annotations
+
+import errno as errnos
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import Final, Literal, TextIO
+
+import msgspec
+
+from protocol.errors import errno_of
+
+__all__ = ["LogFormat", "configure", "errno_name", "escape", "log_failure"]
+
+LogFormat = Literal["text", "json", "journal"]
+
+_PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
+# Chatty below warning, and about every request: only "debug" wants to hear them.
+_LIBRARIES: Final = ("pyfuse3", "trio")
+_TRACEBACK_MARK: Final = "  | "
+
+
+def configure(level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
+    """Send all logs of the process to `stream`, by default standard error.  Can be called again."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(journal=log_format == "journal"))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(number if number <= logging.DEBUG else max(number, logging.WARNING))
+
+
+def log_failure(
+    logger: logging.Logger,
+    operation: str,
+    error: BaseException,
+    *,
+    path: str | bytes | None = None,
+    level: int = logging.ERROR,
+) -> None:
+    """Log that `operation` failed with `error`; one that means no errno is unexpected, and has its traceback."""
+    code = errno_of(error)
+    named = path if path is not None else getattr(error, "filename", None)
+    fields = {"operation": operation, "errno": errno_name(code or errnos.EIO)}
+    if isinstance(named, str | bytes):
+        fields["path"] = os.fsdecode(named)
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    logger.log(level, "%s failed: %s", operation, reason, extra=fields, exc_info=error if code is None else None)
+
+
+def errno_name(code: int) -> str:
+    """ "ENOENT" for 2; the number itself where it has no name."""
+    return errnos.errorcode.get(code, str(code))
+
+
+def escape(text: str) -> str:
+    r"""`text` on one line and without control characters: "\n" becomes a backslash and an n, and so on."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escape_character(char) for char in text)
+
+
+def _escape_character(char: str) -> str:
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that was no UTF-8, as os.fsdecode carries it
+        return f"\\x{code - 0xDC00:02x}"
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, str]:
+    """The record's own fields, in the order they are shown."""
+    values = ((name, getattr(record, name, None)) for name in ("operation", "errno", "path"))
+    return {
+        name: errno_name(value) if name == "errno" and isinstance(value, int) else _as_text(value)
+        for name, value in values
+        if value is not None
+    }
+
+
+def _as_text(value: object) -> str:
+    return os.fsdecode(value) if isinstance(value, bytes) else str(value)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; escapes what JSON does, and bytes that are no UTF-8 as `\\xNN`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            content["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode({key: _encodable(value) for key, value in content.items()}).decode()
+
+
+def _encodable(text: str) -> str:
+    """`text` without lone surrogates, which UTF-8 has no bytes for."""
+    return "".join(_escape_character(char) if 0xD800 <= ord(char) <= 0xDFFF else char for char in text)
+
+
+class _TextFormatter(logging.Formatter):
+    """`time level logger: message [field=value ...]`; for the journal, which has time and level, with `<N>`."""
+
+    def __init__(self, *, journal: bool) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
+        message = escape(record.getMessage()) + (f" [{fields}]" if fields else "")
+        lines = [f"{record.name}: {message}"]
+        if record.exc_info:
+            traceback = self.formatException(record.exc_info).split("\n")
+            lines += [_TRACEBACK_MARK + escape(line) for line in traceback]
+        if self._journal:
+            priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
+            return "\n".join(f"<{priority}>{line}" for line in lines)
+        lines[0] = f"{_timestamp(record)} {record.levelname.lower():<7} {lines[0]}"
+        return "\n".join(lines)
+
+
+def _quoted(value: str) -> str:
+    """`value` as one word: quoted where a reader of `name=value` pairs would go wrong."""
+    escaped = escape(value)
+    if escaped and not any(char in ' "]=' for char in escaped):
+        return escaped
+    return '"' + escaped.replace('"', '\\"') + '"'
