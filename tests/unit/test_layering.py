@@ -1,0 +1,229 @@
+"""Imports go one way: vfsd -> protocol, and inside each package downward only (docs: "The two packages").
+
+Read with `ast`, never imported: an import inside a function or under TYPE_CHECKING is a dependency too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Lowest row first.  A module may import what stands in a row below its own; those of one row do not know
+# each other.  A name covers what is below it in the package too, unless that is named itself.
+# What no row names is at the bottom: it imports only what else is there.
+LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "protocol": (
+        ("protocol.volume", "protocol.tree", "protocol.streams"),
+        ("protocol.filesystem",),
+        ("protocol.diff", "protocol.archive", "protocol.search"),
+        ("protocol.adapters",),
+        ("protocol.backends",),
+        ("protocol.snapshots",),
+        ("protocol.tools",),
+        ("protocol.testing",),
+        ("protocol",),
+    ),
+    "vfsd": (
+        ("vfsd.control", "vfsd.engines"),
+        ("vfsd.daemon",),
+        ("vfsd.launch",),
+        ("vfsd.workspace",),
+        ("vfsd",),
+        ("vfsd.cli",),
+    ),
+}
+# Contracts that lie beside their implementations, and that everybody may know.
+CONTRACTS = ("vfsd.control.messages", "vfsd.engines.base")
+
+# Who alone may import a distribution.
+OWNERS: Mapping[str, tuple[str, ...]] = {
+    "pyfuse3": ("vfsd",),
+    "click": ("vfsd.cli",),
+    "rich": ("vfsd.cli",),
+    "trio": ("vfsd", "protocol.backends.container"),
+    "podman": ("protocol.backends.container",),
+    "vfsd": ("vfsd",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    importer: str
+    imported: str
+    place: str  # file:line
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.importer} imports {self.imported}"
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def module_names(root: Path, package: str) -> dict[str, Path]:
+    found = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(root: Path, *packages: str) -> list[Import]:
+    """Every import in the packages.  `from a import b` is of module a.b where there is one, else of a."""
+    modules = {name: path for package in packages for name, path in module_names(root, package).items()}
+    found = []
+    for name, path in modules.items():
+        for line, target in _targets(name, path, modules):
+            found.append(Import(name, target, f"{path.relative_to(root)}:{line}"))
+    return found
+
+
+def _targets(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                base = ".".join([*inside[: len(inside) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                # A package is imported before what is in it: its version is there for everybody.
+                if alias.name != "__version__":
+                    yield node.lineno, full if full in modules else base
+
+
+def row_of(module: str, rows: tuple[tuple[str, ...], ...]) -> tuple[int, str]:
+    """The module's row, counted from 1 (0: named in none), and the name that put it there."""
+    best = (0, module)
+    if module in CONTRACTS:
+        return best
+    for number, row in enumerate(rows, 1):
+        for name in row:
+            # The package's own name stands for its __init__ only.
+            matches = is_within(module, name) if "." in name else module == name
+            if matches and (best[0] == 0 or len(name) > len(best[1])):
+                best = (number, name)
+    return best
+
+
+def upward(imports: list[Import], rows: tuple[tuple[str, ...], ...]) -> list[str]:
+    wrong = []
+    for one in imports:
+        row, name = row_of(one.importer, rows)
+        imported_row, imported_name = row_of(one.imported, rows)
+        if imported_row > row:
+            above = "the bottom row (no row of LAYERS names it)" if row == 0 else f"row {row} ({name})"
+            wrong.append(f"{one}, which is above it: row {imported_row} ({imported_name}) against {above}")
+        elif row == imported_row != 0 and name != imported_name:
+            wrong.append(f"{one}, which is beside it: row {row} holds {name} and {imported_name} apart")
+    return wrong
+
+
+def trespasses(imports: list[Import]) -> list[str]:
+    wrong = []
+    for one in imports:
+        top = one.imported.partition(".")[0]
+        owners = OWNERS.get(top)
+        if owners and not any(is_within(one.importer, owner) for owner in owners):
+            wrong.append(f"{one}, which is for {' and '.join(owners)} only")
+    return wrong
+
+
+def cycle(imports: list[Import]) -> list[str]:
+    """The modules of one import cycle, the first again as the last; empty where there is none."""
+    graph: dict[str, set[str]] = {}
+    for one in imports:
+        graph.setdefault(one.importer, set()).add(one.imported)
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph.get(module, ())):
+            found = visit(target, [*path, module])
+            if found:
+                return found
+        done.add(module)
+        return []
+
+    for module in sorted(graph):
+        found = visit(module, [])
+        if found:
+            return found
+    return []
+
+
+ADVICE = "\n\nMove what is needed down, or pass it in; where the module's place is new, name it in LAYERS of this test."
+
+
+@pytest.mark.parametrize("package", ["protocol", "vfsd"])
+def test_inside_a_package_imports_point_downward(package: str) -> None:
+    inside = [one for one in imports_of(REPOSITORY, package) if is_within(one.imported, package)]
+    wrong = upward(inside, LAYERS[package])
+    assert not wrong, "\n".join(wrong) + ADVICE
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = cycle(imports_of(REPOSITORY, "protocol", "vfsd"))
+    assert not found, " -> ".join(found) + ADVICE
+
+
+def test_protocol_knows_neither_fuse_nor_the_command_line_nor_vfsd() -> None:
+    wrong = trespasses(imports_of(REPOSITORY, "protocol", "vfsd"))
+    assert not wrong, "\n".join(wrong) + ADVICE
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A repository that breaks every rule once."""
+    files = {
+        "protocol/__init__.py": "",
+        "protocol/errors.py": "from .tree import Tree",
+        "protocol/tree.py": "import os\nfrom protocol import diff",
+        "protocol/diff.py": "def f():\n    import trio.lowlevel",
+        "protocol/archive.py": "from . import diff\nfrom protocol import __version__",
+        "protocol/backends/__init__.py": "",
+        "protocol/backends/memory.py": "from ..diff import changes\nimport protocol.tree\nimport vfsd.options",
+        "protocol/backends/container/__init__.py": "import podman, trio",
+        "vfsd/__init__.py": "",
+        "vfsd/options.py": "from vfsd import mounts\nimport click",
+        "vfsd/mounts.py": "from vfsd.options import x",
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    return tmp_path
+
+
+def test_an_upward_and_a_sideways_import_are_reported_with_their_place(sources: Path) -> None:
+    wrong = upward(imports_of(sources, "protocol"), LAYERS["protocol"])
+
+    assert [line.split(", which")[0] for line in wrong] == [
+        "protocol/archive.py:1: protocol.archive imports protocol.diff",
+        "protocol/errors.py:1: protocol.errors imports protocol.tree",
+        "protocol/tree.py:2: protocol.tree imports protocol.diff",
+    ]
+
+
+def test_a_circle_is_reported(sources: Path) -> None:
+    assert cycle(imports_of(sources, "vfsd")) == ["vfsd.mounts", "vfsd.options", "vfsd.mounts"]
+
+
+def test_a_distribution_in_the_wrong_place_is_reported(sources: Path) -> None:
+    wrong = trespasses(imports_of(sources, "protocol", "vfsd"))
+
+    assert [line.split(", which")[0] for line in wrong] == [
+        "protocol/backends/memory.py:3: protocol.backends.memory imports vfsd.options",
+        "protocol/diff.py:2: protocol.diff imports trio.lowlevel",
+        "vfsd/options.py:2: vfsd.options imports click",
+    ]
