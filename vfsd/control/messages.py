@@ -69,8 +69,8 @@ class ErrorObject(msgspec.Struct, omit_defaults=True):
     data: ErrorData | None = None
 
 
-class Response(msgspec.Struct, omit_defaults=True):
-    """An answer: `result` or `error`, never both."""
+class Response(msgspec.Struct):
+    """An answer: `result` or `error`, never both.  Defaults are written: `jsonrpc` is one, and must be there."""
 
     id: int | str | None
     jsonrpc: Literal["2.0"] = msgspec.field(default="2.0")

@@ -1,0 +1,337 @@
+"""The server's side of one connection: lines in, calls run, lines out, all of it bounded.
+
+Memory that one client can hold: one request line, `calls_at_once` running requests, and as many answers as
+wait for the client to read.  A client that stops reading is dropped; one that stops writing in mid-line too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import trio
+
+from protocol.errors import errno_of
+from vfsd.control.call import Call, CallCancelledError, Handler, InvalidParamsError
+from vfsd.control.lines import RECEIVE_BYTES, LineBuffer
+from vfsd.control.messages import (
+    INTERNAL_ERROR,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    MAX_REQUEST_BYTES,
+    METHOD_NOT_FOUND,
+    METHODS,
+    OPERATION_FAILED,
+    PARSE_ERROR,
+    ErrorData,
+    ErrorObject,
+    Request,
+    Response,
+    wire_path,
+)
+
+__all__ = ["Connection", "Limits", "error_line"]
+
+_logger = logging.getLogger(__name__)
+_requests = msgspec.json.Decoder(Request)
+
+RequestId = int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client, and all of them together, may ask of the server."""
+
+    connections: int = 256
+    calls_at_once: int = 8  # of one connection; its next request waits
+    request_bytes: int = MAX_REQUEST_BYTES
+    line_s: float = 30.0  # from a line's first byte to its newline
+    idle_s: float = 600.0  # without a request, running or begun; clients connect again
+    stall_s: float = 30.0  # in which a client that has something to read takes not a byte
+    progress_s: float = 0.1  # between two progress messages of a connection
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    data: bytes
+    sent: Callable[[], None] | None = None
+
+
+class Connection:
+    """One client.  `serve` returns when it is done with; `hang_up` ends it from outside.
+
+    The socket is the caller's to close.
+    """
+
+    def __init__(self, sock: trio.socket.SocketType, methods: Mapping[str, Handler], limits: Limits) -> None:
+        self._sock = sock
+        self._methods = methods
+        self._limits = limits
+        self._scope = trio.CancelScope()
+        self._lines = LineBuffer()
+        self._line_deadline: float | None = None
+        self._slots = trio.Semaphore(limits.calls_at_once, max_value=limits.calls_at_once)
+        # No buffer: whoever has a line to send waits until the one before it is out.
+        self._outbox, self._out = trio.open_memory_channel[_Line](0)
+        self._running: set[Call] = set()
+        self._unanswered: set[Call] = set()
+        self._progressed: set[Call] = set()
+        self._progress = trio.Event()
+
+    def hang_up(self) -> None:
+        """Drop the client: cancel its calls, tell their threads, send nothing more."""
+        self._abandon_calls()
+        self._scope.cancel()
+
+    async def serve(self) -> None:
+        """Answer requests until the client is gone or has broken the rules."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write_lines)
+                    async with self._outbox, trio.open_nursery() as inner:
+                        inner.start_soon(self._send_progress)
+                        await self._answer_requests()
+                        inner.cancel_scope.cancel()
+        finally:
+            for call in self._unanswered:
+                call.answered()
+
+    # -- in -------------------------------------------------------------------------------------------
+    async def _answer_requests(self) -> None:
+        async with trio.open_nursery() as calls:
+            try:
+                while (line := await self._read_line()) is not None:
+                    await self._take_line(line, calls)
+                # A client may close its writing side and still read: what it asked for is finished.
+                for _ in range(self._limits.calls_at_once):
+                    await self._slots.acquire()
+            finally:
+                self._abandon_calls()
+
+    async def _read_line(self) -> bytes | None:
+        """The next line, or None when there is none to come, with the client told why if it was at fault."""
+        while (line := self._lines.next_line()) is None:
+            if self._lines.partial_bytes > self._limits.request_bytes:
+                await self._refuse_length()
+                return None
+            data = await self._receive()
+            if data is None:
+                return None
+            if not data:
+                # A request whose newline is missing: whole, as `printf | nc` sends it, or cut off.  Both answer.
+                return self._lines.take_rest() or None
+            self._lines.feed(data)
+        self._line_deadline = None
+        if len(line) > self._limits.request_bytes:
+            await self._refuse_length()
+            return None
+        return line
+
+    async def _refuse_length(self) -> None:
+        text = f"the request is longer than {self._limits.request_bytes} bytes"
+        await self._send(error_line(None, INVALID_REQUEST, text))
+
+    async def _receive(self) -> bytes | None:
+        """What comes next; b"" at the end of the stream, None when the client was too slow."""
+        while True:
+            partial = self._lines.partial_bytes > 0
+            with trio.move_on_at(self._read_deadline(partial)):
+                try:
+                    return await self._sock.recv(RECEIVE_BYTES)
+                except ConnectionError:
+                    return b""
+            if partial:
+                text = f"the request was not complete after {self._limits.line_s:g} s"
+                await self._send(error_line(None, INVALID_REQUEST, text))
+                return None
+            if not self._running:
+                return None
+
+    def _read_deadline(self, partial: bool) -> float:
+        if not partial:
+            return trio.current_time() + self._limits.idle_s
+        if self._line_deadline is None:
+            self._line_deadline = trio.current_time() + self._limits.line_s
+        return self._line_deadline
+
+    async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
+        # One for each line, so that a flood of blank ones takes turns with everybody else.
+        await trio.lowlevel.checkpoint()
+        if not line.strip():
+            return
+        request = _decode_request(line)
+        if isinstance(request, bytes):
+            await self._send(request)
+            return
+        found = self._find(request)
+        if isinstance(found, bytes):
+            if request.id is not msgspec.UNSET:
+                await self._send(found)
+            return
+        # While all slots are taken nothing more is read: the kernel's buffer fills, and the client waits.
+        await self._slots.acquire()
+        calls.start_soon(self._run, request, *found)
+
+    def _find(self, request: Request) -> bytes | tuple[Handler, Any]:
+        """The handler of `request` and its decoded parameters, or the line that says what is wrong."""
+        request_id = _id_of(request)
+        handler = self._methods.get(request.method)
+        if handler is None or request.method not in METHODS:
+            return error_line(request_id, METHOD_NOT_FOUND, f"no such method: {request.method}")
+        try:
+            return handler, msgspec.json.decode(request.params, type=METHODS[request.method][0])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_line(request_id, INVALID_PARAMS, f"{request.method}: {error}")
+
+    # -- calls ----------------------------------------------------------------------------------------
+    async def _run(self, request: Request, handler: Handler, params: Any) -> None:
+        silent = request.id is msgspec.UNSET
+        call = Call(_id_of(request), silent=silent, send=self._send, progress_ready=self._progress_ready)
+        self._running.add(call)
+        self._unanswered.add(call)
+        try:
+            answer = await _answer(request, handler, params, call)
+            if answer is None or silent:
+                self._answered(call)
+                return
+            figures = call.take_progress()
+            if figures is not None:
+                await self._send(figures)
+            await self._outbox.send(_Line(answer, lambda: self._answered(call)))
+        finally:
+            self._running.discard(call)
+            self._slots.release()
+
+    def _answered(self, call: Call) -> None:
+        self._unanswered.discard(call)
+        call.answered()
+
+    def _abandon_calls(self) -> None:
+        for call in self._running:
+            call.cancel()
+
+    # -- out ------------------------------------------------------------------------------------------
+    async def _send(self, line: bytes) -> None:
+        await self._outbox.send(_Line(line))
+
+    async def _write_lines(self) -> None:
+        async with self._out:
+            async for line in self._out:
+                if not await self._write(line.data):
+                    self.hang_up()
+                    return
+                if line.sent is not None:
+                    line.sent()
+
+    async def _write(self, data: bytes) -> bool:
+        """Write all of `data`; False when the client is gone or reads nothing."""
+        left = memoryview(data)
+        while left:
+            with trio.move_on_after(self._limits.stall_s) as patience:
+                try:
+                    left = left[await self._sock.send(left) :]
+                except OSError:
+                    return False
+            if patience.cancelled_caught:
+                _logger.warning("control: dropped a client that did not read for %g s", self._limits.stall_s)
+                return False
+        return True
+
+    def _progress_ready(self, call: Call) -> None:
+        self._progressed.add(call)
+        self._progress.set()
+
+    async def _send_progress(self) -> None:
+        while True:
+            await self._progress.wait()
+            self._progress = trio.Event()
+            ready, self._progressed = self._progressed, set()
+            # A call that has answered meanwhile has sent its last figures itself.
+            for call in ready & self._running:
+                figures = call.take_progress()
+                if figures is not None:
+                    await self._send(figures)
+            await trio.sleep(self._limits.progress_s)
+
+
+# -- requests and answers as lines --------------------------------------------------------------------
+def _id_of(request: Request) -> RequestId:
+    return None if isinstance(request.id, msgspec.UnsetType) else request.id
+
+
+def _decode_request(line: bytes) -> Request | bytes:
+    """The request in `line`, or the error line that answers it.
+
+    A batch (JSON-RPC 2.0, section 6) is refused as one invalid request: a client sends its requests one a line.
+    """
+    try:
+        return _requests.decode(line)
+    except msgspec.ValidationError as error:
+        shape_error = str(error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return error_line(None, PARSE_ERROR, f"not JSON: {error}")
+    # It stopped at the first wrong type: whether the rest is JSON, and whose request it was, is still open.
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return error_line(None, PARSE_ERROR, f"not JSON: {error}")
+    if isinstance(value, list):
+        return error_line(None, INVALID_REQUEST, "batches are not taken: send one request a line")
+    request_id = value.get("id") if isinstance(value, dict) else None
+    known = isinstance(request_id, int | str) and not isinstance(request_id, bool)
+    return error_line(request_id if known else None, INVALID_REQUEST, shape_error)
+
+
+async def _answer(request: Request, handler: Handler, params: Any, call: Call) -> bytes | None:
+    """The line that answers `request`; None where nobody waits for it."""
+    request_id = _id_of(request)
+    try:
+        result = msgspec.json.encode(await handler(params, call))
+    except CallCancelledError as error:
+        return None if call.cancelled else _failure_line(request_id, request.method, error)
+    except Exception as error:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
+        return _failure_line(request_id, request.method, _only_error(error))
+    return msgspec.json.encode(Response(request_id, result=msgspec.Raw(result))) + b"\n"
+
+
+def _only_error(error: Exception) -> Exception:
+    """The error itself where a handler's nursery wrapped a single one."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _failure_line(request_id: RequestId, method: str, error: Exception) -> bytes:
+    if isinstance(error, InvalidParamsError):
+        return error_line(request_id, INVALID_PARAMS, f"{method}: {error}")
+    code = errno_of(error)
+    if code is None and not isinstance(error, OSError):
+        _logger.error("control: %s failed unexpectedly", method, exc_info=error)
+        return error_line(request_id, INTERNAL_ERROR, f"{method}: an error in vfsd itself; its log has the details")
+    text, path = _text_and_path(error, code)
+    data = ErrorData(errno.errorcode.get(code) if code else None, path)
+    return error_line(request_id, OPERATION_FAILED, text, data)
+
+
+def _text_and_path(error: Exception, code: int | None) -> tuple[str, str | None]:
+    """What a person reads, and the path it is about as it stands on the wire."""
+    if not isinstance(error, OSError):
+        return str(error) or os.strerror(code or 0), None
+    text = error.strerror or str(error)
+    if not isinstance(error.filename, str | bytes | os.PathLike):
+        return text, None
+    path = wire_path(os.fsencode(error.filename))
+    return f"{text}: {path}", path
+
+
+def error_line(request_id: RequestId, code: int, message: str, data: ErrorData | None = None) -> bytes:
+    """An error response, newline included."""
+    # Text of an exception may hold surrogates (a file name that is no UTF-8), which JSON cannot.
+    readable = message.encode("utf-8", "backslashreplace").decode()
+    return msgspec.json.encode(Response(request_id, error=ErrorObject(code, readable, data))) + b"\n"

@@ -1,0 +1,162 @@
+"""The control socket's listening side: who may connect, how many, and who has gone away.
+
+Runs on the daemon's serving loop and never blocks it; what takes long belongs in a handler's worker thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import trio
+
+from vfsd.control.call import Call, CallCancelledError, Handler, InvalidParamsError
+from vfsd.control.connection import Connection, Limits, error_line
+from vfsd.control.messages import OPERATION_FAILED, ErrorData
+from vfsd.control.sockets import bind, peer_credentials
+
+__all__ = ["Call", "CallCancelledError", "ControlServer", "Handler", "InvalidParamsError", "Limits"]
+
+# accept(2): the process or the system is out of something; it may have it again in a moment.
+_OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_ACCEPT_PAUSE_S: Final = 0.1
+_REFUSAL_S: Final = 1.0  # a new socket's buffer is empty: the text goes out at once or never
+
+_logger = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Serves `methods` (names of METHODS) at `socket_path` to `allowed_uids` (default: this user and root)."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        methods: Mapping[str, Handler],
+        *,
+        allowed_uids: frozenset[int] | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._path = socket_path
+        self._methods = methods
+        self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
+        self._limits = limits or Limits()
+        self._open = 0
+        self._full = False
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected now."""
+        return self._open
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen until cancelled; started when clients can connect.
+
+        Binds with mode 0600, and removes the socket again unless another has taken its place.
+        FileExistsError where a living daemon serves that path, or where something else is in the way.
+        """
+        bound = bind(self._path)
+        try:
+            bound.sock.setblocking(False)
+            listener = trio.socket.from_stdlib_socket(bound.sock)
+            with _Hangups() as hangups:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(hangups.run)
+                    task_status.started()
+                    await self._accept_clients(listener, nursery, hangups)
+        finally:
+            bound.close()
+
+    async def _accept_clients(self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups) -> None:
+        while True:
+            try:
+                sock, _ = await listener.accept()
+            except OSError as error:
+                if error.errno not in _OUT_OF_RESOURCES:
+                    raise
+                _logger.warning("control: cannot accept a client: %s", error.strerror)
+                await trio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            refusal = self._refusal(sock)
+            if refusal is not None:
+                await _refuse(sock, refusal)
+            else:
+                # Counted here, not in the task: the next accept must see it.
+                self._open += 1
+                nursery.start_soon(self._serve_client, sock, hangups)
+
+    def _refusal(self, sock: trio.socket.SocketType) -> bytes | None:
+        """Why this client is not served, or None when it is."""
+        peer = peer_credentials(sock)
+        if peer.uid not in self._allowed:
+            _logger.warning("control: refused uid %d (pid %d)", peer.uid, peer.pid)
+            text = f"uid {peer.uid} may not control this workspace: only its owner and root may"
+            return error_line(None, OPERATION_FAILED, text, ErrorData("EACCES"))
+        if self._open >= self._limits.connections:
+            # One line of log for each time it becomes full, not for each of a thousand clients.
+            if not self._full:
+                _logger.warning("control: all %d connections are in use; refusing more", self._limits.connections)
+            self._full = True
+            text = f"all {self._limits.connections} connections to this workspace are in use; try again"
+            return error_line(None, OPERATION_FAILED, text, ErrorData("EBUSY"))
+        self._full = False
+        return None
+
+    async def _serve_client(self, sock: trio.socket.SocketType, hangups: _Hangups) -> None:
+        connection = Connection(sock, self._methods, self._limits)
+        try:
+            with sock, hangups.watching(sock, connection):
+                await connection.serve()
+        except Exception:
+            _logger.exception("control: a connection failed unexpectedly")
+        finally:
+            self._open -= 1
+
+
+async def _refuse(sock: trio.socket.SocketType, line: bytes) -> None:
+    with sock, trio.move_on_after(_REFUSAL_S):
+        try:
+            await sock.send(line)
+        except OSError:
+            pass  # it has gone already
+
+
+class _Hangups:
+    """Tells connections that their client has closed, also while they do not read.
+
+    Reading would show it too, but a connection whose calls are all in use leaves its requests in the kernel's
+    buffer.  One epoll descriptor watches all clients for EPOLLHUP alone, which epoll_ctl(2) always reports:
+    a client that only shut down its writing side gives EPOLLRDHUP, and is still answered.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watched: dict[int, Connection] = {}
+
+    def __enter__(self) -> _Hangups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._epoll.close()
+
+    @contextlib.contextmanager
+    def watching(self, sock: trio.socket.SocketType, connection: Connection) -> Iterator[None]:
+        """Have `connection` hang up when the peer of `sock` closes."""
+        descriptor = sock.fileno()
+        self._watched[descriptor] = connection
+        self._epoll.register(descriptor, select.EPOLLONESHOT)
+        try:
+            yield
+        finally:
+            self._epoll.unregister(descriptor)
+            del self._watched[descriptor]
+
+    async def run(self) -> None:
+        while True:
+            await trio.lowlevel.wait_readable(self._epoll.fileno())
+            for descriptor, _ in self._epoll.poll(0):
+                self._watched[descriptor].hang_up()
