@@ -1,6 +1,6 @@
 """Imports go one way: vfsd -> protocol, and inside each package downward only (docs: "The two packages").
 
-Read with `ast`, never imported: an import inside a function or under TYPE_CHECKING is a dependency too.
+Read with `ast`, never imported: an import inside a function or under TYPE_CHECKING points downward too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
 # What no row names is at the bottom: it imports only what else is there.
 LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "protocol": (
-        ("protocol.volume", "protocol.tree", "protocol.streams"),
-        ("protocol.filesystem",),
+        ("protocol.tree", "protocol.streams"),
+        ("protocol.volume", "protocol.filesystem"),
         ("protocol.diff", "protocol.archive", "protocol.search"),
-        ("protocol.adapters",),
+        ("protocol.patch", "protocol.adapters"),
         ("protocol.backends",),
         ("protocol.snapshots",),
         ("protocol.tools",),
@@ -57,6 +57,7 @@ class Import:
     importer: str
     imported: str
     place: str  # file:line
+    is_deferred: bool = False  # inside a function, or for the type checker only
 
     def __str__(self) -> str:
         return f"{self.place}: {self.importer} imports {self.imported}"
@@ -79,25 +80,36 @@ def imports_of(root: Path, *packages: str) -> list[Import]:
     modules = {name: path for package in packages for name, path in module_names(root, package).items()}
     found = []
     for name, path in modules.items():
-        for line, target in _targets(name, path, modules):
-            found.append(Import(name, target, f"{path.relative_to(root)}:{line}"))
+        for node, is_deferred in _import_nodes(ast.parse(path.read_bytes(), str(path))):
+            place = f"{path.relative_to(root)}:{node.lineno}"
+            found.extend(Import(name, target, place, is_deferred) for target in _targets(node, name, path, modules))
     return found
 
 
-def _targets(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-                base = ".".join([*inside[: len(inside) - node.level + 1], *([base] if base else [])])
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                # A package is imported before what is in it: its version is there for everybody.
-                if alias.name != "__version__":
-                    yield node.lineno, full if full in modules else base
+def _import_nodes(node: ast.AST, *, is_deferred: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node, is_deferred
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+        isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    ):
+        is_deferred = True
+    for child in ast.iter_child_nodes(node):
+        yield from _import_nodes(child, is_deferred=is_deferred)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        base = ".".join([*inside[: len(inside) - node.level + 1], *([base] if base else [])])
+    for alias in node.names:
+        full = f"{base}.{alias.name}"
+        # A package is imported before what is in it: its version is there for everybody.
+        if alias.name != "__version__":
+            yield full if full in modules else base
 
 
 def row_of(module: str, rows: tuple[tuple[str, ...], ...]) -> tuple[int, str]:
@@ -138,9 +150,11 @@ def trespasses(imports: list[Import]) -> list[str]:
 
 
 def cycle(imports: list[Import]) -> list[str]:
-    """The modules of one import cycle, the first again as the last; empty where there is none."""
+    """The modules of one cycle at import time, the first again as the last; empty where there is none."""
     graph: dict[str, set[str]] = {}
     for one in imports:
+        if one.is_deferred:
+            continue
         graph.setdefault(one.importer, set()).add(one.imported)
     done: set[str] = set()
 
@@ -198,6 +212,8 @@ def sources(tmp_path: Path) -> Path:
         "vfsd/__init__.py": "",
         "vfsd/options.py": "from vfsd import mounts\nimport click",
         "vfsd/mounts.py": "from vfsd.options import x",
+        "vfsd/logs.py": "if TYPE_CHECKING:\n    from vfsd.launch import Launch",
+        "vfsd/launch.py": "from vfsd import logs",
     }
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +231,13 @@ def test_an_upward_and_a_sideways_import_are_reported_with_their_place(sources: 
     ]
 
 
-def test_a_circle_is_reported(sources: Path) -> None:
+def test_an_import_for_the_type_checker_points_downward_too(sources: Path) -> None:
+    wrong = upward(imports_of(sources, "vfsd"), LAYERS["vfsd"])
+
+    assert [line.split(", which")[0] for line in wrong] == ["vfsd/logs.py:2: vfsd.logs imports vfsd.launch"]
+
+
+def test_a_circle_at_import_time_is_reported(sources: Path) -> None:
     assert cycle(imports_of(sources, "vfsd")) == ["vfsd.mounts", "vfsd.options", "vfsd.mounts"]
 
 
