@@ -131,11 +131,15 @@ def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[_Pair]:
     right_walk = new.walk(top) if _entry(new, top) else iter(())
     left, right = next(left_walk, None), next(right_walk, None)
     while left or right:
-        take_left = left is not None and (right is None or _order(left.path) <= _order(right.path))
-        take_right = right is not None and (left is None or _order(right.path) <= _order(left.path))
-        yield left if take_left else None, right if take_right else None
-        left = next(left_walk, None) if take_left else left
-        right = next(right_walk, None) if take_right else right
+        if left and right and left.path == right.path:
+            yield left, right
+            left, right = next(left_walk, None), next(right_walk, None)
+        elif left and (not right or _order(left.path) < _order(right.path)):
+            yield left, None
+            left = next(left_walk, None)
+        else:
+            yield None, right
+            right = next(right_walk, None)
 
 
 def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[_Pair]:

@@ -307,11 +307,21 @@ _content = st.one_of(_text, _text, _text.map(executable), _target)
 
 
 @st.composite
+def _edited(draw: st.DrawFn) -> bytes:
+    """A long text with edits here and there, for hunks that have context, touch, and stand apart."""
+    lines = [b"%d" % (n % 30) for n in range(60)]
+    for place in draw(st.lists(st.integers(0, 60), max_size=6)):
+        lines[place : place + draw(st.integers(0, 3))] = draw(st.lists(_line, max_size=3))
+    return b"\n".join(lines) + draw(st.sampled_from([b"", b"\n"]))
+
+
+@st.composite
 def two_trees(draw: st.DrawFn) -> tuple[DictTree, DictTree]:
     items = st.dictionaries(_path, _content, max_size=5)
     both, only_old, only_new = draw(items), draw(items), draw(items)
     changed = {path: draw(_content) for path in both if draw(st.booleans())}
-    return DictTree({**both, **only_old}), DictTree({**both, **only_new, **changed})
+    long_before, long_after = {b"long": draw(_edited())}, {b"long": draw(_edited())}
+    return DictTree({**both, **only_old, **long_before}), DictTree({**both, **only_new, **changed, **long_after})
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
