@@ -1,0 +1,363 @@
+"""One method for each opcode: reads the request's body, calls the volume, returns what it answers.
+
+`Operations.table` says for each opcode how long its body is at least, which method handles it and which
+of `Replies` packs the answer.  A method returns the volume's answer as it is, awaitable or not; only the
+session (`session.py`) knows how to wait.  Where a request bears on the reply (a size limit), the method
+answers with the finished body instead.
+
+A message is the session's buffer, which the next request overwrites: everything kept is copied, but for
+the data of WRITE, where the session gives the buffer away when the volume answers with an awaitable.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import trio
+
+from protocol.errors import fail
+from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, DirectoryEntry, Volume
+from vfsd.engines.native import wire
+from vfsd.engines.native.negotiation import MAX_WRITE_BYTES
+from vfsd.engines.native.replies import Message, Replies, dirents
+from vfsd.engines.native.wire import Opcode
+
+__all__ = ["BODY", "Handler", "Operations"]
+
+T = TypeVar("T")
+Request = bytearray  # the buffer, of which the first `length` bytes are the message
+Method = Callable[[int, Request, int], Any]
+
+BODY: Final = wire.IN_HEADER_BYTES
+_ACL_ACCESS: Final = b"system.posix_acl_access"
+# A copy runs to its end before the next request is answered; copy_file_range(2) may be short.
+_MAX_COPY_BYTES: Final = 64 * 1024 * 1024
+
+
+class Handler(NamedTuple):
+    """How one opcode is handled: the least length of its message, the method, and what packs the answer."""
+
+    least: int
+    method: Method
+    reply: Callable[[int, Any], Message]
+
+
+class Operations:
+    """The opcodes over one volume.
+
+    `umask_is_ours`: the kernel leaves the umask to the volume (DONT_MASK).  `long_setxattr`: SETXATTR
+    comes in its extended form (SETXATTR_EXT).  `drop` ends the wait of an interrupted request.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        replies: Replies,
+        *,
+        umask_is_ours: bool = False,
+        long_setxattr: bool = False,
+        drop: Callable[[int], None] = lambda _unique: None,
+    ) -> None:
+        self._volume = volume
+        self.replies = replies
+        self._umask_is_ours = umask_is_ours
+        self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
+        self._drop = drop
+        self.table: Final = self._handlers()
+
+    def _handlers(self) -> dict[int, Handler]:
+        r = self.replies
+        rows: list[tuple[Opcode, int, Method, Callable[[int, Any], Message]]] = [
+            (Opcode.LOOKUP, 2, self._lookup, r.entry),
+            (Opcode.FORGET, wire.FUSE_FORGET_IN.size, self._forget, r.nothing),
+            (Opcode.BATCH_FORGET, wire.FUSE_BATCH_FORGET_IN.size, self._batch_forget, r.nothing),
+            (Opcode.GETATTR, 0, self._getattr, r.attributes),
+            (Opcode.STATX, wire.FUSE_STATX_IN.size, self._getattr, r.statx),
+            (Opcode.SETATTR, wire.FUSE_SETATTR_IN.size, self._setattr, r.attributes),
+            (Opcode.READLINK, 0, self._readlink, r.data),
+            (Opcode.MKNOD, wire.FUSE_MKNOD_IN.size + 2, self._mknod, r.entry),
+            (Opcode.MKDIR, wire.FUSE_MKDIR_IN.size + 2, self._mkdir, r.entry),
+            (Opcode.SYMLINK, 4, self._symlink, r.entry),
+            (Opcode.LINK, wire.FUSE_LINK_IN.size + 2, self._link, r.entry),
+            (Opcode.UNLINK, 2, self._unlink, r.done),
+            (Opcode.RMDIR, 2, self._rmdir, r.done),
+            (Opcode.RENAME, wire.FUSE_RENAME_IN.size + 4, self._rename, r.done),
+            (Opcode.RENAME2, wire.FUSE_RENAME2_IN.size + 4, self._rename2, r.done),
+            (Opcode.TMPFILE, wire.FUSE_CREATE_IN.size, self._tmpfile, r.entry_and_open),
+            (Opcode.READDIR, wire.FUSE_READDIR_IN.size, self._readdir, r.data),
+            (Opcode.READDIRPLUS, wire.FUSE_READDIR_IN.size, self._readdirplus, r.data),
+            (Opcode.READ, wire.FUSE_READ_IN.size, self._read, r.data),
+            (Opcode.WRITE, wire.FUSE_WRITE_IN.size, self._write, r.written),
+            (Opcode.FALLOCATE, wire.FUSE_FALLOCATE_IN.size, self._fallocate, r.done),
+            (Opcode.LSEEK, wire.FUSE_LSEEK_IN.size, self._lseek, r.position),
+            (Opcode.COPY_FILE_RANGE, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.written),
+            (Opcode.COPY_FILE_RANGE_64, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.copied_64),
+            (Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
+            (Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
+            (Opcode.STATFS, 0, self._statfs, r.statfs),
+            (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.body),
+            (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
+            (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
+            (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
+            (Opcode.INTERRUPT, wire.FUSE_INTERRUPT_IN.size, self._interrupt, r.nothing),
+            # What the volume has is in the volume; the kernel has written back before it sends this.
+            (Opcode.SYNCFS, 0, self._accept, r.done),
+            # Sent for the handle of a TMPFILE only: other opens have none.
+            (Opcode.RELEASE, 0, self._accept, r.done),
+            (Opcode.RELEASEDIR, 0, self._accept, r.done),
+            (Opcode.DESTROY, 0, self._accept, r.done),
+        ]
+        # OPEN, OPENDIR, CREATE, FLUSH and ACCESS are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
+        # of them makes the kernel do them alone for as long as the mount lives.  Opens then keep caches, and a
+        # CREATE becomes a MKNOD.
+        return {int(opcode): Handler(BODY + least, method, reply) for opcode, least, method, reply in rows}
+
+    # -- inodes ------------------------------------------------------------------------------
+    def _lookup(self, node: int, message: Request, length: int) -> object:
+        return self._volume.lookup(node, bytes(message[40 : length - 1]))
+
+    def _forget(self, node: int, message: Request, _length: int) -> None:
+        self._volume.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
+
+    def _batch_forget(self, _node: int, message: Request, length: int) -> None:
+        count, _ = wire.FUSE_BATCH_FORGET_IN.unpack_from(message, BODY)
+        start = BODY + wire.FUSE_BATCH_FORGET_IN.size
+        end = start + min(count, (length - start) // wire.FUSE_FORGET_ONE.size) * wire.FUSE_FORGET_ONE.size
+        forget = self._volume.forget
+        for node, lookups in wire.FUSE_FORGET_ONE.iter_unpack(memoryview(message)[start:end]):
+            forget(node, lookups)
+
+    def _getattr(self, node: int, _message: Request, _length: int) -> object:
+        return self._volume.getattr(node)
+
+    def _setattr(self, node: int, message: Request, _length: int) -> object:
+        (
+            valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
+        ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
+        owner_changes = valid & (wire.FATTR_UID | wire.FATTR_GID)
+        changes = AttributeChanges(
+            mode=stat.S_IMODE(mode) if valid & wire.FATTR_MODE else None,
+            uid=uid if valid & wire.FATTR_UID else None,
+            gid=gid if valid & wire.FATTR_GID else None,
+            size=size if valid & wire.FATTR_SIZE else None,
+            atime_ns=_time(valid, wire.FATTR_ATIME, wire.FATTR_ATIME_NOW, atime, atime_ns),
+            mtime_ns=_time(valid, wire.FATTR_MTIME, wire.FATTR_MTIME_NOW, mtime, mtime_ns),
+            ctime_ns=_time(valid, wire.FATTR_CTIME, 0, ctime, ctime_ns),
+            # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
+            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
+        )
+        return self._volume.setattr(node, changes)
+
+    def _readlink(self, node: int, _message: Request, _length: int) -> object:
+        return self._volume.readlink(node)
+
+    # -- directory entries -------------------------------------------------------------------
+    def _caller(self, message: Request, umask: int) -> Caller:
+        uid, gid, pid = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+        return Caller(uid, gid, umask if self._umask_is_ours else 0, pid)
+
+    def _mknod(self, node: int, message: Request, length: int) -> object:
+        mode, rdev, umask, _ = wire.FUSE_MKNOD_IN.unpack_from(message, BODY)
+        return self._volume.mknod(node, bytes(message[56 : length - 1]), mode, rdev, self._caller(message, umask))
+
+    def _mkdir(self, node: int, message: Request, length: int) -> object:
+        mode, umask = wire.FUSE_MKDIR_IN.unpack_from(message, BODY)
+        return self._volume.mkdir(node, bytes(message[48 : length - 1]), mode, self._caller(message, umask))
+
+    def _symlink(self, node: int, message: Request, length: int) -> object:
+        name, target = _strings(message, BODY, length)
+        return self._volume.symlink(node, name, target, self._caller(message, 0))
+
+    def _link(self, node: int, message: Request, length: int) -> object:
+        (inode,) = wire.FUSE_LINK_IN.unpack_from(message, BODY)
+        return self._volume.link(inode, node, bytes(message[48 : length - 1]))
+
+    def _unlink(self, node: int, message: Request, length: int) -> object:
+        return self._volume.unlink(node, bytes(message[40 : length - 1]))
+
+    def _rmdir(self, node: int, message: Request, length: int) -> object:
+        return self._volume.rmdir(node, bytes(message[40 : length - 1]))
+
+    def _rename(self, node: int, message: Request, length: int) -> object:
+        (new_parent,) = wire.FUSE_RENAME_IN.unpack_from(message, BODY)
+        name, new_name = _strings(message, BODY + wire.FUSE_RENAME_IN.size, length)
+        return self._volume.rename(node, name, new_parent, new_name)
+
+    def _rename2(self, node: int, message: Request, length: int) -> object:
+        new_parent, flags, _ = wire.FUSE_RENAME2_IN.unpack_from(message, BODY)
+        name, new_name = _strings(message, BODY + wire.FUSE_RENAME2_IN.size, length)
+        return self._volume.rename(node, name, new_parent, new_name, flags)
+
+    def _tmpfile(self, node: int, message: Request, _length: int) -> object:
+        _, mode, umask, _ = wire.FUSE_CREATE_IN.unpack_from(message, BODY)
+        return self._volume.tmpfile(node, mode, self._caller(message, umask))
+
+    def _readdir(self, node: int, message: Request, _length: int) -> object:
+        _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
+        size = min(size, MAX_WRITE_BYTES)
+        return _then(self._volume.readdir(node, cookie), lambda entries: dirents(entries, size))
+
+    def _readdirplus(self, node: int, message: Request, _length: int) -> object:
+        _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
+        size = min(size, MAX_WRITE_BYTES)
+        entries = self._volume.readdir(node, cookie)
+        if isinstance(entries, Awaitable):
+            return self._readdirplus_later(node, entries, size)
+        return self._direntsplus(node, entries, size)
+
+    async def _readdirplus_later(self, node: int, entries: Awaitable[Iterator[DirectoryEntry]], size: int) -> Buffer:
+        listing = self._direntsplus(node, await entries, size)
+        return await listing if isinstance(listing, Awaitable) else listing
+
+    def _direntsplus(
+        self, node: int, entries: Iterator[DirectoryEntry], size: int
+    ) -> bytes | Coroutine[Any, Any, bytes]:
+        """The entries that fit into `size` bytes, each with its attributes and a lookup of its own."""
+        lookup, pack = self._volume.lookup, self.replies.direntplus
+        parts: list[bytes] = []
+        waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]] = []
+        for entry in entries:
+            name = entry.name
+            length = wire.FUSE_DIRENTPLUS.size + len(name)
+            size -= wire.aligned(length)
+            if size < 0:
+                break
+            packed = None
+            if name not in _DOTS:
+                try:
+                    found = lookup(node, name)
+                except OSError:
+                    pass  # it goes without attributes, and whoever asks for them learns why
+                else:
+                    if hasattr(found, "__await__"):
+                        waiting.append((len(parts), entry, cast("Awaitable[Attributes]", found)))
+                    else:
+                        packed = pack(found, entry)
+            parts += (packed or self.replies.direntplus_bare(entry), name, _ZEROS[: -length & 7])
+        return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
+
+    async def _await_lookups(
+        self, parts: list[bytes], waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]]
+    ) -> bytes:
+        async def fill(at: int, entry: DirectoryEntry, found: Awaitable[Attributes]) -> None:
+            try:
+                parts[at] = self.replies.direntplus(await found, entry)
+            except OSError:
+                pass
+
+        async with trio.open_nursery() as nursery:
+            for at, entry, found in waiting:
+                nursery.start_soon(fill, at, entry, found)
+        return b"".join(parts)
+
+    # -- content -----------------------------------------------------------------------------
+    def _read(self, node: int, message: Request, _length: int) -> object:
+        _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
+        if offset < 0 or size > MAX_WRITE_BYTES:
+            raise fail(errno.EINVAL)
+        return self._volume.read(node, offset, size)
+
+    def _write(self, node: int, message: Request, length: int) -> object:
+        _, offset, size, flags, _, _, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
+        if offset < 0 or 80 + size > length:
+            raise fail(errno.EINVAL)
+        data = memoryview(message)[80 : 80 + size]
+        return self._volume.write(node, offset, data, kill_privileges=bool(flags & wire.FUSE_WRITE_KILL_SUIDGID))
+
+    def _fallocate(self, node: int, message: Request, _length: int) -> object:
+        _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
+        return self._volume.fallocate(node, mode, offset, size)
+
+    def _lseek(self, node: int, message: Request, _length: int) -> object:
+        _, offset, whence, _ = wire.FUSE_LSEEK_IN.unpack_from(message, BODY)
+        return self._volume.seek(node, offset, whence)
+
+    def _copy_file_range(self, node: int, message: Request, _length: int) -> object:
+        _, offset, target, _, target_offset, size, _ = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)
+        return self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
+
+    def _fsync(self, node: int, message: Request, _length: int) -> object:
+        _, flags, _ = wire.FUSE_FSYNC_IN.unpack_from(message, BODY)
+        return self._volume.fsync(node, data_only=bool(flags & wire.FUSE_FSYNC_FDATASYNC))
+
+    # -- the rest ----------------------------------------------------------------------------
+    def _statfs(self, _node: int, _message: Request, _length: int) -> object:
+        return self._volume.statfs()
+
+    def _getxattr(self, node: int, message: Request, length: int) -> object:
+        size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
+        return _then(self._volume.getxattr(node, bytes(message[48 : length - 1])), lambda value: _sized(value, size))
+
+    def _listxattr(self, node: int, message: Request, _length: int) -> object:
+        size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
+        return _then(self._volume.listxattr(node), lambda names: _sized(b"".join(name + b"\0" for name in names), size))
+
+    def _setxattr(self, node: int, message: Request, length: int) -> object:
+        size, flags, *more = self._setxattr_in.unpack_from(message, BODY)
+        start = BODY + self._setxattr_in.size
+        end = message.find(b"\0", start, length)
+        if end < 0 or end + 1 + size > length:
+            raise fail(errno.EINVAL)
+        name, value = bytes(message[start:end]), bytes(message[end + 1 : end + 1 + size])
+        answer = self._volume.setxattr(node, name, value, flags)
+        if more and more[0] & wire.FUSE_SETXATTR_ACL_KILL_SGID and name == _ACL_ACCESS:
+            return _then(answer, lambda _: self._clear_sgid(node))
+        return answer
+
+    def _clear_sgid(self, node: int) -> object:
+        def clear(found: Attributes) -> object:
+            if not found.mode & stat.S_ISGID:
+                return None
+            return self._volume.setattr(node, AttributeChanges(mode=stat.S_IMODE(found.mode) & ~stat.S_ISGID))
+
+        return _then(self._volume.getattr(node), clear)
+
+    def _removexattr(self, node: int, message: Request, length: int) -> object:
+        return self._volume.removexattr(node, bytes(message[40 : length - 1]))
+
+    def _interrupt(self, _node: int, message: Request, _length: int) -> None:
+        self._drop(wire.FUSE_INTERRUPT_IN.unpack_from(message, BODY)[0])
+
+    def _accept(self, _node: int, _message: Request, _length: int) -> None:
+        """Nothing to do, and that is well."""
+
+
+_DOTS: Final = (b".", b"..")
+_ZEROS: Final = bytes(8)
+
+
+def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
+    """`change(answer)`, now or once `answer` is there."""
+    return _after(answer, change) if isinstance(answer, Awaitable) else change(answer)
+
+
+async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
+    result = change(await answer)
+    return await result if isinstance(result, Awaitable) else result
+
+
+def _strings(message: Request, start: int, length: int) -> tuple[bytes, bytes]:
+    """The two NUL-terminated strings that a message ends in."""
+    first, separator, rest = bytes(message[start:length]).partition(b"\0")
+    if not separator or not rest.endswith(b"\0"):
+        raise fail(errno.EINVAL)
+    return first, rest[:-1]
+
+
+def _sized(value: bytes, size: int) -> bytes:
+    """An attribute's value for a caller with room for `size` bytes; 0 asks for the length only."""
+    if size == 0:
+        return wire.FUSE_GETXATTR_OUT.pack(len(value), 0)
+    if len(value) > size:
+        raise fail(errno.ERANGE)
+    return value
+
+
+def _time(valid: int, given: int, now: int, seconds: int, nanoseconds: int) -> int | None:
+    if not valid & given:
+        return None
+    return time.time_ns() if valid & now else seconds * 1_000_000_000 + nanoseconds

@@ -1,0 +1,181 @@
+"""What a volume answers, as the bytes of a reply."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterable
+from typing import Final
+
+from protocol.volume import Attributes, Buffer, DirectoryEntry, StatFs
+from vfsd.engines.native import wire
+
+__all__ = ["NO_CACHE", "Message", "Replies", "Validity", "dirents"]
+
+# A reply: one buffer, or several that are written together.
+Message = bytes | tuple[Buffer, ...]
+
+# st_blksize: what stdio and Python buffer by.
+BLOCK_SIZE: Final = 4096
+_SECOND: Final = 1_000_000_000
+_STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
+
+
+class Validity:
+    """For how long the kernel may keep a name or attributes: whole seconds and nanoseconds."""
+
+    __slots__ = ("nanoseconds", "seconds")
+
+    # 68 years.  The kernel turns seconds into jiffies and clamps; this is far from its limits on any HZ.
+    FOREVER_S: Final = 2**31
+
+    def __init__(self, timeout_s: float) -> None:
+        if math.isinf(timeout_s) or timeout_s >= self.FOREVER_S:
+            self.seconds, self.nanoseconds = self.FOREVER_S, 0
+        else:
+            self.seconds = int(timeout_s)
+            self.nanoseconds = int((timeout_s - self.seconds) * _SECOND)
+
+
+NO_CACHE: Final = Validity(0)
+
+
+class Replies:
+    """Packs answers.  Each method takes the request's `unique` and the answer, and returns the whole message."""
+
+    def __init__(self, validity: Validity) -> None:
+        self._seconds = validity.seconds
+        self._nanoseconds = validity.nanoseconds
+
+    def entry(self, unique: int, a: Attributes) -> bytes:
+        """fuse_entry_out, of which the kernel takes a lookup."""
+        atime, atime_ns = divmod(a.atime_ns, _SECOND)
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        inode = a.inode
+        return wire.ENTRY_REPLY.pack(
+            wire.ENTRY_REPLY.size, 0, unique,
+            inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
+            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+        )  # fmt: skip
+
+    def attributes(self, unique: int, a: Attributes) -> bytes:
+        """fuse_attr_out."""
+        atime, atime_ns = divmod(a.atime_ns, _SECOND)
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        return wire.ATTR_REPLY.pack(
+            wire.ATTR_REPLY.size, 0, unique,
+            self._seconds, self._nanoseconds, 0,
+            a.inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+        )  # fmt: skip
+
+    def entry_and_open(self, unique: int, a: Attributes) -> bytes:
+        """fuse_entry_out and fuse_open_out, as CREATE and TMPFILE answer; the handle is the inode."""
+        body = self.entry(unique, a)[wire.OUT_HEADER_BYTES :] + wire.FUSE_OPEN_OUT.pack(a.inode, 0, 0)
+        return wire.body_reply(unique, body)
+
+    def statx(self, unique: int, a: Attributes) -> bytes:
+        """fuse_statx_out, with the time of birth."""
+        return wire.body_reply(
+            unique,
+            wire.FUSE_STATX_OUT.pack(
+                self._seconds, self._nanoseconds, 0,
+                _STATX_BASIC_STATS_AND_BTIME, BLOCK_SIZE, 0, a.nlink, a.uid, a.gid, a.mode,
+                a.inode, a.size, a.blocks, 0,
+                *divmod(a.atime_ns, _SECOND), *divmod(a.birth_ns, _SECOND),
+                *divmod(a.ctime_ns, _SECOND), *divmod(a.mtime_ns, _SECOND),
+                os.major(a.rdev), os.minor(a.rdev), 0, 0,
+            ),
+        )  # fmt: skip
+
+    def absent(self, unique: int) -> bytes:
+        """That a name does not exist: for the kernel to remember (node 0), or just ENOENT where it must not."""
+        if not self._seconds and not self._nanoseconds:
+            return wire.error_reply(unique, errno.ENOENT)
+        return wire.ENTRY_REPLY.pack(
+            wire.ENTRY_REPLY.size, 0, unique, 0, 0, self._seconds, 0, self._nanoseconds, 0, *([0] * 16)
+        )
+
+    def direntplus(self, a: Attributes, entry: DirectoryEntry) -> bytes:
+        """One entry of READDIRPLUS; its name follows it."""
+        atime, atime_ns = divmod(a.atime_ns, _SECOND)
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        name, inode, mode, cookie = entry
+        return wire.FUSE_DIRENTPLUS.pack(
+            inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
+            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+            inode, cookie, len(name), mode >> 12,
+        )  # fmt: skip
+
+    @staticmethod
+    def direntplus_bare(entry: DirectoryEntry) -> bytes:
+        """One entry of READDIRPLUS without attributes, and without a lookup: node 0."""
+        return bytes(wire.FUSE_ENTRY_OUT.size) + wire.FUSE_DIRENT.pack(
+            entry.inode, entry.cookie, len(entry.name), entry.mode >> 12
+        )
+
+    # -- answers that say nothing of how long they hold --------------------------------------
+    @staticmethod
+    def body(unique: int, body: bytes) -> bytes:
+        return wire.body_reply(unique, body)
+
+    @staticmethod
+    def done(unique: int, _: object) -> bytes:
+        """Success without a body."""
+        return wire.error_reply(unique, 0)
+
+    @staticmethod
+    def nothing(_unique: int, _: object) -> bytes:
+        """No reply at all, as FORGET and INTERRUPT want it."""
+        return b""
+
+    @staticmethod
+    def data(unique: int, data: Buffer) -> Message:
+        length = len(data)
+        return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + length, 0, unique), data)
+
+    @staticmethod
+    def written(unique: int, count: int) -> bytes:
+        return wire.WRITE_REPLY.pack(wire.WRITE_REPLY.size, 0, unique, count, 0)
+
+    @staticmethod
+    def copied_64(unique: int, count: int) -> bytes:
+        return wire.body_reply(unique, wire.FUSE_COPY_FILE_RANGE_OUT.pack(count))
+
+    @staticmethod
+    def position(unique: int, offset: int) -> bytes:
+        return wire.body_reply(unique, wire.FUSE_LSEEK_OUT.pack(offset))
+
+    @staticmethod
+    def statfs(unique: int, s: StatFs) -> bytes:
+        size = s.block_size
+        return wire.body_reply(
+            unique,
+            wire.FUSE_KSTATFS.pack(
+                s.blocks, s.blocks_free, s.blocks_free, s.inodes, s.inodes_free, size, s.name_max, size, 0
+            ),
+        )
+
+
+def dirents(entries: Iterable[DirectoryEntry], size: int) -> bytes:
+    """The entries that fit into `size` bytes, as READDIR answers."""
+    parts: list[bytes] = []
+    pack = wire.FUSE_DIRENT.pack
+    left = size
+    for name, inode, mode, cookie in entries:
+        length = len(name)
+        padding = -length & 7
+        left -= 24 + length + padding
+        if left < 0:
+            break
+        parts += (pack(inode, cookie, length, mode >> 12), name, _ZEROS[:padding])
+    return b"".join(parts)
+
+
+_ZEROS: Final = bytes(8)
