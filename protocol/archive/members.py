@@ -1,0 +1,272 @@
+"""The entries of a ZIP file as its records tell, every record checked against the others.
+
+Stricter than ZIP: the local headers and their data must fill the file from its first byte to the central
+directory, without overlap or gap, so that no two readers can see different entries.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+from protocol.archive import records as zr
+from protocol.archive.limits import ArchiveLimits
+from protocol.archive.names import FILES, PATH_BYTES_MAX, check_name, shown
+from protocol.errors import ArchiveError
+
+__all__ = ["Member", "read_members"]
+
+_COMMENT_MAX: Final = 0xFFFF
+_VERSION_MAX: Final = 63  # of APPNOTE 6.3, the newest
+# "%XX" makes a path three times as long.
+_NAME_BYTES_MAX: Final = len(FILES) + 3 * PATH_BYTES_MAX + 1
+_NS: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One entry.  `mode` is the upper half of external_attr; 0 where the archive has none.
+
+    `header` is the offset of the local header, `data` that of the compressed data.
+    """
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    mode: int
+    mtime_ns: int
+    header: int
+    data: int
+
+    @property
+    def shown(self) -> str:
+        return shown(self.name)
+
+
+def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
+    """The entries in the order of their data; names and sizes within `limits`.  ArchiveError."""
+    start, length, count = _find_directory(file)
+    if count > limits.entries:
+        raise ArchiveError(f"the archive has {count} entries, more than {limits.entries}")
+    members = _read_directory(file, start, length, count)
+    _check_limits(members, limits)
+    members.sort(key=lambda member: member.header)
+    _check_overlap(members, start)
+    ends = [member.header for member in members[1:]] + [start]
+    return [_with_local(file, member, end) for member, end in zip(members, ends, strict=True)]
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+# -- the end records ---------------------------------------------------------------------------
+
+
+def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
+    """(offset, length, entries) of the central directory, which must reach to the end records."""
+    size = file.seek(0, os.SEEK_END)
+    tail_start = max(0, size - zr.END.size - _COMMENT_MAX)
+    tail = _read(file, tail_start, size - tail_start)
+    at = tail.rfind(zr.SIGNATURE_END)
+    while at >= 0 and at + zr.END.size + int.from_bytes(tail[at + 20 : at + 22], "little") != len(tail):
+        at = tail.rfind(zr.SIGNATURE_END, 0, at)
+    if at < 0:
+        if _read(file, 0, 2) == zr.SIGNATURE_LOCAL[:2]:
+            raise ArchiveError("the archive is truncated: its end record is missing")
+        raise ArchiveError("this is no ZIP archive")
+    _, disk, directory_disk, here, count, length, start, _ = zr.END.unpack_from(tail, at)
+    end = tail_start + at
+    if zr.MAX_16 in (here, count) or zr.MAX_32 in (length, start):
+        wide = _find_wide_directory(file, end)
+        if wide is not None:
+            end, disk, directory_disk, here, count, length, start = wide
+    if disk or directory_disk or here != count:
+        raise ArchiveError("the archive is one part of several")
+    if start + length != end:
+        raise ArchiveError("the archive is truncated or damaged: its central directory is not where it should be")
+    if count * zr.CENTRAL.size > length:
+        raise ArchiveError("the archive is damaged: its central directory is too short for its entries")
+    return start, length, count
+
+
+def _find_wide_directory(file: BinaryIO, end: int) -> tuple[int, int, int, int, int, int, int] | None:
+    """The same from the ZIP64 records before offset `end`; None where there are none."""
+    at = end - zr.LOCATOR64.size
+    locator = _read(file, at, zr.LOCATOR64.size) if at >= 0 else b""
+    if not locator.startswith(zr.SIGNATURE_LOCATOR64):
+        return None
+    _, disk, offset, disks = zr.LOCATOR64.unpack(locator)
+    # The record may have an extensible part, which nobody uses: it must end at the locator.
+    if disk or disks > 1 or offset + zr.END64.size != at:
+        raise ArchiveError("the archive is damaged: its ZIP64 end record is not where it should be")
+    record = zr.END64.unpack(_read(file, offset, zr.END64.size))
+    if record[0] != zr.SIGNATURE_END64 or record[1] != zr.END64.size - 12:
+        raise ArchiveError("the archive is damaged: its ZIP64 end record is malformed")
+    _, _, _, _, disk, directory_disk, here, count, length, start = record
+    return offset, disk, directory_disk, here, count, length, start
+
+
+# -- the central directory ---------------------------------------------------------------------
+
+
+def _read_directory(file: BinaryIO, start: int, length: int, count: int) -> list[Member]:
+    members = []
+    end = start + length
+    file.seek(start)
+    for _ in range(count):
+        fixed = file.read(zr.CENTRAL.size)
+        if len(fixed) < zr.CENTRAL.size or not fixed.startswith(zr.SIGNATURE_CENTRAL):
+            raise ArchiveError("the archive is damaged: its central directory is malformed")
+        fields = zr.CENTRAL.unpack(fixed)
+        name_size, extra_size, comment_size = fields[10:13]
+        rest = file.read(name_size + extra_size + comment_size)
+        start += zr.CENTRAL.size + name_size + extra_size + comment_size
+        if start > end or len(rest) < name_size + extra_size + comment_size:
+            raise ArchiveError("the archive is damaged: its central directory is malformed")
+        members.append(_member(fields, rest[:name_size], rest[name_size : name_size + extra_size]))
+    if start != end:
+        raise ArchiveError("the archive is damaged: its central directory has more than its entries")
+    return members
+
+
+def _member(fields: tuple[int, ...], name: bytes, extra: bytes) -> Member:
+    """One record of the central directory, with all that can be refused by it alone."""
+    _, _, version, flags, method, clock, date, crc, compressed, size, _, _, _, disk, _, attributes, header = fields
+    _check_member(name, flags, method, version & 0xFF, disk)
+    entry = shown(name)
+    mtime_ns = zr.ns_of_dos_time(clock, date)
+    wide = b""
+    for kind, field in _extra_fields(extra, entry):
+        if kind == zr.FIELD_UT and len(field) >= 5 and field[0] & 1:
+            mtime_ns = int.from_bytes(field[1:5], "little", signed=True) * _NS
+        elif kind == zr.FIELD_ZIP64:
+            wide = field
+    size, compressed, header = _widened((size, compressed, header), wide, entry)
+    if method == zr.STORED and size != compressed:
+        raise ArchiveError("the entry is stored, but its two sizes differ", entry)
+    return Member(name, flags, method, crc, compressed, size, attributes >> 16, mtime_ns, header, 0)
+
+
+def _check_member(name: bytes, flags: int, method: int, version: int, disk: int) -> None:
+    """Refuse what we cannot read, and names that lead elsewhere."""
+    entry = shown(name[:_NAME_BYTES_MAX])
+    if not name:
+        raise ArchiveError("an entry has an empty name")
+    if len(name) > _NAME_BYTES_MAX:
+        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", entry)
+    check_name(name)
+    if flags & zr.FLAG_ENCRYPTED:
+        raise ArchiveError("the entry is encrypted", entry)
+    if method not in (zr.STORED, zr.DEFLATED) or flags & zr.FLAG_PATCHED:
+        raise ArchiveError(f"the entry is compressed with the unsupported method {method}", entry)
+    if version > _VERSION_MAX:
+        raise ArchiveError(f"the entry needs the unknown ZIP version {version / 10}", entry)
+    if disk:
+        raise ArchiveError("the entry is on another part of several", entry)
+    if flags & zr.FLAG_UTF8:
+        try:
+            name.decode()
+        except UnicodeDecodeError:
+            raise ArchiveError("the name is marked as UTF-8 and is not", entry) from None
+
+
+def _extra_fields(extra: bytes, entry: str) -> list[tuple[int, bytes]]:
+    try:
+        return list(zr.extra_fields(extra)) if extra else []
+    except ValueError as error:
+        raise ArchiveError(f"the entry is damaged: {error}", entry) from None
+
+
+def _widened(values: tuple[int, ...], field: bytes, entry: str) -> list[int]:
+    """`values` with those that are all ones replaced from the ZIP64 field, in order (4.5.3)."""
+    result = []
+    for value in values:
+        if value != zr.MAX_32:
+            result.append(value)
+        elif len(field) >= 8:
+            result.append(int.from_bytes(field[:8], "little"))
+            field = field[8:]
+        else:
+            raise ArchiveError("the entry is damaged: its ZIP64 field is too short", entry)
+    return result
+
+
+# -- all entries together ----------------------------------------------------------------------
+
+
+def _check_limits(members: list[Member], limits: ArchiveLimits) -> None:
+    total = 0
+    names: set[bytes] = set()
+    for member in members:
+        if member.name in names:
+            raise ArchiveError("the archive has two entries of this name", member.shown)
+        names.add(member.name)
+        if member.size > limits.ratio_from_bytes and member.size > limits.ratio * member.compressed:
+            raise ArchiveError(f"the entry claims to expand more than {limits.ratio} times", member.shown)
+        total += member.size
+        if total > limits.total_bytes:
+            raise ArchiveError(f"the archive holds more than {limits.total_bytes} bytes", member.shown)
+
+
+def _check_overlap(members: list[Member], directory: int) -> None:
+    """Refuse entries whose data overlaps that of others or the directory; `members` by offset."""
+    end = 0
+    for member in members:
+        if member.header < end:
+            raise ArchiveError("the entry overlaps another one", member.shown)
+        end = member.header + zr.LOCAL.size + len(member.name) + member.compressed
+        if end > directory:
+            raise ArchiveError("the entry overlaps the central directory", member.shown)
+    if members and members[0].header:
+        raise ArchiveError("the archive has bytes before its first entry", members[0].shown)
+
+
+def _with_local(file: BinaryIO, member: Member, end: int) -> Member:
+    """`member` with the place of its data; its local header must agree, its data reach to offset `end`."""
+    entry = member.shown
+    local = _read(file, member.header, zr.LOCAL.size + len(member.name))
+    if len(local) < zr.LOCAL.size + len(member.name) or not local.startswith(zr.SIGNATURE_LOCAL):
+        raise ArchiveError("the entry is damaged: it has no local header", entry)
+    _, _, flags, method, _, _, crc, compressed, size, name_size, extra_size = zr.LOCAL.unpack_from(local)
+    if name_size != len(member.name) or local[zr.LOCAL.size :] != member.name:
+        raise ArchiveError("the local header has another name", entry)
+    if (flags, method) != (member.flags, member.method):
+        raise ArchiveError("the local header contradicts the central directory", entry)
+    extra = file.read(extra_size)
+    if len(extra) < extra_size:
+        raise ArchiveError("the entry is damaged: it has no local header", entry)
+    wide = next((field for kind, field in _extra_fields(extra, entry) if kind == zr.FIELD_ZIP64), None)
+    if wide is not None:
+        size, compressed = _widened((size, compressed), wide, entry)
+    told = (crc, compressed, size)
+    known = (member.crc, member.compressed, member.size)
+    if told != known and not (flags & zr.FLAG_DESCRIPTOR and told == (0, 0, 0)):
+        raise ArchiveError("the local header contradicts the central directory", entry)
+    data = member.header + len(local) + extra_size
+    gap = end - data - member.compressed
+    if gap < 0:
+        raise ArchiveError("the entry overlaps another one", entry)
+    if not _is_descriptor(_read(file, end - gap, gap) if gap <= zr.DESCRIPTOR64.size else None, member):
+        raise ArchiveError("the entry is followed by bytes that belong to none", entry)
+    return Member(
+        member.name, flags, method, member.crc, member.compressed, member.size,
+        member.mode, member.mtime_ns, member.header, data,
+    )  # fmt: skip
+
+
+def _is_descriptor(found: bytes | None, member: Member) -> bool:
+    """Whether what follows the data is what should: nothing, or the data descriptor (4.3.9)."""
+    if not member.flags & zr.FLAG_DESCRIPTOR:
+        return found == b""
+    known = (zr.SIGNATURE_DESCRIPTOR, member.crc, member.compressed, member.size)
+    possible = [zr.DESCRIPTOR64.pack(*known)]
+    if member.size <= zr.MAX_32 and member.compressed <= zr.MAX_32:
+        possible.append(zr.DESCRIPTOR.pack(*known))
+    # The signature is optional (4.3.9.3).
+    return found is not None and any(found in (record, record[4:]) for record in possible)

@@ -1,0 +1,77 @@
+"""Names in an archive: how a path becomes one, and which are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from protocol.errors import ArchiveError
+from protocol.volume import NAME_MAX
+
+__all__ = ["FILES", "MANIFEST", "PATH_BYTES_MAX", "check_name", "check_path", "escape", "is_utf8", "shown", "unescape"]
+
+MANIFEST: Final = b"manifest.json"
+FILES: Final = b"files/"
+PATH_BYTES_MAX: Final = 4096  # PATH_MAX, linux/limits.h
+
+_ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
+
+
+def is_utf8(name: bytes) -> bool:
+    """Whether `name` can stand in a ZIP with flag bit 11."""
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def escape(name: bytes) -> str:
+    """`name` as text, one-to-one: "%XX" for each byte that is not UTF-8, "%25" for "%"."""
+    text = name.replace(b"%", b"%25").decode("utf-8", "surrogateescape")
+    if text.isascii():
+        return text
+    return "".join(f"%{ord(c) - 0xDC00:02X}" if "\udc80" <= c <= "\udcff" else c for c in text)
+
+
+def unescape(text: str) -> bytes:
+    """The inverse of `escape`.  ValueError for text that `escape` does not give (so never a "/" or NUL)."""
+    raw = text.encode()
+    name = _ESCAPED.sub(lambda match: bytes((int(match[1], 16),)), raw)
+    if escape(name) != text:
+        raise ValueError("not the escaped form of any name")
+    return name
+
+
+def shown(name: bytes) -> str:
+    """`name` for a message."""
+    return name.decode("utf-8", "backslashreplace")
+
+
+def check_name(name: bytes) -> None:
+    """Refuse, for a reason of its own, a ZIP name that points out of files/."""
+    if b"\0" in name:
+        raise ArchiveError("the name has a NUL byte", shown(name))
+    if name.startswith(b"/"):
+        raise ArchiveError("the name is absolute", shown(name))
+    if b".." in name.split(b"/"):
+        raise ArchiveError('the name has a ".." component', shown(name))
+    if name != MANIFEST and not name.startswith(FILES):
+        raise ArchiveError("the entry is outside of files/", shown(name))
+
+
+def check_path(path: bytes, name: str) -> None:
+    """Refuse a path, that of entry `name`, that no kernel would give."""
+    if not path:
+        return
+    if len(path) > PATH_BYTES_MAX:
+        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", name)
+    for part in path.split(b"/"):
+        if not part:
+            raise ArchiveError("the name has an empty component", name)
+        if part in (b".", b".."):
+            raise ArchiveError(f'the name has a "{part.decode()}" component', name)
+        if len(part) > NAME_MAX:
+            raise ArchiveError(f"the name has a component longer than {NAME_MAX} bytes", name)
+    if b"\0" in path:
+        raise ArchiveError("the name has a NUL byte", name)

@@ -1,0 +1,128 @@
+"""Read an archive as a tree: `open_archive`, which checks all of it first."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import BinaryIO, TypeAlias
+
+from protocol.archive.check import Contents, read_contents
+from protocol.archive.content import ContentReader, decompressed
+from protocol.archive.limits import ArchiveLimits
+from protocol.archive.members import Member
+from protocol.archive.names import shown
+from protocol.errors import ArchiveError, fail
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+
+__all__ = ["ArchiveTree", "open_archive"]
+
+Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | BinaryIO
+
+
+@contextmanager
+def open_archive(source: Source, *, limits: ArchiveLimits | None = None) -> Iterator[ArchiveTree]:
+    """The tree in the archive at a path or in a seekable file, for as long as the context lasts.
+
+    Everything is checked before the context is entered, each entry's content by decompressing it once.
+    ArchiveError names the entry that is refused; OSError when the archive cannot be read.  A file that was
+    handed over stays open.
+    """
+    limits = limits or ArchiveLimits()
+    if isinstance(source, str | bytes | os.PathLike):
+        with _open_regular(source) as file:
+            yield ArchiveTree(file, read_contents(file, limits))
+    elif not source.seekable():
+        raise ArchiveError("an archive can only be read from a seekable file")
+    else:
+        yield ArchiveTree(source, read_contents(source, limits))
+
+
+def _open_regular(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> BinaryIO:
+    # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 -- the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ArchiveError("an archive must be a regular file", os.fsdecode(path))
+    return file
+
+
+class ArchiveTree:
+    """The tree in an archive.  Made by `open_archive`; one thread at a time.
+
+    Inode numbers tell hard links apart and mean nothing else.
+    """
+
+    def __init__(self, file: BinaryIO, contents: Contents) -> None:
+        self._file = file
+        self._reader = ContentReader(file)
+        self._entries = contents.entries
+        self._members = contents.members
+        self._children: dict[bytes, list[bytes]] = {path: [] for path, entry in self._entries.items() if entry.is_dir}
+        for path in self._entries:
+            if path:
+                parent, _, name = path.rpartition(b"/")
+                self._children[parent].append(name)
+        for names in self._children.values():
+            names.sort()
+        self.file_count = contents.manifest.file_count
+        self.total_bytes = contents.manifest.total_bytes
+        self.created_at = _utc(contents.manifest.created_at)
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """The entry at `path`.  FileNotFoundError, NotADirectoryError."""
+        entry = self._entries.get(path)
+        if entry is not None:
+            return entry
+        parent = path.rpartition(b"/")[0]
+        while parent not in self._entries:
+            parent = parent.rpartition(b"/")[0]
+        raise fail(errno.ENOENT if self._entries[parent].is_dir else errno.ENOTDIR, shown(path))
+
+    def children(self, path: bytes) -> list[bytes]:
+        """The names in directory `path`, sorted.  FileNotFoundError, NotADirectoryError."""
+        if not self.entry(path).is_dir:
+            raise fail(errno.ENOTDIR, shown(path))
+        return list(self._children[path])
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        """`path` and all below it, parents first, siblings sorted."""
+        self.entry(path)
+        # A stack and no recursion: paths may be 2,048 deep.
+        waiting = [path]
+        while waiting:
+            path = waiting.pop()
+            yield self._entries[path]
+            names = self._children.get(path)
+            if names:
+                prefix = path + b"/" if path else b""
+                waiting.extend(prefix + name for name in reversed(names))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a regular file, short only at its end.  IsADirectoryError; EINVAL for what is no file.
+
+        Cheap where reads go forward; a read further back decompresses from the start.
+        """
+        return self._reader.read(self._file_member(path), offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """The content of a regular file in chunks of at most `size` bytes; errors as `read`."""
+        return decompressed(self._file, self._file_member(path), size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
+        """Nothing is known without a walk."""
+        return None
+
+    def _file_member(self, path: bytes) -> Member:
+        entry = self.entry(path)
+        if not entry.is_file:
+            raise fail(errno.EISDIR if entry.is_dir else errno.EINVAL, shown(path))
+        return self._members[path]
+
+
+def _utc(created_at: str) -> datetime:
+    created = datetime.fromisoformat(created_at)
+    return created.replace(tzinfo=UTC) if created.tzinfo is None else created

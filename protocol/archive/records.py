@@ -1,0 +1,127 @@
+"""The records of a ZIP file as bytes: layouts, flags, times.
+
+Source: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 (local header) to 4.3.16 (end of central directory) and
+4.5.3 (ZIP64 field); Info-ZIP's extrafld.txt for the "UT" field and unix/unix.c for external attributes.
+"""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections.abc import Iterator
+from struct import Struct
+from typing import Final
+
+__all__ = [
+    "CENTRAL",
+    "DEFLATED",
+    "DESCRIPTOR",
+    "DESCRIPTOR64",
+    "END",
+    "END64",
+    "FIELD_UT",
+    "FIELD_ZIP64",
+    "FLAG_DESCRIPTOR",
+    "FLAG_ENCRYPTED",
+    "FLAG_PATCHED",
+    "FLAG_UTF8",
+    "LOCAL",
+    "LOCATOR64",
+    "MADE_BY_UNIX",
+    "MAX_16",
+    "MAX_32",
+    "MSDOS_DIRECTORY",
+    "SIGNATURE_CENTRAL",
+    "SIGNATURE_DESCRIPTOR",
+    "SIGNATURE_END",
+    "SIGNATURE_END64",
+    "SIGNATURE_LOCAL",
+    "SIGNATURE_LOCATOR64",
+    "STORED",
+    "VERSION_DEFLATE",
+    "VERSION_ZIP64",
+    "dos_time",
+    "extra_fields",
+    "ns_of_dos_time",
+    "ut_field",
+]
+
+SIGNATURE_LOCAL: Final = b"PK\x03\x04"
+SIGNATURE_CENTRAL: Final = b"PK\x01\x02"
+SIGNATURE_DESCRIPTOR: Final = b"PK\x07\x08"
+SIGNATURE_END: Final = b"PK\x05\x06"
+SIGNATURE_END64: Final = b"PK\x06\x06"
+SIGNATURE_LOCATOR64: Final = b"PK\x06\x07"
+
+# signature, version needed, flags, method, time, date, CRC, compressed size, size, name and extra length
+LOCAL: Final = Struct("<4s5H3I2H")
+# signature, made by, version needed, flags, method, time, date, CRC, compressed size, size, name, extra and
+# comment length, disk, internal attributes, external attributes, offset of the local header
+CENTRAL: Final = Struct("<4s6H3I5H2I")
+# signature, disk, disk of the directory, entries here, entries, size and offset of the directory, comment length
+END: Final = Struct("<4s4H2IH")
+# signature, size of the rest, made by, version needed, disk, disk of the directory, entries here, entries, size, offset
+END64: Final = Struct("<4sQ2H2I4Q")
+# signature, disk of the record, its offset, disks
+LOCATOR64: Final = Struct("<4sIQI")
+# signature, CRC, compressed size, size
+DESCRIPTOR: Final = Struct("<4s3I")
+DESCRIPTOR64: Final = Struct("<4sI2Q")
+
+STORED: Final = 0
+DEFLATED: Final = 8
+FLAG_ENCRYPTED: Final = 0x2041  # bit 0, bit 6 (strong encryption), bit 13 (encrypted directory)
+FLAG_DESCRIPTOR: Final = 0x0008  # CRC and sizes follow the data
+FLAG_PATCHED: Final = 0x0020  # compressed patched data
+FLAG_UTF8: Final = 0x0800
+VERSION_DEFLATE: Final = 20
+VERSION_ZIP64: Final = 45
+MADE_BY_UNIX: Final = 3 << 8 | 30  # as Info-ZIP's zip 3.0
+MSDOS_DIRECTORY: Final = 0x10  # in the low byte of external_attr
+MAX_16: Final = 0xFFFF  # in a 16-bit or 32-bit field: the value stands in the ZIP64 record
+MAX_32: Final = 0xFFFF_FFFF
+
+FIELD_ZIP64: Final = 0x0001
+FIELD_UT: Final = 0x5455
+_UT: Final = Struct("<HHBi")
+_FIELD: Final = Struct("<HH")
+
+_NS: Final = 1_000_000_000
+_DOS_FIRST_S: Final = calendar.timegm((1980, 1, 1, 0, 0, 0))
+_DOS_LAST_S: Final = calendar.timegm((2107, 12, 31, 23, 59, 58))
+
+
+def dos_time(mtime_ns: int) -> tuple[int, int]:
+    """(time, date) in MS-DOS format, UTC, of a time since the epoch; clamped to what the format can say."""
+    t = time.gmtime(min(max(mtime_ns // _NS, _DOS_FIRST_S), _DOS_LAST_S))
+    return t.tm_hour << 11 | t.tm_min << 5 | t.tm_sec // 2, (t.tm_year - 1980) << 9 | t.tm_mon << 5 | t.tm_mday
+
+
+def ns_of_dos_time(clock: int, date: int) -> int:
+    """The inverse of `dos_time`; 1980 for dates that do not exist."""
+    year, month, day = 1980 + (date >> 9), date >> 5 & 15, date & 31
+    try:
+        return calendar.timegm((year, month, day, clock >> 11, clock >> 5 & 63, (clock & 31) * 2)) * _NS
+    except ValueError:
+        return _DOS_FIRST_S * _NS
+
+
+def ut_field(mtime_ns: int) -> bytes:
+    """Info-ZIP's extra field with the mtime in seconds, UTC; empty where 32 bits cannot hold it."""
+    seconds = mtime_ns // _NS
+    if not -(1 << 31) <= seconds < 1 << 31:
+        return b""
+    return _UT.pack(FIELD_UT, 5, 1, seconds)
+
+
+def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """(id, content) of each extra field.  ValueError when one reaches past the end."""
+    at = 0
+    # Up to three bytes of padding at the end are common (zipalign) and harmless.
+    while at + _FIELD.size <= len(extra):
+        kind, size = _FIELD.unpack_from(extra, at)
+        at += _FIELD.size
+        if at + size > len(extra):
+            raise ValueError("an extra field reaches past its end")
+        yield kind, extra[at : at + size]
+        at += size

@@ -1,0 +1,226 @@
+"""Entries into a ZIP file: compressed on worker threads, written in order, in fixed memory.
+
+Written here and not by `zipfile`, whose work on an entry of 4 KB takes longer than the compression.
+Small entries are compressed in batches on worker threads (zlib releases the interpreter lock); the file is
+written by the caller's thread alone.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import BinaryIO, Final, NamedTuple
+
+from protocol.archive import records as zr
+
+__all__ = ["SMALL_BYTES", "Item", "Packer", "ZipWriter"]
+
+SMALL_BYTES: Final = 256 * 1024  # entries up to this are handed over whole, larger ones streamed
+_BATCH_BYTES: Final = 256 * 1024  # what one worker compresses at once,
+_BATCH_ENTRIES: Final = 128
+_WORKERS_MAX: Final = 4  # with two batches in flight for each: less than 10 MiB
+# Deflate can make incompressible data a little larger; from here on the compressed size may need 64 bits.
+_BIG_BYTES: Final = 0xFF00_0000
+
+
+class Item(NamedTuple):
+    """One entry with its whole content, to be compressed."""
+
+    name: bytes
+    mode: int
+    mtime_ns: int
+    data: bytes
+
+
+class _Packed(NamedTuple):
+    item: Item
+    method: int
+    crc: int
+    data: bytes
+
+
+# -- compression -------------------------------------------------------------------------------
+
+
+class _Known(NamedTuple):
+    """What the central directory says of an entry once its data is written; `at` is its local header."""
+
+    flags: int
+    method: int
+    crc: int
+    compressed: int
+    size: int
+    at: int
+
+
+def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
+    """Compress each item; what does not shrink is stored.  Runs on a worker thread."""
+    packed = []
+    for item in items:
+        data = item.data
+        if len(data) > 8 and level:  # less than that never shrinks
+            # A window no larger than the data: zlib then has less to set up, and finds the same matches.
+            bits = min(max((len(data) - 1).bit_length(), 9), zlib.MAX_WBITS)
+            deflate = zlib.compressobj(level, zlib.DEFLATED, -bits)
+            smaller = deflate.compress(data) + deflate.flush()
+            if len(smaller) < len(data):
+                packed.append(_Packed(item, zr.DEFLATED, zlib.crc32(data), smaller))
+                continue
+        packed.append(_Packed(item, zr.STORED, zlib.crc32(data), data))
+    return packed
+
+
+class Packer:
+    """Keeps the workers busy and the entries in order, with a fixed amount of data in flight."""
+
+    def __init__(self, writer: ZipWriter, level: int) -> None:
+        workers = min(len(os.sched_getaffinity(0)), _WORKERS_MAX)
+        self._writer = writer
+        self._level = level
+        self._pool = ThreadPoolExecutor(workers, "vfsd-archive")
+        self._in_flight: deque[Future[list[_Packed]]] = deque()
+        self._in_flight_max = 2 * workers
+        self._batch: list[Item] = []
+        self._batch_bytes = 0
+
+    def __enter__(self) -> Packer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._drain()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, item: Item) -> None:
+        self._batch.append(item)
+        self._batch_bytes += len(item.data)
+        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) >= _BATCH_ENTRIES:
+            self._submit()
+
+    def stream(self, item: Item, size: int, chunks: Iterator[bytes]) -> None:
+        """An entry too large to hold; after all that came before it."""
+        self._drain()
+        self._writer.stream(item, size, chunks, self._level)
+
+    def _submit(self) -> None:
+        self._in_flight.append(self._pool.submit(_pack, self._batch, self._level))
+        self._batch, self._batch_bytes = [], 0
+        while len(self._in_flight) >= self._in_flight_max:
+            self._writer.write(self._in_flight.popleft().result())
+
+    def _drain(self) -> None:
+        if self._batch:
+            self._submit()
+        while self._in_flight:
+            self._writer.write(self._in_flight.popleft().result())
+
+
+class ZipWriter:
+    """Writes entries one after the other and keeps the central directory until the end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.offset = 0
+        self._file = file
+        self._directory = bytearray()
+        self._count = 0
+
+    def write(self, packed: Sequence[_Packed]) -> None:
+        parts: list[bytes] = []
+        offset = self.offset
+        for item, method, crc, data in packed:
+            clock, date = zr.dos_time(item.mtime_ns)
+            extra = zr.ut_field(item.mtime_ns)
+            # Bit 11 always: valid UTF-8 is all that gets here.  Sizes of small entries fit 32 bits.
+            parts += (
+                zr.LOCAL.pack(
+                    zr.SIGNATURE_LOCAL, zr.VERSION_DEFLATE, zr.FLAG_UTF8, method, clock, date,
+                    crc, len(data), len(item.data), len(item.name), len(extra),
+                ),
+                item.name,
+                extra,
+                data,
+            )  # fmt: skip
+            self._remember(item, _Known(zr.FLAG_UTF8, method, crc, len(data), len(item.data), offset))
+            offset += zr.LOCAL.size + len(item.name) + len(extra) + len(data)
+        self._write(b"".join(parts))
+
+    def stream(self, item: Item, size: int, chunks: Iterator[bytes], level: int) -> None:
+        """An entry whose CRC and compressed size follow its data: the file need not be seekable."""
+        big = size >= _BIG_BYTES
+        flags = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
+        start = self.offset
+        clock, date = zr.dos_time(item.mtime_ns)
+        # The ZIP64 field in the local header announces sizes of 64 bits in the descriptor (4.3.9.2).
+        extra = (_zip64_field(0, 0) if big else b"") + zr.ut_field(item.mtime_ns)
+        unknown, version = (zr.MAX_32, zr.VERSION_ZIP64) if big else (0, zr.VERSION_DEFLATE)
+        header = zr.LOCAL.pack(
+            zr.SIGNATURE_LOCAL, version, flags, zr.DEFLATED, clock, date,
+            0, unknown, unknown, len(item.name), len(extra),
+        )  # fmt: skip
+        self._write(header + item.name + extra)
+        data_start = self.offset
+        crc = 0
+        deflate = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS)
+        for chunk in chunks:
+            crc = zlib.crc32(chunk, crc)
+            self._write(deflate.compress(chunk))
+        self._write(deflate.flush())
+        compressed = self.offset - data_start
+        descriptor = zr.DESCRIPTOR64 if big else zr.DESCRIPTOR
+        self._write(descriptor.pack(zr.SIGNATURE_DESCRIPTOR, crc, compressed, size))
+        self._remember(item, _Known(flags, zr.DEFLATED, crc, compressed, size, start))
+
+    def finish(self) -> None:
+        """The central directory and the end records."""
+        count, start, length = self._count, self.offset, len(self._directory)
+        if count >= zr.MAX_16 or start >= zr.MAX_32 or length >= zr.MAX_32:
+            self._directory += zr.END64.pack(
+                zr.SIGNATURE_END64, zr.END64.size - 12, zr.MADE_BY_UNIX, zr.VERSION_ZIP64,
+                0, 0, count, count, length, start,
+            )  # fmt: skip
+            self._directory += zr.LOCATOR64.pack(zr.SIGNATURE_LOCATOR64, 0, start + length, 1)
+        count = min(count, zr.MAX_16)
+        self._directory += zr.END.pack(
+            zr.SIGNATURE_END, 0, 0, count, count, min(length, zr.MAX_32), min(start, zr.MAX_32), 0
+        )
+        self._write(self._directory)
+
+    def _remember(self, item: Item, known: _Known) -> None:
+        """Add the entry to the central directory; values past 32 bits go to a ZIP64 field, in this order."""
+        flags, method, crc, compressed, size, at = known
+        clock, date = zr.dos_time(item.mtime_ns)
+        extra = zr.ut_field(item.mtime_ns)
+        version = zr.VERSION_DEFLATE
+        wide = [value for value in (size, compressed, at) if value >= zr.MAX_32]
+        if wide:
+            extra = _zip64_field(*wide) + extra
+            version = zr.VERSION_ZIP64
+        attributes = (item.mode & 0xFFFF) << 16 | (zr.MSDOS_DIRECTORY if item.name.endswith(b"/") else 0)
+        self._directory += zr.CENTRAL.pack(
+            zr.SIGNATURE_CENTRAL, zr.MADE_BY_UNIX, version, flags, method, clock, date,
+            crc, min(compressed, zr.MAX_32), min(size, zr.MAX_32),
+            len(item.name), len(extra), 0, 0, 0, attributes, min(at, zr.MAX_32),
+        )  # fmt: skip
+        self._directory += item.name
+        self._directory += extra
+        self._count += 1
+
+    def _write(self, data: bytes | bytearray) -> None:
+        self.offset += len(data)
+        written = self._file.write(data)
+        # Raw files and pipes may take less; some write methods return None and mean all.
+        if written is not None and written < len(data):
+            rest = memoryview(data)[written:]
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+
+def _zip64_field(*values: int) -> bytes:
+    return b"".join((zr.FIELD_ZIP64.to_bytes(2, "little"), (8 * len(values)).to_bytes(2, "little"))) + b"".join(
+        value.to_bytes(8, "little") for value in values
+    )
