@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import trio
@@ -39,6 +39,9 @@ __all__ = ["Connection", "Limits", "error_line"]
 
 _logger = logging.getLogger(__name__)
 _requests = msgspec.json.Decoder(Request)
+
+# Numbers with two names get the one that man pages of file system calls use.
+_ERRNO_NAMES: Final = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP", errno.EDEADLK: "EDEADLK"}
 
 RequestId = int | str | None
 
@@ -315,7 +318,7 @@ def _failure_line(request_id: RequestId, method: str, error: Exception) -> bytes
         _logger.error("control: %s failed unexpectedly", method, exc_info=error)
         return error_line(request_id, INTERNAL_ERROR, f"{method}: an error in vfsd itself; its log has the details")
     text, path = _text_and_path(error, code)
-    data = ErrorData(errno.errorcode.get(code) if code else None, path)
+    data = ErrorData(_ERRNO_NAMES.get(code) if code else None, path)
     return error_line(request_id, OPERATION_FAILED, text, data)
 
 
