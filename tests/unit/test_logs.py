@@ -18,10 +18,13 @@ _log = logging.getLogger("vfsd.test")
 
 def raised(error: Exception) -> Exception:
     """`error`, with a traceback."""
-    try:
+
+    def fail() -> None:
         raise error
-    except Exception as caught:
-        return caught
+
+    with pytest.raises(type(error)):
+        fail()
+    return error
 
 
 @pytest.fixture(autouse=True)
