@@ -15,7 +15,6 @@ from typing import Final
 
 __all__ = [
     "ArchiveError",
-    "SnapshotBusyError",
     "SnapshotExistsError",
     "SnapshotNotFoundError",
     "errno_of",
@@ -35,13 +34,6 @@ class SnapshotExistsError(FileExistsError):
 
     def __init__(self, name: str) -> None:
         super().__init__(errno.EEXIST, "a snapshot of this name exists", name)
-
-
-class SnapshotBusyError(OSError):
-    """The snapshot is being read, by an export or a diff, and cannot be dropped now (EBUSY)."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(errno.EBUSY, "the snapshot is being read", name)
 
 
 class ArchiveError(OSError):

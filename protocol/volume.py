@@ -213,11 +213,11 @@ class Volume(Protocol):
         ...
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
-        """Write all of `data` at `offset`, or raise and write nothing.  EFBIG, ENOSPC."""
+        """Write `data` at `offset`; the count written, short only where the quota cuts it.  EFBIG, ENOSPC."""
         ...
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
-        """fallocate(2): allocate, FALLOC_FL_KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE; others EOPNOTSUPP."""
+        """fallocate(2): allocate, FALLOC_FL_KEEP_SIZE, PUNCH_HOLE; others EOPNOTSUPP, as tmpfs has it."""
         ...
 
     def seek(self, inode: int, offset: int, whence: int) -> Answer[int]:
@@ -333,7 +333,7 @@ class SnapshotableVolume(Volume, Protocol):
         ...
 
     def drop_snapshot(self, name: str) -> None:
-        """Forget snapshot `name`; others are not affected.  SnapshotNotFoundError, SnapshotBusyError."""
+        """Forget snapshot `name`; others are not affected.  SnapshotNotFoundError."""
         ...
 
     def tree(self, name: str | None = None) -> AbstractContextManager[Tree]:

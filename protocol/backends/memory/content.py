@@ -1,0 +1,367 @@
+"""Content: the bytes of one regular file, sparse, in blocks that versions share until one is written.
+
+Invariants (held by `check`):
+
+- a block is 1 to BLOCK_BYTES long; what lies beyond its end, and a block that is missing, reads as zeros;
+- `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it holds
+  zeros.  A block without such pages has no key; no block has holes only;
+- `pages` counts the pages written plus those reserved by fallocate; no page is both;
+- a block may be changed in place only if it is a bytearray and `owned` is None or has its index: every
+  other block may be shared with another version, or is immutable.
+
+Pages are what tmpfs counts in st_blocks and what SEEK_HOLE tells apart; blocks are larger, because a
+block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from protocol.errors import fail
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Content"]
+
+PAGE_BYTES: Final = 4096
+BLOCK_BYTES: Final = 128 * 1024
+_PAGES_PER_BLOCK: Final = BLOCK_BYTES // PAGE_BYTES
+_BLOCK_SHIFT: Final = BLOCK_BYTES.bit_length() - 1
+_PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
+_BLOCK_MASK: Final = BLOCK_BYTES - 1
+
+Range = tuple[int, int]  # first page, page after the last
+
+
+def _page_up(offset: int) -> int:
+    return (offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
+
+
+def _bits(first: int, after: int) -> int:
+    """A mask with bits `first` to `after`-1 set."""
+    return ((1 << after) - (1 << first)) if after > first else 0
+
+
+def _overlap(ranges: tuple[Range, ...], first: int, after: int) -> int:
+    return sum(max(0, min(after, end) - max(first, start)) for start, end in ranges)
+
+
+def _without(ranges: tuple[Range, ...], first: int, after: int) -> tuple[Range, ...]:
+    left = []
+    for start, end in ranges:
+        if start < first:
+            left.append((start, min(end, first)))
+        if end > after:
+            left.append((max(start, after), end))
+    return tuple((start, end) for start, end in left if end > start)
+
+
+class Content:
+    """Sparse content.  Offsets and sizes in bytes; the file's size is the inode's business."""
+
+    __slots__ = ("blocks", "holes", "owned", "pages", "reserved")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytes | bytearray] = {}
+        self.owned: set[int] | None = None
+        self.holes: dict[int, int] | None = None
+        self.reserved: tuple[Range, ...] = ()
+        self.pages = 0
+
+    def share(self) -> Content:
+        """A second version with the same content.  From here on the receiver must not be written to."""
+        twin = Content.__new__(Content)
+        twin.blocks = self.blocks.copy()
+        twin.owned = set()
+        twin.holes = self.holes.copy() if self.holes else None
+        twin.reserved = self.reserved
+        twin.pages = self.pages
+        return twin
+
+    def same_as(self, other: Content) -> bool:
+        """Whether both read the same; cheap for versions of one file, which share blocks."""
+        if self.blocks == other.blocks:
+            return True
+        return all(
+            bytes(self.blocks.get(index, b"")).rstrip(b"\0") == bytes(other.blocks.get(index, b"")).rstrip(b"\0")
+            for index in self.blocks.keys() | other.blocks.keys()
+        )
+
+    # -- reading -----------------------------------------------------------------------------
+    def read(self, offset: int, size: int) -> bytes | bytearray:
+        """Exactly `size` bytes from `offset`; the caller has clipped them to the file's size."""
+        start = offset & _BLOCK_MASK
+        if start + size <= BLOCK_BYTES:
+            block = self.blocks.get(offset >> _BLOCK_SHIFT)
+            if block is None:
+                return bytes(size)
+            piece = block[start : start + size]
+            return piece if len(piece) == size else piece + bytes(size - len(piece))
+        pieces = []
+        while size > 0:
+            start = offset & _BLOCK_MASK
+            part = min(size, BLOCK_BYTES - start)
+            pieces.append(self.read(offset, part))
+            offset += part
+            size -= part
+        return b"".join(pieces)
+
+    def seek_data(self, offset: int, size: int) -> int:
+        """The first byte of data at or after `offset` in a file of `size` bytes.  ENXIO: there is none."""
+        page = offset >> _PAGE_SHIFT
+        for first, after in self._data_ranges(page):
+            start = max(first, page) << _PAGE_SHIFT
+            if after > page and start < size:
+                return max(start, offset)
+        raise fail(errno.ENXIO)
+
+    def seek_hole(self, offset: int, size: int) -> int:
+        """The first byte of a hole at or after `offset`; the end of the file counts as one."""
+        page = offset >> _PAGE_SHIFT
+        reached = page
+        for first, after in self._data_ranges(page):
+            if after <= reached:
+                continue
+            if first > reached:
+                break
+            reached = after
+        return min(size, max(offset, reached << _PAGE_SHIFT))
+
+    def data_ranges(self, size: int) -> Iterator[tuple[int, int]]:
+        """(offset, length) of what was written, in order, touching pieces not joined."""
+        for first, after in self._data_ranges(0):
+            start, end = first << _PAGE_SHIFT, min(after << _PAGE_SHIFT, size)
+            if end > start:
+                yield start, end - start
+
+    def _data_ranges(self, page: int) -> Iterator[Range]:
+        """Runs of written pages (first, after), in order, from the block that `page` lies in."""
+        first_block = page // _PAGES_PER_BLOCK
+        for index in sorted(i for i in self.blocks if i >= first_block):
+            base = index * _PAGES_PER_BLOCK
+            count = _page_up(len(self.blocks[index]))
+            holes = self.holes.get(index, 0) if self.holes else 0
+            if not holes:
+                yield base, base + count
+                continue
+            start = None
+            for bit in range(count + 1):
+                present = bit < count and not holes >> bit & 1
+                if present and start is None:
+                    start = bit
+                elif not present and start is not None:
+                    yield base + start, base + bit
+                    start = None
+
+    # -- writing -----------------------------------------------------------------------------
+    def growth(self, offset: int, length: int) -> int:
+        """How many pages a write of `length` bytes at `offset` would add to `pages`."""
+        if not length:
+            return 0
+        new = 0
+        end = offset + length
+        for index in range(offset >> _BLOCK_SHIFT, ((end - 1) >> _BLOCK_SHIFT) + 1):
+            base = index << _BLOCK_SHIFT
+            first = max(0, offset - base) >> _PAGE_SHIFT
+            after = _page_up(min(BLOCK_BYTES, end - base))
+            block = self.blocks.get(index)
+            if block is None:
+                new += after - first
+                continue
+            present = _page_up(len(block))
+            if after > present:
+                new += after - max(first, present)
+            if self.holes and index in self.holes:
+                new += (self.holes[index] & _bits(first, after)).bit_count()
+        if self.reserved:
+            new -= self._reserved_within(offset, end)
+        return new
+
+    def _reserved_within(self, offset: int, end: int) -> int:
+        return _overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
+
+    def write(self, offset: int, data: Buffer, growth: int) -> None:
+        """Write all of `data`; `growth` is what `growth()` said of it."""
+        length = len(data)
+        start = offset & _BLOCK_MASK
+        if start + length <= BLOCK_BYTES:
+            self._write_block(offset >> _BLOCK_SHIFT, start, data)
+        else:
+            view = memoryview(data)
+            done = 0
+            while done < length:
+                start = (offset + done) & _BLOCK_MASK
+                part = min(length - done, BLOCK_BYTES - start)
+                self._write_block((offset + done) >> _BLOCK_SHIFT, start, view[done : done + part])
+                done += part
+        self.pages += growth
+        if self.reserved:
+            self.reserved = _without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
+
+    def _write_block(self, index: int, start: int, data: Buffer) -> None:
+        block = self.blocks.get(index)
+        end = start + len(data)
+        if block is None or (start == 0 and end >= len(block)):
+            self._replace_block(index, bytes(start) + data if start else bytes(data))
+            if start >= PAGE_BYTES and block is None:
+                self._add_holes(index, _bits(0, start >> _PAGE_SHIFT))
+            elif self.holes:
+                self.holes.pop(index, None)
+            return
+        mutable = self._writable_block(index)
+        if start > len(mutable):
+            self._add_holes(index, _bits(_page_up(len(mutable)), start >> _PAGE_SHIFT))
+            mutable.extend(bytes(start - len(mutable)))
+        mutable[start:end] = data
+        if self.holes and index in self.holes:
+            self._clear_holes(index, _bits(start >> _PAGE_SHIFT, _page_up(end)))
+
+    def _replace_block(self, index: int, block: bytes | bytearray) -> None:
+        self.blocks[index] = block
+        if self.owned is not None:
+            self.owned.add(index)
+
+    def _writable_block(self, index: int) -> bytearray:
+        """Block `index` as a bytearray that no other version shares."""
+        block = self.blocks[index]
+        if type(block) is bytearray and (self.owned is None or index in self.owned):
+            return block
+        mutable = bytearray(block)
+        self._replace_block(index, mutable)
+        return mutable
+
+    def _add_holes(self, index: int, bits: int) -> None:
+        if bits:
+            if self.holes is None:
+                self.holes = {}
+            self.holes[index] = self.holes.get(index, 0) | bits
+
+    def _clear_holes(self, index: int, bits: int) -> None:
+        assert self.holes is not None
+        left = self.holes[index] & ~bits
+        if left:
+            self.holes[index] = left
+        else:
+            del self.holes[index]
+
+    # -- shrinking and allocating --------------------------------------------------------------
+    def truncate(self, size: int) -> None:
+        """Forget everything from `size` on."""
+        last, start = size >> _BLOCK_SHIFT, size & _BLOCK_MASK
+        if self.blocks:
+            beyond = [i for i in self.blocks if i > last or (i == last and not start)]
+            for index in beyond:
+                self._drop_block(index)
+            block = self.blocks.get(last)
+            if block is not None and len(block) > start:
+                self._cut_block(last, start)
+        if self.reserved:
+            after = max(_page_up(size), *(end for _, end in self.reserved))
+            self._unreserve(_page_up(size), after)
+
+    def _drop_block(self, index: int) -> None:
+        self.pages -= self._block_pages(index)
+        del self.blocks[index]
+        if self.holes:
+            self.holes.pop(index, None)
+
+    def _block_pages(self, index: int) -> int:
+        holes = self.holes.get(index, 0) if self.holes else 0
+        return _page_up(len(self.blocks[index])) - holes.bit_count()
+
+    def _cut_block(self, index: int, length: int) -> None:
+        """Shorten block `index` to `length` bytes; drop it if no written page is left."""
+        before = self._block_pages(index)
+        self._replace_block(index, self.blocks[index][:length])
+        if self.holes and index in self.holes:
+            self._clear_holes(index, ~_bits(0, _page_up(length)))
+        after = self._block_pages(index)
+        if not after:
+            del self.blocks[index]
+            if self.holes:
+                self.holes.pop(index, None)
+        self.pages += after - before
+
+    def punch(self, offset: int, length: int) -> None:
+        """Make a hole: whole pages are given back, parts of pages zeroed.  FALLOC_FL_PUNCH_HOLE."""
+        end = offset + length
+        touched = [i for i in self.blocks if i << _BLOCK_SHIFT < end and (i + 1) << _BLOCK_SHIFT > offset]
+        for index in touched:
+            base = index << _BLOCK_SHIFT
+            block_end = len(self.blocks[index])
+            start, stop = max(0, offset - base), min(block_end, end - base)
+            if start == 0 and stop == block_end:
+                self._drop_block(index)
+            elif start < stop:
+                self._punch_block(index, start, stop)
+        if self.reserved:
+            self._unreserve(_page_up(offset), end >> _PAGE_SHIFT)
+
+    def _punch_block(self, index: int, start: int, stop: int) -> None:
+        before = self._block_pages(index)
+        block = self._writable_block(index)
+        if stop == len(block):  # what lies beyond a block's end is zeros already
+            # Only whole pages go: the page that `start` lies in stays, as data.
+            keep = min(len(block), _page_up(start) << _PAGE_SHIFT)
+            block[start:keep] = bytes(keep - start)
+            self._cut_block(index, keep)
+            return
+        block[start:stop] = bytes(stop - start)
+        first, after = _page_up(start), stop >> _PAGE_SHIFT
+        self._add_holes(index, _bits(first, after))
+        remaining = self._block_pages(index)
+        self.pages += remaining - before
+        if not remaining:
+            del self.blocks[index]
+            if self.holes:
+                self.holes.pop(index, None)
+
+    def reservation(self, offset: int, length: int) -> int:
+        """How many pages `reserve` would add."""
+        first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
+        written = sum(
+            max(0, min(after, end) - max(first, start)) for start, end in self._data_ranges(first) if start < after
+        )
+        return after - first - written - _overlap(self.reserved, first, after)
+
+    def reserve(self, offset: int, length: int) -> None:
+        """Count pages that are not there yet as used, so that writing them cannot fail.  fallocate(2), mode 0."""
+        first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
+        added = self.reservation(offset, length)
+        ranges = _without(self.reserved, first, after)
+        missing: tuple[Range, ...] = ((first, after),)
+        for start, end in self._data_ranges(first):
+            if start >= after:
+                break
+            missing = _without(missing, start, end)
+        self.reserved = tuple(sorted(ranges + missing))
+        self.pages += added
+
+    def _unreserve(self, first: int, after: int) -> None:
+        if after > first:
+            self.pages -= _overlap(self.reserved, first, after)
+            self.reserved = _without(self.reserved, first, after)
+
+    # -- invariants ----------------------------------------------------------------------------
+    def check(self, size: int) -> None:
+        """Raise AssertionError where an invariant of the module's docstring does not hold."""
+        pages = 0
+        for index, block in self.blocks.items():
+            assert 0 < len(block) <= BLOCK_BYTES, (index, len(block))
+            assert (index << _BLOCK_SHIFT) + len(block) <= size, "content beyond the size"
+            pages += self._block_pages(index)
+            assert self._block_pages(index) > 0, "a block of holes only"
+        for index, bits in (self.holes or {}).items():
+            assert bits, "a key without holes"
+            assert bits >> _page_up(len(self.blocks[index])) == 0, "holes beyond the block"
+            for bit in range(_PAGES_PER_BLOCK):
+                if bits >> bit & 1:
+                    page = self.blocks[index][bit << _PAGE_SHIFT : (bit + 1) << _PAGE_SHIFT]
+                    assert not any(page), "a hole that is not zeros"
+        for first, after in self.reserved:
+            assert first < after
+            assert not any(min(after, e) > max(first, s) for s, e in self._data_ranges(first)), "written and reserved"
+        assert self.pages == pages + sum(after - first for first, after in self.reserved), "page count"

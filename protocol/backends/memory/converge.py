@@ -1,0 +1,292 @@
+"""Converger: makes the live state like a tree, touching only what differs.
+
+Used for restoring single paths of a snapshot and for putting an archive in place.  Where the tree is a
+view of the same volume, inodes keep their numbers and blocks are shared; else content is compared, and
+written where it differs.  Trees may be deep: nothing here recurses.
+
+Threading: the serving loop only; the caller's transaction undoes what was done when this raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory.content import BLOCK_BYTES, Content
+from protocol.backends.memory.view import SnapshotTree
+from protocol.errors import fail
+from protocol.volume import NAME_MAX
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.state import State
+    from protocol.tree import Tree, TreeEntry
+
+__all__ = ["Converger"]
+
+_PERMISSIONS: Final = 0o7777
+
+
+class Converger:
+    """One run over one tree.  `check_room(pages, inodes)` raises ENOSPC where the quota does not allow more."""
+
+    def __init__(self, state: State, tree: Tree, *, replace: bool, check_room: Callable[[int, int], None]) -> None:
+        self._state = state
+        self._tree = tree
+        self._replace = replace
+        self._check_room = check_room
+        self._own_view = tree if isinstance(tree, SnapshotTree) and tree.belongs_to(state) else None
+        self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
+
+    def run(self, path: bytes) -> None:
+        """Make `path`, and what is below it, as it is in the tree.  ENOENT: it is in neither."""
+        entry = self._entry(path)
+        if entry is None:
+            self._remove_path(path)
+            return
+        parent = self._parents(path)
+        directories: dict[bytes, int] = {}
+        finished: list[tuple[int, TreeEntry]] = []
+        for each in self._tree.walk(path):
+            above = parent if each.path == path else self._state.inodes[directories[_above(each.path)]]
+            if each.is_dir:
+                node = self._directory(above, each)
+                directories[each.path] = node.inode
+                finished.append((node.inode, each))
+            else:
+                assert above is not None
+                self._leaf(above, each)
+        for number, each in reversed(finished):
+            self._set_metadata(self._state.inodes[number], each)
+
+    # -- paths -----------------------------------------------------------------------------------
+    def _entry(self, path: bytes) -> TreeEntry | None:
+        try:
+            return self._tree.entry(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _live(self, path: bytes) -> tuple[Inode, Inode]:
+        """The live directory that `path` is in, and what it stands for.  ENOENT, ENOTDIR."""
+        directory = node = self._state.root_inode
+        for name in path.split(b"/"):
+            directory = node
+            if directory.children is None:
+                raise fail(errno.ENOTDIR, _show(path))
+            number = directory.children.get(name)
+            if number is None:
+                raise fail(errno.ENOENT, _show(path))
+            node = self._state.inodes[number]
+        return directory, node
+
+    def _remove_path(self, path: bytes) -> None:
+        directory, _ = self._live(path)
+        if self._replace:
+            self._remove(directory, path.rpartition(b"/")[2])
+
+    def _parents(self, path: bytes) -> Inode | None:
+        """The live directory that `path` is to be in, made where it is missing; None for the root itself."""
+        if not path:
+            return None
+        directory = self._state.root_inode
+        parts = path.split(b"/")
+        for end in range(1, len(parts)):
+            above = b"/".join(parts[:end])
+            number = (directory.children or {}).get(parts[end - 1])
+            if number is None:
+                entry = self._tree.entry(above)
+                directory = self._make(directory, parts[end - 1], entry)
+                self._set_metadata(directory, entry)
+                directory = self._state.inodes[directory.inode]
+            else:
+                directory = self._state.inodes[number]
+            if directory.children is None:
+                raise fail(errno.ENOTDIR, _show(above))
+        return directory
+
+    # -- one entry ---------------------------------------------------------------------------------
+    def _directory(self, above: Inode | None, entry: TreeEntry) -> Inode:
+        """The live directory for `entry`, without what the tree lacks; its metadata comes when it is full."""
+        if above is None:
+            node = self._state.root_inode
+        else:
+            found = self._child(above, entry.name)
+            if found is None or not found.is_dir:
+                if found is not None:
+                    self._remove(above, entry.name)
+                return self._make(self._state.inodes[above.inode], entry.name, entry)
+            node = found
+        if self._replace:
+            assert node.children is not None
+            for name in sorted(node.children.keys() - set(self._tree.children(entry.path))):
+                self._remove(self._state.inodes[node.inode], name)
+        return self._state.inodes[node.inode]
+
+    def _leaf(self, above: Inode, entry: TreeEntry) -> None:
+        """Make a file, symlink or special file as `entry` says."""
+        name = entry.name
+        node = self._child(above, name)
+        wanted = self._linked.get(entry.inode) if entry.inode and entry.nlink > 1 else None
+        if wanted is None and self._own_view is not None:
+            wanted = self._same_file(entry)
+        if wanted is not None:
+            if node is None or node.inode != wanted:
+                if node is not None:
+                    self._remove(above, name)
+                node = self._link(self._state.inodes[above.inode], name, self._state.inodes[wanted])
+        elif node is not None and (
+            stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode)
+            or (self._own_view is not None and node.inode != entry.inode)
+            or (node.nlink > 1 and entry.nlink == 1)
+        ):
+            self._remove(above, name)
+            node = None
+        if node is None:
+            node = self._make(self._state.inodes[above.inode], name, entry)
+        if entry.inode and entry.nlink > 1:
+            self._linked[entry.inode] = node.inode
+        self._set_content(node, entry)
+        self._set_metadata(self._state.inodes[node.inode], entry)
+
+    def _same_file(self, entry: TreeEntry) -> int | None:
+        """The live inode that still is the file of `entry`, under one of the names that it had then."""
+        assert self._own_view is not None
+        live = self._state.inodes.get(entry.inode)
+        if live is None or not live.nlink:
+            return None
+        version = self._own_view.version(entry.inode)
+        assert version is not None
+        return entry.inode if set(live.links) & set(version.links) else None
+
+    def _child(self, directory: Inode, name: bytes) -> Inode | None:
+        children = self._state.inodes[directory.inode].children
+        assert children is not None
+        number = children.get(name)
+        return self._state.inodes[number] if number is not None else None
+
+    # -- making and removing -------------------------------------------------------------------------
+    def _make(self, directory: Inode, name: bytes, entry: TreeEntry) -> Inode:
+        """A new entry for what `entry` says: its old inode where that is free, else a new one."""
+        if len(name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG, _show(entry.path))
+        state = self._state
+        node = self._revived(entry)
+        if node is None:
+            self._check_room(0, 1)
+            node = state.create(entry.mode, entry.uid, entry.gid)
+            if entry.is_symlink:
+                node.target = entry.target
+                node.size = len(entry.target)
+            node.rdev = entry.rdev
+        return self._link(directory, name, node)
+
+    def _revived(self, entry: TreeEntry) -> Inode | None:
+        if self._own_view is None or not entry.inode:
+            return None
+        live = self._state.inodes.get(entry.inode)
+        if live is not None and live.nlink:
+            return None
+        version = self._own_view.version(entry.inode)
+        assert version is not None
+        self._check_room(version.pages, 0 if live is not None else 1)
+        return self._state.revive(version)
+
+    def _link(self, directory: Inode, name: bytes, node: Inode) -> Inode:
+        state = self._state
+        directory, node = state.own(directory), state.own(node)
+        state.add_entry(directory, name, node)
+        directory.mtime_ns = directory.ctime_ns = node.ctime_ns = state.clock()
+        return node
+
+    def _remove(self, directory: Inode, name: bytes) -> None:
+        """Remove `name` and everything below it."""
+        state = self._state
+        todo = [(directory.inode, name)]
+        while todo:
+            number, each = todo[-1]
+            above = state.inodes[number]
+            assert above.children is not None
+            node = state.inodes[above.children[each]]
+            if node.children:
+                todo += [(node.inode, below) for below in node.children]
+                continue
+            todo.pop()
+            above, node = state.own(above), state.own(node)
+            state.drop_entry(above, each, node)
+            above.mtime_ns = above.ctime_ns = node.ctime_ns = state.clock()
+            state.release(node)
+
+    # -- content and metadata --------------------------------------------------------------------------
+    def _set_content(self, node: Inode, entry: TreeEntry) -> None:
+        if entry.is_symlink and node.target != entry.target:
+            node = self._state.own(node)
+            node.target, node.size = entry.target, len(entry.target)
+        elif entry.is_file and self._own_view is not None:
+            self._share_content(node, entry)
+        elif entry.is_file and not self._equal(node, entry):
+            self._write_content(node, entry)
+
+    def _share_content(self, node: Inode, entry: TreeEntry) -> None:
+        assert self._own_view is not None
+        version = self._own_view.version(entry.inode)
+        assert version is not None
+        if version.same_content(node) and version.pages == node.pages:
+            return
+        self._check_room(version.pages - node.pages, 0)
+        self._swap_content(node, version.content.share() if version.content else None, version.size)
+
+    def _equal(self, node: Inode, entry: TreeEntry) -> bool:
+        if node.size != entry.size:
+            return False
+        content = node.content or Content()
+        offset = 0
+        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
+            if content.read(offset, len(chunk)) != chunk:
+                return False
+            offset += len(chunk)
+        return offset == entry.size
+
+    def _write_content(self, node: Inode, entry: TreeEntry) -> None:
+        content = Content()
+        offset = 0
+        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
+            if chunk.count(0) < len(chunk):  # zeros stay a hole
+                growth = content.growth(offset, len(chunk))
+                self._check_room(max(0, content.pages + growth - node.pages), 0)
+                content.write(offset, chunk, growth)
+            offset += len(chunk)
+        self._swap_content(node, content, offset)
+
+    def _swap_content(self, node: Inode, content: Content | None, size: int) -> None:
+        state = self._state
+        node = state.own(node)
+        before = node.pages
+        node.content = content
+        state.pages += node.pages - before
+        state.resize(node, size)
+        node.mtime_ns = node.ctime_ns = state.clock()
+
+    def _set_metadata(self, node: Inode, entry: TreeEntry) -> None:
+        mode = stat.S_IFMT(node.mode) | (entry.mode & _PERMISSIONS)
+        wanted = (mode, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs), entry.rdev)
+        if (node.mode, node.uid, node.gid, node.mtime_ns, node.xattrs or {}, node.rdev) == wanted:
+            return
+        state = self._state
+        node = state.own(node)
+        node.mode, node.uid, node.gid, node.mtime_ns, xattrs, node.rdev = wanted
+        node.xattrs = xattrs or None
+        node.ctime_ns = state.clock()
+        if self._own_view is not None:
+            version = self._own_view.version(entry.inode)
+            if version is not None and version.inode == node.inode and version.links == node.links:
+                node.ctime_ns = version.ctime_ns
+
+
+def _above(path: bytes) -> bytes:
+    return path.rpartition(b"/")[0]
+
+
+def _show(path: bytes) -> str:
+    return path.decode("utf-8", "backslashreplace")

@@ -1,0 +1,127 @@
+"""What holds of a memory volume between two calls, checked.  O(everything): for tests and bug reports."""
+
+from __future__ import annotations
+
+import itertools
+import stat
+from typing import TYPE_CHECKING
+
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
+from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.state import State
+    from protocol.backends.memory.undo import Epoch
+
+__all__ = ["check"]
+
+
+def check(state: State) -> None:
+    """Raise AssertionError where an invariant of `state`, `content`, `listing` or `undo` does not hold."""
+    for number, inode in state.inodes.items():
+        assert inode.inode == number
+        assert 0 < number < state.next_inode
+        assert inode.epoch <= state.epoch
+        _check_inode(inode)
+        _check_links(state, inode)
+        if inode.children is not None:
+            _check_directory(state, inode)
+    _check_reachable(state)
+    _check_counters(state)
+    _check_log(state)
+
+
+def _check_inode(inode: Inode) -> None:
+    kind = stat.S_IFMT(inode.mode)
+    assert (inode.children is not None) == (kind == stat.S_IFDIR)
+    assert (inode.target is not None) == (kind == stat.S_IFLNK)
+    assert inode.lookups >= 0, f"inode {inode.inode}: forgotten more often than looked up"
+    assert inode.nlink > 0 or inode.lookups > 0, f"inode {inode.inode}: neither links nor lookups"
+    if inode.content is not None:
+        assert kind == stat.S_IFREG
+        inode.content.check(inode.size)
+
+
+def _check_links(state: State, inode: Inode) -> None:
+    assert len(set(inode.links)) == len(inode.links)
+    for directory, name in inode.links:
+        children = state.inodes[directory].children
+        assert children is not None
+        assert children[name] == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
+    if inode.inode == ROOT_INODE:
+        assert not inode.links
+    elif inode.children is None:
+        assert inode.nlink == len(inode.links), f"inode {inode.inode}: nlink {inode.nlink}, links {inode.links}"
+    else:
+        assert len(inode.links) == (1 if inode.nlink else 0)
+
+
+def _check_directory(state: State, directory: Inode) -> None:
+    children = directory.children
+    assert children is not None
+    subdirectories = 0
+    for name, number in children.items():
+        child = state.inodes[number]
+        assert (directory.inode, name) in child.links, f"an entry {name!r} that its inode does not know"
+        subdirectories += child.is_dir
+    if directory.nlink:
+        assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"
+    else:
+        assert not children, "a removed directory with entries"
+    assert directory.size == DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children), directory.inode
+    if directory.listing is not None:
+        listed = list(directory.listing.after(0))
+        assert sorted(name for _, name in listed) == sorted(children)
+        assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))
+
+
+def _check_reachable(state: State) -> None:
+    """Every linked inode can be reached from the root: no cycle, no island."""
+    seen = {ROOT_INODE}
+    todo = [ROOT_INODE]
+    while todo:
+        for number in (state.inodes[todo.pop()].children or {}).values():
+            if number not in seen:
+                seen.add(number)
+                todo.append(number)
+    linked = {number for number, inode in state.inodes.items() if inode.nlink}
+    assert linked == seen, linked ^ seen
+
+
+def _check_counters(state: State) -> None:
+    linked = [inode for inode in state.inodes.values() if inode.nlink]
+    assert state.pages == sum(inode.pages for inode in state.inodes.values()), "pages"
+    assert state.directories == sum(inode.is_dir for inode in linked), "directories"
+    assert state.files == sum(not inode.is_dir for inode in linked), "files"
+    assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
+
+
+def _check_log(state: State) -> None:
+    log = state.log
+    epochs = log.epochs()
+    assert all(a.serial < b.serial for a, b in itertools.pairwise(epochs))
+    assert [a.next for a in epochs] == [*epochs[1:], None][: len(epochs)]
+    assert log.newest is (epochs[-1] if epochs else None)
+    assert state.epoch == log.serial
+    names = [epoch.info.name for epoch in epochs if epoch.info is not None]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert log.find(name).info is not None
+    for epoch in epochs:
+        _check_epoch(state, epoch)
+
+
+def _check_epoch(state: State, epoch: Epoch) -> None:
+    for number, version in epoch.inodes.items():
+        if version is not None:
+            assert version.inode == number
+            assert version.nlink > 0, "a snapshot holds an inode without links"
+            assert version is not state.inodes.get(number), f"inode {number}: a pre-image that is live"
+            _check_inode(version)
+    if epoch is state.log.newest:
+        for number, inode in state.inodes.items():
+            if inode.epoch < epoch.serial and inode.nlink:
+                assert number not in epoch.inodes, f"inode {number} was changed but has an old stamp"
+    for directory in epoch.names:
+        assert 0 < directory < state.next_inode

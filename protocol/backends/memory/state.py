@@ -1,0 +1,280 @@
+"""State: the live inodes of a memory volume, and the primitives that change them and can be undone.
+
+Every change goes through here, so that the undo log, the counters and the links agree.  What POSIX
+says of an operation is the volume's business, not this module's.
+
+Threading: the serving loop only.  Nothing here awaits; an operation is atomic because of that.
+
+Invariants (see `invariants.check`): a directory entry points to a live inode that lists it among its
+`links`; `nlink` is the number of links (of a directory: 2 and one for each directory in it, 0 when it
+was removed); an inode without links has lookups; the counters are the sums over the live inodes.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory.content import Content
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
+from protocol.backends.memory.undo import Epoch, UndoLog
+from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.volume import SnapshotInfo
+
+__all__ = ["State"]
+
+_DIRECTORY_MODE: Final = stat.S_IFDIR | 0o755
+
+
+class State:
+    """The live inodes, their counters and the undo log."""
+
+    def __init__(self, clock: Callable[[], int], uid: int, gid: int) -> None:
+        self.clock = clock
+        self.inodes: dict[int, Inode] = {}
+        self.log = UndoLog()
+        self.epoch = 0  # serial of the newest epoch: what an inode must be stamped with to be changed
+        self.next_inode = ROOT_INODE
+        self.pages = 0  # of all live inodes, unlinked ones too
+        self.files = 0  # with links, no directories
+        self.directories = 0  # with links
+        self.size_bytes = 0  # of regular files with links
+        root = self.create(_DIRECTORY_MODE, uid, gid)
+        root.lookups = 1  # the kernel's, never forgotten
+        root.nlink = 2
+        self.count(root, +1)
+
+    @property
+    def root_inode(self) -> Inode:
+        """The live version of the root."""
+        return self.inodes[ROOT_INODE]
+
+    # -- versions ------------------------------------------------------------------------------
+    def own(self, inode: Inode) -> Inode:
+        """The version of `inode` that may be changed now; its pre-image is kept if a snapshot needs it."""
+        if inode.epoch == self.epoch:
+            return inode
+        assert self.inodes[inode.inode] is inode, "an old version is not to be changed"
+        newest = self.log.newest
+        if newest is None or inode.nlink == 0:
+            # Nobody else has this version: there is no snapshot, or a snapshot does not hold it.
+            if newest is not None:
+                newest.inodes.setdefault(inode.inode, None)
+            inode.epoch = self.epoch
+            return inode
+        newest.inodes.setdefault(inode.inode, inode)
+        clone = inode.clone(self.epoch)
+        self.inodes[inode.inode] = clone
+        return clone
+
+    def create(self, mode: int, uid: int, gid: int) -> Inode:
+        """A new inode without links."""
+        number = self.next_inode
+        self.next_inode += 1
+        inode = Inode(number, mode, uid, gid, self.clock(), self.epoch)
+        kind = mode & 0o170000
+        if kind == stat.S_IFDIR:
+            inode.children = {}
+            inode.size = DIRECTORY_BASE_BYTES
+        newest = self.log.newest
+        if newest is not None:
+            newest.inodes[number] = None
+        self.inodes[number] = inode
+        return inode
+
+    def revive(self, version: Inode) -> Inode:
+        """Make an inode that has no links live again, with the content and attributes of `version`, still unlinked.
+
+        It may still be open; then it goes on with the version's content.  A directory that the kernel
+        still holds is marked dead there for good, so it comes back as another generation.
+        """
+        number = version.inode
+        live = self.inodes.get(number)
+        newest = self.log.newest
+        if newest is not None:
+            newest.inodes.setdefault(number, None)
+        inode = version.clone(self.epoch)
+        inode.nlink = 0
+        inode.links = ()
+        inode.lookups = inode.generation = 0
+        inode.listing = None
+        if live is not None:
+            assert live.nlink == 0
+            self.pages -= live.pages
+            inherit(inode, live)
+            if inode.is_dir:
+                inode.generation += 1
+        if inode.is_dir:
+            inode.size = DIRECTORY_BASE_BYTES
+        self.inodes[number] = inode
+        self.pages += inode.pages
+        return inode
+
+    def replace(self, live: Inode, version: Inode) -> Inode:
+        """Put `version` in place of `live`, links and all; entries are the caller's business."""
+        self.own(live)
+        if live.nlink:
+            self.count(live, -1)
+        self.pages -= live.pages
+        inode = version.clone(self.epoch)
+        inherit(inode, live)
+        self.inodes[inode.inode] = inode
+        self.pages += inode.pages
+        if inode.nlink:
+            self.count(inode, +1)
+        return inode
+
+    def orphan(self, inode: Inode) -> Inode:
+        """Take all links from an inode at once; entries are the caller's business."""
+        inode = self.own(inode)
+        self.count(inode, -1)
+        inode.nlink = 0
+        inode.links = ()
+        return inode
+
+    def release(self, inode: Inode) -> None:
+        """Free `inode` if it has neither links nor lookups left."""
+        if inode.nlink == 0 and inode.lookups <= 0:
+            number = inode.inode
+            del self.inodes[number]
+            self.pages -= inode.pages
+            newest = self.log.newest
+            # What came and went within an epoch leaves no trace.
+            if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:
+                del newest.inodes[number]
+
+    def open_epoch(self, info: SnapshotInfo | None) -> Epoch:
+        """Begin an epoch: from now on the first change of an inode works on a clone."""
+        epoch = self.log.open(info)
+        self.epoch = epoch.serial
+        return epoch
+
+    # -- counters ------------------------------------------------------------------------------
+    def count(self, inode: Inode, sign: int) -> None:
+        """Add a linked inode to the counters (+1), or take it out (-1)."""
+        if inode.children is not None:
+            self.directories += sign
+        else:
+            self.files += sign
+            if inode.mode & 0o170000 == stat.S_IFREG:
+                self.size_bytes += sign * inode.size
+
+    def resize(self, inode: Inode, size: int) -> None:
+        """Set the size of a regular file (owned); its content is the caller's business."""
+        if inode.nlink:
+            self.size_bytes += size - inode.size
+        inode.size = size
+
+    # -- entries -------------------------------------------------------------------------------
+    def set_name(self, directory: Inode, name: bytes, number: int) -> None:
+        """Make `name` in `directory` stand for inode `number` (0: nothing), and touch nothing else."""
+        children = directory.children
+        assert children is not None
+        old = children.get(name, 0)
+        self._record(directory, name, old, number)
+        listing = directory.listing
+        if old:
+            del children[name]
+            if listing is not None:
+                listing.remove(name)
+        if number:
+            children[name] = number
+            if listing is not None:
+                listing.add(name)
+
+    def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
+        """Make `name` in `directory` (both owned) stand for `inode`; there is no such name yet."""
+        self.set_name(directory, name, inode.inode)
+        directory.size += DIRECTORY_ENTRY_BYTES
+        inode.links = (*inode.links, (directory.inode, name))
+        if inode.nlink == 0:
+            self.count(inode, +1)
+        if inode.children is not None:
+            assert not inode.children, "a directory is linked while it is empty, or moved"
+            directory.nlink += 1
+            inode.nlink = 2
+        else:
+            inode.nlink += 1
+
+    def drop_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
+        """Take `name` out of `directory` (both owned).  The caller releases `inode`."""
+        self.set_name(directory, name, 0)
+        directory.size -= DIRECTORY_ENTRY_BYTES
+        inode.links = _without(inode.links, (directory.inode, name))
+        if inode.children is not None:
+            directory.nlink -= 1
+            inode.nlink = 0
+        else:
+            inode.nlink -= 1
+        if inode.nlink == 0:
+            self.count(inode, -1)
+
+    def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
+        """Give `inode` another name (all owned); there is no such name yet."""
+        self.set_name(old, old_name, 0)
+        self.set_name(new, new_name, inode.inode)
+        old.size -= DIRECTORY_ENTRY_BYTES
+        new.size += DIRECTORY_ENTRY_BYTES
+        inode.links = (*_without(inode.links, (old.inode, old_name)), (new.inode, new_name))
+        if inode.children is not None:
+            old.nlink -= 1
+            new.nlink += 1
+
+    def exchange_entries(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
+        """Let two names change what they stand for (all owned; the nodes differ)."""
+        self.set_name(a, a_name, b_node.inode)
+        self.set_name(b, b_name, a_node.inode)
+        a_node.links = (*_without(a_node.links, (a.inode, a_name)), (b.inode, b_name))
+        b_node.links = (*_without(b_node.links, (b.inode, b_name)), (a.inode, a_name))
+        moved = int(b_node.is_dir) - int(a_node.is_dir)
+        a.nlink += moved
+        b.nlink -= moved
+
+    def _record(self, directory: Inode, name: bytes, old: int, new: int) -> None:
+        """Keep what `name` stood for, for the newest snapshot, unless that never saw the directory."""
+        newest = self.log.newest
+        if newest is None or directory.born == self.epoch:
+            return
+        names = newest.names.get(directory.inode)
+        if names is None:
+            names = newest.names[directory.inode] = {}
+        kept = names.setdefault(name, old)
+        if kept == new and not self.log.pins:
+            del names[name]
+
+    # -- content -------------------------------------------------------------------------------
+    def content(self, inode: Inode) -> Content:
+        """The content of an owned regular file, to be written to."""
+        if inode.content is None:
+            inode.content = Content()
+        return inode.content
+
+    # -- paths ---------------------------------------------------------------------------------
+    def path(self, inode: Inode) -> bytes | None:
+        """One path of a live inode, or None when it has none."""
+        names: list[bytes] = []
+        while inode.inode != ROOT_INODE:
+            if not inode.links:
+                return None
+            directory, name = inode.links[0]
+            names.append(name)
+            inode = self.inodes[directory]
+        return b"/".join(reversed(names))
+
+
+def inherit(inode: Inode, live: Inode) -> None:
+    """Hand on what belongs to the live inode and not to its versions."""
+    inode.lookups = live.lookups
+    inode.generation = live.generation
+    inode.listing = live.listing
+    inode.atime_ns = live.atime_ns
+
+
+def _without(links: tuple[Link, ...], link: Link) -> tuple[Link, ...]:
+    if len(links) == 1:
+        return ()
+    at = links.index(link)
+    return links[:at] + links[at + 1 :]

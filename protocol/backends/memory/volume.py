@@ -1,0 +1,616 @@
+"""MemoryVolume: POSIX over the state in memory.
+
+Every call answers at once.  Threading: the serving loop only; a call is atomic because nothing in it
+awaits.  What tmpfs answers is the reference (mm/shmem.c, fs/libfs.c, fs/namei.c): the kernel checks
+permissions, this module keeps what the kernel leaves to the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.invariants import check
+from protocol.backends.memory.listing import Listing
+from protocol.backends.memory.snapshots import Snapshots
+from protocol.backends.memory.state import State
+from protocol.errors import fail
+from protocol.volume import (
+    NAME_MAX,
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    ROOT_INODE,
+    AttributeChanges,
+    Caller,
+    DirectoryEntry,
+    StatFs,
+)
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["MemoryVolume"]
+
+MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
+SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
+XATTRS_MAX_BYTES: Final = 64 * 1024  # of one inode, names and values: XATTR_LIST_MAX bounds the names alone
+_PAGE: Final = 4096
+_UNLIMITED_INODES: Final = 2**31 - 1
+_DAY_NS: Final = 24 * 3600 * 10**9
+_FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
+_FALLOC_PUNCH_HOLE: Final = 2
+_DOT_COOKIES: Final = ((1, b"."), (2, b".."))
+_COPY_BYTES: Final = 1 << 20
+
+
+class MemoryVolume(Snapshots):
+    """A volume in memory, with snapshots.  Implements `protocol.volume.SnapshotableVolume`.
+
+    `max_bytes` bounds what live content takes (whole pages of 4,096 bytes, holes not counted),
+    `max_inodes` the live inodes, the root among them; None: no limit.  What snapshots hold is not counted.
+    `clock` gives the time in nanoseconds since the epoch.  The root belongs to `uid` and `gid`.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        max_inodes: int | None = None,
+        read_only: bool = False,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        uid: int | None = None,
+        gid: int | None = None,
+    ) -> None:
+        owner = os.getuid() if uid is None else uid
+        group = os.getgid() if gid is None else gid
+        super().__init__(State(clock, owner, group))
+        self._inodes = self._state.inodes
+        self._clock = clock
+        self.max_bytes = max_bytes
+        self.max_inodes = max_inodes
+        self.read_only = read_only
+        self._max_pages = None if max_bytes is None else max_bytes // _PAGE
+
+    # -- what a caller may know ------------------------------------------------------------------
+    @property
+    def files(self) -> int:
+        """Live inodes with links that are no directories."""
+        return self._state.files
+
+    @property
+    def directories(self) -> int:
+        """Live directories, the root among them."""
+        return self._state.directories
+
+    @property
+    def size_bytes(self) -> int:
+        """The sum of the sizes of the regular files, each inode once."""
+        return self._state.size_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What the live content takes, in whole pages."""
+        return self._state.pages * _PAGE
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the state contradicts itself.  O(everything): for tests and bug reports."""
+        check(self._state)
+
+    # -- inodes ----------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> Inode:
+        """See `protocol.volume.Volume`, as for all that follow."""
+        directory = self._directory(parent)
+        if name == b".":
+            inode = directory
+        elif name == b"..":
+            inode = self._parent(directory)
+        else:
+            try:
+                inode = self._inodes[directory.children[name]]  # type: ignore[index]  # _directory checked it
+            except KeyError:
+                raise _missing(name) from None
+        inode.lookups += 1
+        return inode
+
+    def forget(self, inode: int, count: int) -> None:
+        node = self._inodes.get(inode)
+        if node is not None:
+            node.lookups -= count
+            if node.nlink == 0:
+                self._state.release(node)
+
+    def getattr(self, inode: int) -> Inode:
+        try:
+            return self._inodes[inode]
+        except KeyError:
+            raise fail(errno.ENOENT, f"inode {inode}") from None
+
+    def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
+        self._check_writable()
+        node = self.getattr(inode)
+        if changes.size is not None:
+            self._check_size(node, changes.size)
+        node = self._state.own(node)
+        now = self._clock()
+        if changes.size is not None and changes.size != node.size:
+            self._resize(node, changes.size)
+            node.mtime_ns = now
+        if changes.kill_privileges:
+            node.mode = _without_privileges(node.mode)
+        if changes.mode is not None:
+            node.mode = stat.S_IFMT(node.mode) | (changes.mode & 0o7777)
+        if changes.uid is not None:
+            node.uid = changes.uid
+        if changes.gid is not None:
+            node.gid = changes.gid
+        if changes.atime_ns is not None:
+            node.atime_ns = changes.atime_ns
+        if changes.mtime_ns is not None:
+            node.mtime_ns = changes.mtime_ns
+        node.ctime_ns = now if changes.ctime_ns is None else changes.ctime_ns
+        return node
+
+    def readlink(self, inode: int) -> bytes:
+        node = self.getattr(inode)
+        if node.target is None:
+            raise fail(errno.EINVAL)
+        self._accessed(node)
+        return node.target
+
+    # -- making and removing entries ---------------------------------------------------------------
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        if kind in (stat.S_IFDIR, stat.S_IFLNK):
+            raise fail(errno.EPERM)
+        directory = self._room_for(parent, name)
+        node = self._new(directory, kind | (mode & 0o7777), caller)
+        if kind in (stat.S_IFCHR, stat.S_IFBLK):
+            node.rdev = rdev
+        return self._enter(directory, name, node)
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
+        directory = self._room_for(parent, name)
+        inherited = directory.mode & stat.S_ISGID
+        node = self._new(directory, stat.S_IFDIR | (mode & 0o7777) | inherited, caller)
+        return self._enter(directory, name, node)
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
+        if not target:
+            raise fail(errno.ENOENT)
+        if len(target) > SYMLINK_MAX:
+            raise fail(errno.ENAMETOOLONG)
+        directory = self._room_for(parent, name)
+        node = self._new(directory, stat.S_IFLNK | 0o777, caller)
+        node.target = target
+        node.size = len(target)
+        return self._enter(directory, name, node)
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
+        self._check_writable()
+        directory = self._directory(parent)
+        self._check_room(0, 1)
+        node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
+        node.lookups = 1
+        return node
+
+    def link(self, inode: int, parent: int, name: bytes) -> Inode:
+        node = self.getattr(inode)
+        if node.is_dir:
+            raise fail(errno.EPERM)
+        directory = self._room_for(parent, name, inodes=0)
+        return self._enter(directory, name, self._state.own(node))
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        directory, node = self._victim(parent, name)
+        if node.is_dir:
+            raise fail(errno.EISDIR, _show(name))
+        self._remove(directory, name, node)
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        if name == b".":
+            raise fail(errno.EINVAL)
+        if name == b"..":
+            raise fail(errno.ENOTEMPTY)
+        directory, node = self._victim(parent, name)
+        if node.children is None:
+            raise fail(errno.ENOTDIR, _show(name))
+        if node.children:
+            raise fail(errno.ENOTEMPTY, _show(name))
+        self._remove(directory, name, node)
+
+    # -- rename ------------------------------------------------------------------------------------
+    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+            raise fail(errno.EINVAL)
+        source, node = self._victim(parent, name)
+        target = self._directory(new_parent)
+        _check_name(new_name)
+        assert target.children is not None
+        number = target.children.get(new_name)
+        victim = self._inodes[number] if number is not None else None
+        if flags & RENAME_EXCHANGE:
+            if victim is None:
+                raise _missing(new_name)
+            self._check_not_below(node, target)
+            self._check_not_below(victim, source)
+            self._exchange(source, name, node, target, new_name, victim)
+            return
+        if victim is not None and flags & RENAME_NOREPLACE:
+            raise fail(errno.EEXIST, _show(new_name))
+        self._check_not_below(node, target)
+        if victim is node:
+            return  # two names of one file: rename(2) does nothing
+        if target.nlink == 0:
+            raise _missing(new_name)
+        if victim is not None:
+            self._check_replaceable(node, victim, new_name)
+        self._move(source, name, node, target, new_name, victim)
+
+    def _check_not_below(self, node: Inode, directory: Inode) -> None:
+        if not node.is_dir:
+            return
+        while directory.inode != ROOT_INODE:
+            if directory is node:
+                raise fail(errno.EINVAL)
+            directory = self._parent(directory)
+
+    def _check_replaceable(self, node: Inode, victim: Inode, name: bytes) -> None:
+        if victim.children is not None:
+            if not node.is_dir:
+                raise fail(errno.EISDIR, _show(name))
+            if victim.children:
+                raise fail(errno.ENOTEMPTY, _show(name))
+        elif node.is_dir:
+            raise fail(errno.ENOTDIR, _show(name))
+
+    def _move(
+        self, source: Inode, name: bytes, node: Inode, target: Inode, new_name: bytes, victim: Inode | None
+    ) -> None:
+        state = self._state
+        now = self._clock()
+        node = state.own(node)
+        source = state.own(source)
+        target = state.own(self._inodes[target.inode])  # not the old version of `source`, if they are one
+        if victim is not None:
+            victim = state.own(victim)
+            state.drop_entry(target, new_name, victim)
+            victim.ctime_ns = now
+            state.release(victim)
+        state.move_entry(source, name, target, new_name, node)
+        _modified(source, now)
+        _modified(target, now)
+        node.ctime_ns = now
+
+    def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
+        if a_node is b_node:
+            return
+        state = self._state
+        now = self._clock()
+        a_node, b_node, a = state.own(a_node), state.own(b_node), state.own(a)
+        b = state.own(self._inodes[b.inode])  # not the old version of `a`, if they are one
+        state.exchange_entries(a, a_name, a_node, b, b_name, b_node)
+        for node in (a, b):
+            _modified(node, now)
+        a_node.ctime_ns = b_node.ctime_ns = now
+
+    # -- directories -------------------------------------------------------------------------------
+    def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
+        directory = self._directory(inode)
+        self._accessed(directory)
+        if directory.listing is None:
+            directory.listing = Listing(directory.children or ())
+        return self._entries(directory, directory.listing, cookie)
+
+    def _entries(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[DirectoryEntry]:
+        for dot, name in _DOT_COOKIES:
+            if dot > cookie:
+                node = directory if dot == 1 else self._parent(directory)
+                yield DirectoryEntry(name, node.inode, node.mode, dot)
+        children, inodes = directory.children, self._inodes
+        assert children is not None
+        for at, name in listing.after(cookie):
+            number = children[name]
+            yield DirectoryEntry(name, number, inodes[number].mode, at)
+
+    # -- content -----------------------------------------------------------------------------------
+    def read(self, inode: int, offset: int, size: int) -> Buffer:
+        try:
+            node = self._inodes[inode]
+        except KeyError:
+            raise fail(errno.ENOENT, f"inode {inode}") from None
+        content = node.content
+        if content is None:
+            self._check_regular(node)
+        left = node.size - offset
+        if left < size:  # noqa: PLR1730  # half the cost of min()
+            size = left
+        if size <= 0:
+            return b""
+        self._accessed(node)
+        return bytes(size) if content is None else content.read(offset, size)
+
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        if self.read_only:
+            raise fail(errno.EROFS)
+        node = self.getattr(inode)
+        if node.content is None:
+            self._check_regular(node)
+        length = len(data)
+        if offset < 0:
+            raise fail(errno.EINVAL)
+        if offset + length > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        state = self._state
+        if node.epoch != state.epoch:
+            node = state.own(node)
+        content = node.content if node.content is not None else state.content(node)
+        growth = content.growth(offset, length)
+        if growth and self._max_pages is not None and state.pages + growth > self._max_pages:
+            length = self._fitting(node, offset, length)
+            data = memoryview(data)[:length]
+            growth = content.growth(offset, length)
+        content.write(offset, data, growth)
+        state.pages += growth
+        if offset + length > node.size:
+            state.resize(node, offset + length)
+        node.mtime_ns = node.ctime_ns = self._clock()
+        if kill_privileges:
+            node.mode = _without_privileges(node.mode)
+        return length
+
+    def _fitting(self, node: Inode, offset: int, length: int) -> int:
+        """The longest prefix of a write, ending at a page, for which there is room.  ENOSPC: none."""
+        assert self._max_pages is not None
+        room = self._max_pages - self._state.pages
+        content = self._state.content(node)
+        low, high = 0, (offset + length - 1) // _PAGE - offset // _PAGE  # whole pages ends within the write
+        while low < high:
+            middle = (low + high + 1) // 2
+            if content.growth(offset, (offset // _PAGE + middle) * _PAGE - offset) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        fitting = (offset // _PAGE + low) * _PAGE - offset
+        if fitting <= 0:
+            raise fail(errno.ENOSPC)
+        return fitting
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        self._check_writable()
+        node = self.getattr(inode)
+        self._check_regular(node)
+        if offset < 0 or length <= 0:
+            raise fail(errno.EINVAL)
+        if mode not in (0, _FALLOC_KEEP_SIZE, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE):
+            raise fail(errno.EOPNOTSUPP)
+        if offset + length > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        state = self._state
+        if mode & _FALLOC_PUNCH_HOLE:
+            node = state.own(node)
+            self._change_pages(node, lambda: state.content(node).punch(offset, length))
+        else:
+            content = node.content
+            self._check_room(content.reservation(offset, length) if content else _pages(offset, length), 0)
+            node = state.own(node)
+            self._change_pages(node, lambda: state.content(node).reserve(offset, length))
+            if not mode & _FALLOC_KEEP_SIZE and offset + length > node.size:
+                state.resize(node, offset + length)
+        node.mtime_ns = node.ctime_ns = self._clock()
+
+    def seek(self, inode: int, offset: int, whence: int) -> int:
+        node = self.getattr(inode)
+        self._check_regular(node)
+        if offset < 0 or offset >= node.size:
+            raise fail(errno.ENXIO)
+        if whence == os.SEEK_HOLE:
+            return node.content.seek_hole(offset, node.size) if node.content else offset
+        if whence != os.SEEK_DATA:
+            raise fail(errno.EINVAL)
+        if node.content is None:
+            raise fail(errno.ENXIO)
+        return node.content.seek_data(offset, node.size)
+
+    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+        node = self.getattr(source)
+        self._check_regular(node)
+        length = max(0, min(length, node.size - source_offset))
+        if source == target and source_offset < target_offset + length and target_offset < source_offset + length:
+            raise fail(errno.EINVAL)
+        done = 0
+        while done < length:
+            data = self.read(source, source_offset + done, min(_COPY_BYTES, length - done))
+            try:
+                written = self.write(target, target_offset + done, data)
+            except OSError:
+                if done:
+                    break
+                raise
+            done += written
+            if written < len(data):
+                break
+        return done
+
+    def fsync(self, inode: int, *, data_only: bool) -> None:
+        del inode, data_only  # nothing is more durable than memory is
+
+    # -- the rest ------------------------------------------------------------------------------------
+    def statfs(self) -> StatFs:
+        used = self._state.pages
+        blocks = self._max_pages if self._max_pages is not None else max(os.sysconf("SC_PHYS_PAGES"), used)
+        inodes = self.max_inodes if self.max_inodes is not None else _UNLIMITED_INODES
+        return StatFs(_PAGE, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
+
+    def getxattr(self, inode: int, name: bytes) -> bytes:
+        xattrs = self.getattr(inode).xattrs
+        if xattrs is None or name not in xattrs:
+            raise fail(errno.ENODATA)
+        return xattrs[name]
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        self._check_writable()
+        _check_xattr_name(name)
+        node = self.getattr(inode)
+        present = node.xattrs is not None and name in node.xattrs
+        if flags & os.XATTR_CREATE and present:
+            raise fail(errno.EEXIST)
+        if flags & os.XATTR_REPLACE and not present:
+            raise fail(errno.ENODATA)
+        others = {key: kept for key, kept in (node.xattrs or {}).items() if key != name}
+        if sum(len(key) + len(kept) for key, kept in others.items()) + len(name) + len(value) > XATTRS_MAX_BYTES:
+            raise fail(errno.ENOSPC)
+        node = self._state.own(node)
+        node.xattrs = {**(node.xattrs or {}), name: bytes(value)}
+        node.ctime_ns = self._clock()
+
+    def listxattr(self, inode: int) -> Sequence[bytes]:
+        return tuple(self.getattr(inode).xattrs or ())
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        self._check_writable()
+        node = self.getattr(inode)
+        if node.xattrs is None or name not in node.xattrs:
+            raise fail(errno.ENODATA)
+        node = self._state.own(node)
+        node.xattrs = {key: value for key, value in (node.xattrs or {}).items() if key != name} or None
+        node.ctime_ns = self._clock()
+
+    # -- helpers ---------------------------------------------------------------------------------------
+    def _directory(self, inode: int) -> Inode:
+        try:
+            node = self._inodes[inode]
+        except KeyError:
+            raise fail(errno.ENOENT, f"inode {inode}") from None
+        if node.children is None:
+            raise fail(errno.ENOTDIR, f"inode {inode}")
+        return node
+
+    def _parent(self, directory: Inode) -> Inode:
+        return self._inodes[directory.links[0][0]] if directory.links else directory
+
+    def _victim(self, parent: int, name: bytes) -> tuple[Inode, Inode]:
+        """The directory, and what `name` in it stands for, both about to change."""
+        self._check_writable()
+        directory = self._directory(parent)
+        try:
+            return directory, self._inodes[directory.children[name]]  # type: ignore[index]
+        except KeyError:
+            raise _missing(name) from None
+
+    def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
+        """The directory, after making sure that `name` can be made in it."""
+        self._check_writable()
+        directory = self._directory(parent)
+        _check_name(name)
+        assert directory.children is not None
+        if name in directory.children or name in (b".", b".."):
+            raise fail(errno.EEXIST, _show(name))
+        if directory.nlink == 0:
+            raise _missing(name)  # removed while it was open
+        self._check_room(0, inodes)
+        return directory
+
+    def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
+        gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
+        return self._state.create(mode, caller.uid, gid)
+
+    def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:
+        state = self._state
+        if directory.epoch != state.epoch:
+            directory = state.own(directory)
+        state.add_entry(directory, name, node)
+        now = self._clock()
+        directory.mtime_ns = directory.ctime_ns = node.ctime_ns = now
+        node.lookups += 1
+        return node
+
+    def _remove(self, directory: Inode, name: bytes, node: Inode) -> None:
+        state = self._state
+        directory, node = state.own(directory), state.own(node)
+        state.drop_entry(directory, name, node)
+        now = self._clock()
+        _modified(directory, now)
+        node.ctime_ns = now
+        state.release(node)
+
+    def _accessed(self, node: Inode) -> None:
+        """Update atime as relatime does (mount(8)): not a change that a snapshot keeps."""
+        atime = node.atime_ns
+        if atime <= node.mtime_ns or atime <= node.ctime_ns or self._clock() - atime > _DAY_NS:
+            node.atime_ns = atime if self.read_only else self._clock()
+
+    def _resize(self, node: Inode, size: int) -> None:
+        if size < node.size and node.content is not None:
+            content = node.content
+            self._change_pages(node, lambda: content.truncate(size))
+        self._state.resize(node, size)
+
+    def _change_pages(self, node: Inode, change: Callable[[], None]) -> None:
+        before = node.pages
+        change()
+        self._state.pages += node.pages - before
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise fail(errno.EROFS)
+
+    def _check_regular(self, node: Inode) -> None:
+        if not node.is_file:
+            raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
+
+    def _check_size(self, node: Inode, size: int) -> None:
+        self._check_regular(node)
+        if size < 0:
+            raise fail(errno.EINVAL)
+        if size > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+
+    def _check_room(self, pages: int, inodes: int) -> None:
+        """ENOSPC where `pages` and `inodes` more are over the quota."""
+        if pages and self._max_pages is not None and self._state.pages + pages > self._max_pages:
+            raise fail(errno.ENOSPC)
+        if inodes and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
+            raise fail(errno.ENOSPC)
+
+
+def _check_name(name: bytes) -> None:
+    if len(name) > NAME_MAX:
+        raise fail(errno.ENAMETOOLONG)
+    if not name or b"/" in name or b"\0" in name:
+        raise fail(errno.EINVAL, _show(name))
+
+
+def _check_xattr_name(name: bytes) -> None:
+    if name.startswith(b"system."):
+        raise fail(errno.EOPNOTSUPP)
+    if not name or len(name) > NAME_MAX:
+        raise fail(errno.ERANGE)
+
+
+def _missing(name: bytes) -> OSError:
+    return fail(errno.ENAMETOOLONG if len(name) > NAME_MAX else errno.ENOENT, _show(name))
+
+
+def _show(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+def _modified(directory: Inode, now_ns: int) -> None:
+    directory.mtime_ns = directory.ctime_ns = now_ns
+
+
+def _without_privileges(mode: int) -> int:
+    """Without suid, and without sgid where it is one (with group execute): setattr_should_drop_suidgid, fs/attr.c."""
+    if stat.S_ISDIR(mode):
+        return mode
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _pages(offset: int, length: int) -> int:
+    return -(-(offset + length) // _PAGE) - offset // _PAGE
