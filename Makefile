@@ -41,9 +41,8 @@ coverage-report: ## what the last measured run reached
 
 lint: ## ruff (rules and format) and strict types
 	@$(BOOTSTRAP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@status=0; for check in 'ruff check .' 'ruff format --check .' mypy; do \
+	echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
 format: ## let ruff format the code and mend what it can
 	@$(BOOTSTRAP)

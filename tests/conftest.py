@@ -20,10 +20,9 @@ from hypothesis import HealthCheck, settings
 from tests.leaks import TAG, Leaks, mounts
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
+_FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
 # A short path: what lies below may hold a Unix socket, whose address has 108 bytes (unix(7)).
 _SESSION_DIR = pytest.StashKey[str]()
-_FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
-
 
 # A deadline measures the machine; each profile reports how to reproduce what it found.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

@@ -78,7 +78,7 @@ def module_names(root: Path, package: str) -> dict[str, Path]:
 def imports_of(root: Path, *packages: str) -> list[Import]:
     """Every import in the packages.  `from a import b` is of module a.b where there is one, else of a."""
     modules = {name: path for package in packages for name, path in module_names(root, package).items()}
-    found = []
+    found: list[Import] = []
     for name, path in modules.items():
         for node, is_deferred in _import_nodes(ast.parse(path.read_bytes(), str(path))):
             place = f"{path.relative_to(root)}:{node.lineno}"
