@@ -114,6 +114,11 @@ def test_content_is_compared_however_it_is_chunked() -> None:
     assert kinds(changes(DictTree({b"a": data}), Odd({b"a": data[:-1] + b"!"}))) == [(b"a", "modified")]
 
 
+def test_content_that_ends_before_its_size_differs() -> None:
+    old = with_entry(DictTree({b"a": b"12"}), b"a", size=3)
+    assert kinds(changes(old, DictTree({b"a": b"123"}))) == [(b"a", "modified")]
+
+
 class Unreadable(DictTree):
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         raise AssertionError(f"{path!r} was read")
@@ -183,6 +188,13 @@ def test_a_touched_directory_of_the_same_inode_is_not_walked() -> None:
     old, new = DictTree({b"d": None, b"d/a": b"1"}), KnowingTree({b"d": None, b"d/a": b"2"})
     new.known = [b"d"]
     assert kinds(changes(old, new)) == []
+
+
+def test_a_touched_directory_of_unknown_inode_is_walked() -> None:
+    old, new = DictTree({b"d/a": b"1"}), KnowingTree({b"d/a": b"2"})
+    assert old.entry(b"d").inode == new.entry(b"d").inode == 0
+    new.known = [b"d"]
+    assert kinds(changes(old, new)) == [(b"d/a", "modified")]
 
 
 def test_a_touched_path_that_is_missing_or_another_inode_is_walked() -> None:

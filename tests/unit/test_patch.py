@@ -37,6 +37,12 @@ def executable(content: bytes) -> tuple[TreeEntry, bytes]:
     return TreeEntry(b"", stat.S_IFREG | 0o755), content
 
 
+def tree_with(tree: DictTree, path: bytes, content: bytes) -> None:
+    added = DictTree({path: content})
+    tree.entries |= added.entries
+    tree.content |= added.content
+
+
 def fifo() -> tuple[TreeEntry, bytes]:
     return TreeEntry(b"", stat.S_IFIFO | 0o644), b""
 
@@ -147,6 +153,12 @@ def test_an_applied_patch_makes_the_new_tree(case: str, tool: Tool) -> None:
     assert apply(tool, old, patch_of(old, new)) == kept_of(new)
 
 
+@pytest.mark.parametrize(("mode", "expected"), [(0o744, True), (0o700, True), (0o655, False), (0o611, False)])
+def test_a_file_is_executable_when_its_owner_may_execute_it(mode: int, expected: bool, tool: Tool) -> None:
+    new = DictTree({b"a": (TreeEntry(b"", stat.S_IFREG | mode), b"x\n")})
+    assert apply(tool, DictTree(), patch_of(DictTree(), new)) == {b"a": (expected, b"x\n")}
+
+
 @pytest.mark.parametrize("name", ODD_NAMES, ids=repr)
 def test_any_name_is_carried(name: bytes, tool: Tool) -> None:
     old = DictTree({name: b"old\n", name + b".gone": b"", name + b".mode": b"x"})
@@ -239,6 +251,11 @@ def test_the_patch_is_what_git_would_write() -> None:
     old = DictTree({b"a.txt": LONG, b"gone": b"x", b"run": b"same", b"s": "here", b"t": b"text\n", odd: b"1\n"})
     after: Items = {b"a.txt": LONG.replace(b"line 50\n", b"fifty\n"), b"d/new": b"y\n", b"run": executable(b"same")}
     new = DictTree({**after, b"s": "there", b"t": "target", odd: executable(b"2\n"), b"e": b""})
+    for gap in (5, 6, 7, 8):  # equal lines between two edits: where one hunk becomes two
+        lines = [b"%d\n" % n for n in range(30)]
+        for tree in (old, new):
+            tree_with(tree, b"gap%d" % gap, b"".join(lines))
+            lines[10] = lines[11 + gap] = b"edited\n"
     with tempfile.TemporaryDirectory() as scratch:
 
         def git(*arguments: str) -> bytes:
