@@ -1,0 +1,193 @@
+"""A memory volume served by an engine in a process of its own, for tests: they make system calls on the mount.
+
+The parent writes one JSON object a line to standard input and reads one a line from standard output:
+{"call": NAME, ...}, answered {"ok": RESULT} or {"error": TEXT}.  When the input ends the mount goes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import trio
+
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import Coherence
+from vfsd.coherence import tell_kernel
+from vfsd.engines.base import EngineSettings
+from vfsd.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.replay import Replay
+
+
+class Served:
+    """The parent's side: `path` is the mount, `call` asks the child."""
+
+    def __init__(self, path: str, process: subprocess.Popen[str], log: str) -> None:
+        self.path = path
+        self.process = process
+        self._log = log
+
+    def call(self, call: str, /, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or '{"error": "the child is gone"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"] + "\n" + self.log())
+        return answer["ok"]
+
+    def log(self) -> str:
+        with open(self._log) as file:
+            return file.read()
+
+
+@contextmanager
+def served(directory: str, user: int | None = None, **settings: Any) -> Iterator[Served]:
+    """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume.
+
+    `user`: the uid that the child runs as.  An unexpected line of its log fails the test.
+    """
+    path = os.path.join(directory, "mnt")
+    os.mkdir(path)
+    if user is not None:
+        os.chown(path, user, user)
+    log = os.path.join(directory, "log")
+    expected = settings.pop("expected_log", "")
+    with open(log, "w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mount.engine_child", json.dumps({"mountpoint": path, **settings})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            user=user,
+            group=user,
+            extra_groups=[] if user is not None else None,
+        )
+    child = Served(path, process, log)
+    try:
+        child.call("ready")
+        yield child
+        child.call("check")
+    finally:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        left = os.path.ismount(path)
+        subprocess.run(["umount", "-l", path], check=False, capture_output=True)
+    assert not left, "the mount was left behind"
+    assert process.returncode == 0, child.log()
+    unexpected = (
+        [line for line in child.log().splitlines() if line and expected not in line] if expected else child.log()
+    )
+    assert not unexpected, child.log()
+
+
+class _Child:
+    def __init__(self, mountpoint: str, settings: dict[str, Any]) -> None:
+        self.volume = MemoryVolume(max_bytes=settings.pop("max_bytes", None))
+        faults = settings.pop("faults", None)
+        self.replay = Replay(self.volume, mountpoint)
+        subject: Any = _Faulty(self.volume, faults) if faults else self.volume
+        settings.setdefault("cache_timeout_s", math.inf)
+        engine_settings = EngineSettings(mountpoint, "test", **settings)
+        self.engine = Pyfuse3Engine(subject, engine_settings, self.replay)
+        self.told: Coherence | None = None
+
+    async def run(self) -> None:
+        self.engine.mount()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.engine.serve)
+                await self.obey()
+                self.engine.stop()
+        finally:
+            self.engine.unmount()
+            self.engine.unmount()
+
+    async def obey(self) -> None:
+        while line := await trio.to_thread.run_sync(sys.stdin.readline):
+            message = json.loads(line)
+            try:
+                result = await getattr(self, message.pop("call"))(**message)
+                answer = {"ok": result}
+            except Exception as error:
+                answer = {"error": repr(error)}
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+    async def ready(self) -> None:
+        return None
+
+    async def requests(self) -> int:
+        return self.engine.requests
+
+    async def drained(self) -> None:
+        await self.engine.drained()
+
+    async def check(self) -> None:
+        try:
+            from protocol.testing import check_invariants
+        except ImportError:
+            return
+        check_invariants(self.volume)
+
+    async def snapshot(self, name: str) -> None:
+        self.volume.take_snapshot(name)
+
+    async def restore(self, name: str, tell: bool = True, replay: bool = False) -> int:
+        """How many changes there were."""
+        self.told = self.volume.restore_snapshot(name)
+        if tell:
+            await tell_kernel(self.engine, self.told)
+        if replay:
+            await self.replay.run(self.told)
+        return len(self.told.entries) + len(self.told.inodes)
+
+    async def replay_again(self) -> None:
+        assert self.told is not None
+        await self.replay.run(self.told)
+
+    async def content(self, name: str) -> str:
+        """What the volume, not the kernel, has in the root's file `name`."""
+        found: Any = self.volume.lookup(1, os.fsencode(name))
+        inode, size = found.inode, found.size
+        self.volume.forget(inode, 1)
+        return bytes(self.volume.read(inode, 0, size)).decode()  # type: ignore[arg-type]
+
+
+class _Faulty:
+    """A volume of which the methods named in `faults` raise something that no engine expects."""
+
+    def __init__(self, volume: MemoryVolume, faults: list[str]) -> None:
+        self._volume = volume
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._faults:
+            raise LookupError(f"{name} is broken")
+        return getattr(self._volume, name)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    settings = json.loads(sys.argv[1])
+    trio.run(_Child(settings.pop("mountpoint"), settings).run)
+
+
+if __name__ == "__main__":
+    main()
