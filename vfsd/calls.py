@@ -1,0 +1,198 @@
+"""The Python API's calls without their I/O: parameters for the control socket, and results made from its answers.
+
+`Workspace` and `AsyncWorkspace` differ in how they send a `Call`, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from vfsd import results
+from vfsd.control import messages
+from vfsd.userpaths import UserPath, wire_paths
+
+__all__ = [
+    "Call",
+    "diff",
+    "drop",
+    "export",
+    "import_archive",
+    "patch",
+    "restore",
+    "snapshot",
+    "snapshots",
+    "status",
+    "undo",
+    "unmount",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call: `answer` makes the API's value from the control socket's result."""
+
+    method: str
+    params: msgspec.Struct | None
+    answer: Callable[[Any], T]
+
+
+def status() -> Call[results.Status]:
+    """What the workspace is and holds."""
+    return Call("status", None, _status)
+
+
+def snapshot(name: str | None, tag: str | None) -> Call[results.Snapshot]:
+    """Take a snapshot."""
+    return Call("snapshot", messages.SnapshotParams(name=name, tag=tag), _snapshot)
+
+
+def snapshots(*, changes: bool) -> Call[list[results.Snapshot]]:
+    """List the snapshots."""
+    params = messages.SnapshotsParams(changes=changes)
+    return Call("snapshots", params, lambda answer: [_snapshot(record) for record in answer.snapshots])
+
+
+def drop(name: str) -> Call[None]:
+    """Delete a snapshot."""
+    return Call("drop", messages.DropParams(name=name), _nothing)
+
+
+def restore(
+    source: str | os.PathLike[str], paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool
+) -> Call[results.Restored]:
+    """Restore: a `str` names a snapshot, a path object an archive."""
+    limited_to = wire_paths(paths, mountpoint)
+    if isinstance(source, str):
+        params = messages.RestoreParams(name=source, paths=limited_to, dry_run=dry_run)
+    else:
+        params = messages.RestoreParams(archive=_absolute(source), paths=limited_to, dry_run=dry_run)
+    return Call("restore", params, _restored)
+
+
+def undo(*, dry_run: bool) -> Call[results.Restored]:
+    """Go back to before the last restore or import."""
+    return Call("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
+
+
+def diff(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: str) -> Call[results.Diff]:
+    """List what changed."""
+    params = messages.DiffParams(a=a, b=b, mode="names", paths=wire_paths(paths, mountpoint))
+    return Call("diff", params, _diff)
+
+
+def patch(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: str) -> Call[results.Diff]:
+    """Make a unified diff; it comes in "output" notifications."""
+    params = messages.DiffParams(a=a, b=b, mode="patch", paths=wire_paths(paths, mountpoint))
+    return Call("diff", params, _diff)
+
+
+def export(path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool) -> Call[results.Exported]:
+    """Write an archive."""
+    params = messages.ExportParams(path=_absolute(path), snapshot=snapshot, overwrite=overwrite)
+    return Call(
+        "export",
+        params,
+        lambda answer: results.Exported(
+            path=os.fsdecode(messages.from_wire_path(answer.path)),
+            files=answer.files,
+            total_bytes=answer.total_bytes,
+            archive_bytes=answer.archive_bytes,
+        ),
+    )
+
+
+def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
+    """Lay an archive over the workspace."""
+    return Call(
+        "import",
+        messages.ImportParams(path=_absolute(path)),
+        lambda answer: results.Imported(
+            path=os.fsdecode(messages.from_wire_path(answer.path)),
+            files=answer.files,
+            total_bytes=answer.total_bytes,
+            safety_snapshot=answer.safety_snapshot,
+            counts=_counts(answer.counts),
+        ),
+    )
+
+
+def unmount(*, lazy: bool) -> Call[results.Unmounted]:
+    """Unmount, and end the daemon."""
+    return Call(
+        "unmount",
+        messages.UnmountParams(lazy=lazy),
+        lambda answer: results.Unmounted(answer.mountpoint, answer.lazy, tuple(answer.holders)),
+    )
+
+
+# -- from the wire --------------------------------------------------------------------------------
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """A file of the host as the wire writes it: the daemon has another current directory than its callers."""
+    return messages.wire_path(os.fsencode(os.path.abspath(path)))
+
+
+def _nothing(_answer: object) -> None:
+    return None
+
+
+def _counts(counts: messages.ChangeCounts) -> results.Counts:
+    return results.Counts(counts.added, counts.modified, counts.removed)
+
+
+def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
+    return tuple(
+        results.Change(
+            path=os.fsdecode(messages.from_wire_path(record.path)),
+            change=record.change,
+            type=record.type,
+            old_size=record.old_size,
+            new_size=record.new_size,
+        )
+        for record in records
+    )
+
+
+def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
+    return results.Snapshot(
+        name=record.name,
+        created_at=datetime.fromisoformat(record.created_at),
+        files=record.files,
+        directories=record.directories,
+        size_bytes=record.size_bytes,
+        kind=record.kind,
+        tag=record.tag,
+        changes=None if record.changes is None else _counts(record.changes),
+    )
+
+
+def _restored(answer: messages.RestoreResult) -> results.Restored:
+    return results.Restored(
+        source=answer.source,
+        safety_snapshot=answer.safety_snapshot,
+        counts=_counts(answer.counts),
+        changes=_changes(answer.changes),
+        truncated=answer.truncated,
+    )
+
+
+def _diff(answer: messages.DiffResult) -> results.Diff:
+    return results.Diff(
+        a=answer.a,
+        b=answer.b,
+        counts=_counts(answer.counts),
+        changes=_changes(answer.changes),
+        truncated=answer.truncated,
+    )
+
+
+def _status(answer: messages.StatusResult) -> results.Status:
+    values = msgspec.structs.asdict(answer)
+    return results.Status(**{**values, "started_at": datetime.fromisoformat(answer.started_at)})

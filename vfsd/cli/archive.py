@@ -1,0 +1,77 @@
+"""`vfsd export` and `vfsd import`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from vfsd.cli import output
+from vfsd.cli.app import App, Command
+from vfsd.cli.changes import count_words
+from vfsd.cli.names import complete_snapshot
+from vfsd.control import messages
+from vfsd.control.messages import wire_path
+
+__all__ = ["export_command", "import_command"]
+
+
+@click.command(
+    "export",
+    cls=Command,
+    examples="""
+    vfsd export backup.zip
+    vfsd export turn-3.zip --snapshot turn-3
+    unzip -l backup.zip                    # any tool that reads ZIP does
+    """,
+)
+@click.argument("file", metavar="FILE.zip", type=click.Path())
+@click.option("--snapshot", metavar="NAME", help="Of this state, not the live one.", shell_complete=complete_snapshot)
+@click.option("-f", "--force", is_flag=True, help="Replace a file that is there.")
+@click.pass_obj
+def export_command(app: App, file: str, snapshot: str | None, force: bool) -> None:
+    """Write the workspace, or a snapshot, as a ZIP archive.
+
+    The archive is written beside its place and then put there: it is whole or absent.  The mount stays
+    live meanwhile; what is exported is the state at the start.
+    """
+    params = messages.ExportParams(path=_absolute(file), snapshot=snapshot, overwrite=force)
+    app.emit(app.call(app.record(), "export", params, label="exporting"), _show_export)
+
+
+def _show_export(answer: messages.ExportResult) -> None:
+    content, archive = output.human_size(answer.total_bytes), output.human_size(answer.archive_bytes)
+    output.say(f"exported {answer.files:,} files ({content}) to {output.show_path(answer.path)} ({archive})")
+
+
+@click.command(
+    "import",
+    cls=Command,
+    examples="""
+    vfsd import backup.zip
+    vfsd restore --undo                    # as it was before
+    """,
+)
+@click.argument("file", metavar="FILE.zip", type=click.Path())
+@click.pass_obj
+def import_command(app: App, file: str) -> None:
+    """Lay the content of a ZIP archive over the workspace.
+
+    Files of the same path are replaced, others stay (`vfsd restore FILE.zip` makes the workspace equal to the
+    archive).  It is all or nothing: an archive that is damaged or hostile is refused before anything changes.
+    The state before is kept as a safety snapshot.
+    """
+    params = messages.ImportParams(path=_absolute(file))
+    app.emit(app.call(app.record(), "import", params, label="importing"), _show_import)
+
+
+def _show_import(answer: messages.ImportResult) -> None:
+    path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
+    output.say(f"imported {answer.files:,} files ({size}) from {path}: {count_words(answer.counts)}")
+    if answer.safety_snapshot is not None:
+        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+
+
+def _absolute(file: str) -> str:
+    """As the wire writes it: the daemon has another current directory."""
+    return wire_path(os.fsencode(os.path.abspath(file)))

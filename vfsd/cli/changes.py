@@ -1,0 +1,86 @@
+"""How changes are shown: a letter and a path, or git's --stat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import click
+
+from vfsd.cli import output
+from vfsd.control.messages import ChangeCounts, ChangeRecord
+
+__all__ = ["LETTERS", "count_words", "show_changes", "show_stat"]
+
+LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
+LETTERS_HELP: Final = (
+    "A added, M modified (content), D removed, T another type (a file is now a symlink, say), "
+    "m metadata only (mode, owner, time, xattrs)"
+)
+_COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
+_GRAPH_COLUMNS: Final = 40
+
+
+def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) -> None:
+    """`A path`, a line each."""
+    for change in changes:
+        letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
+        output.say(f"{letter} {_path(change)}")
+    if truncated:
+        output.note("not all are listed; name paths, or use --json for the counts of all")
+
+
+def count_words(counts: ChangeCounts) -> str:
+    """ "2 added, 1 modified", or "nothing"."""
+    parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
+    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "nothing"
+
+
+def show_stat(changes: Sequence[ChangeRecord], counts: ChangeCounts, *, truncated: bool = False) -> None:
+    """A line for each change, as `git diff --stat` has it, and a line of totals."""
+    width = max((len(_path(change)) for change in changes), default=0)
+    most = max((_lines(change) for change in changes), default=0)
+    figures = max(len(str(most)), len("Bin"))
+    for change in changes:
+        output.say(f" {_path(change).ljust(width)} | {_stat_of(change, figures, most)}".rstrip())
+    if truncated:
+        output.note("not all are listed; the line of totals counts the lines of those listed")
+    output.say(_totals(changes, counts))
+
+
+def _path(change: ChangeRecord) -> str:
+    """The path, a directory's with a slash at its end."""
+    return output.show_path(change.path) + ("/" if change.type == "directory" else "")
+
+
+def _lines(change: ChangeRecord) -> int:
+    return (change.lines_added or 0) + (change.lines_removed or 0)
+
+
+def _stat_of(change: ChangeRecord, figures: int, most: int) -> str:
+    if change.binary:
+        return f"{'Bin'.rjust(figures)} {change.old_size or 0} -> {change.new_size or 0} bytes"
+    if change.lines_added is None and change.lines_removed is None:
+        return f"{'-'.rjust(figures)} {change.change} {change.type}"
+    graph = click.style("+" * _scaled(change.lines_added, most), fg="green")
+    graph += click.style("-" * _scaled(change.lines_removed, most), fg="red")
+    return f"{str(_lines(change)).rjust(figures)} {graph}"
+
+
+def _scaled(lines: int | None, most: int) -> int:
+    """Columns for `lines` when `most` lines may take _GRAPH_COLUMNS; something is never shown as nothing."""
+    if not lines or most <= _GRAPH_COLUMNS:
+        return lines or 0
+    return max(1, lines * _GRAPH_COLUMNS // most)
+
+
+def _totals(changes: Sequence[ChangeRecord], counts: ChangeCounts) -> str:
+    total = counts.added + counts.modified + counts.removed
+    words = [f" {total:,} path{'' if total == 1 else 's'} changed"]
+    added = sum(change.lines_added or 0 for change in changes)
+    removed = sum(change.lines_removed or 0 for change in changes)
+    if added:
+        words.append(f"{added:,} insertion{'' if added == 1 else 's'}(+)")
+    if removed:
+        words.append(f"{removed:,} deletion{'' if removed == 1 else 's'}(-)")
+    return ", ".join(words)

@@ -1,0 +1,43 @@
+"""`vfsd completion`: the script that has a shell complete vfsd's commands."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import click
+from click.shell_completion import get_completion_class
+
+from vfsd.cli import output
+from vfsd.cli.app import Command
+
+__all__ = ["completion_command"]
+
+_SHELLS: Final = ("bash", "zsh", "fish")
+_VARIABLE: Final = "_VFSD_COMPLETE"  # what click makes of the program's name
+
+
+@click.command(
+    "completion",
+    cls=Command,
+    examples="""
+    eval "$(vfsd completion bash)"         # in ~/.bashrc
+    eval "$(vfsd completion zsh)"          # in ~/.zshrc
+    vfsd completion fish > ~/.config/fish/completions/vfsd.fish
+    """,
+)
+@click.argument("shell", type=click.Choice(_SHELLS), required=False)
+@click.pass_context
+def completion_command(ctx: click.Context, shell: str | None) -> None:
+    """Print the script that completes vfsd's commands in a shell.
+
+    It completes commands, options, and the names of workspaces and snapshots.  SHELL is $SHELL's if not given.
+    """
+    name = shell or os.path.basename(os.environ.get("SHELL", ""))
+    kind = get_completion_class(name)
+    if name not in _SHELLS or kind is None:
+        raise click.UsageError(f"name a shell: {', '.join(_SHELLS)}")
+    completer = kind(ctx.find_root().command, {}, "vfsd", _VARIABLE)
+    # The template itself: click's source() also starts bash to ask for its version.
+    script = completer.source_template % completer.source_vars()
+    ctx.obj.emit({"shell": name, "script": script}, lambda answer: output.say(answer["script"]))

@@ -1,0 +1,60 @@
+"""`vfsd doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from vfsd.cli import output
+from vfsd.cli.app import App, Command
+from vfsd.doctor import Finding, examine
+
+__all__ = ["doctor_command"]
+
+_COLOURS: Final = {"ok": "green", "missing": "red", "optional": "yellow"}
+
+
+@click.command(
+    "doctor",
+    cls=Command,
+    examples="""
+    vfsd doctor
+    vfsd doctor --deep                     # also mount, write, read and unmount
+    vfsd doctor --json
+    """,
+)
+@click.option("--deep", is_flag=True, help="Also make a mount in a directory of its own, and use it.")
+@click.pass_obj
+def doctor_command(app: App, deep: bool) -> None:
+    """Check what this machine needs to mount workspaces.
+
+    Each line is "ok", "missing" (and what to do about it) or "optional" (vfsd works without).
+    The exit status is 1 if anything is missing.
+    """
+    findings = examine(deep=deep)
+    missing = any(_verdict(finding) == "missing" for finding in findings)
+    app.emit({"ok": not missing, "findings": findings}, lambda _: _show(findings))
+    if missing:
+        output.report("this machine lacks something that vfsd needs, see above")
+        click.get_current_context().exit(1)
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.ok:
+        return "ok"
+    return "optional" if finding.optional else "missing"
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    """A line each on a terminal, the advice below it; in a pipe verdict, topic, what and advice, tab-separated."""
+    for finding in findings:
+        verdict = _verdict(finding)
+        if not output.on_terminal():
+            output.say("\t".join((verdict, finding.topic, *map(output.show_path, (finding.what, finding.advice)))))
+            continue
+        coloured = click.style(verdict.ljust(len("optional")), fg=_COLOURS[verdict])
+        output.say(f"{coloured}  {finding.topic}: {output.show_path(finding.what)}")
+        if finding.advice:
+            output.say(f"{'':10}{click.style('→', dim=True)} {output.show_path(finding.advice)}")

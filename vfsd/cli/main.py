@@ -1,0 +1,106 @@
+"""The `vfsd` command: the group, and where each command is found when it is asked for.
+
+Start-up is most of what a short command costs, so a command's module is imported when the command runs,
+and `vfsd --help` prints the table below without importing any.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Final
+
+import click
+
+from vfsd import __version__
+from vfsd.cli.app import INTERRUPTED, App, guarded, json_option, workspace_option
+
+__all__ = ["COMMANDS", "cli", "main"]
+
+# name -> (module, the first line of its help; a test holds the two equal)
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "mount": ("mount", "Make a directory a workspace."),
+    "unmount": ("mount", "Unmount a workspace; what only it held is gone."),
+    "list": ("mount", "List the running workspaces."),
+    "status": ("mount", "Show what a workspace is and holds."),
+    "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
+    "snapshots": ("snapshots", "List the snapshots, oldest first."),
+    "drop": ("snapshots", "Delete a snapshot."),
+    "restore": ("snapshots", "Put the workspace, or some paths, back to a snapshot or archive."),
+    "diff": ("diff", "Show what changed between two snapshots, or since one."),
+    "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),
+    "import": ("archive", "Lay the content of a ZIP archive over the workspace."),
+    "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
+    "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
+}
+_GROUPS: Final = {
+    "Workspaces": ("mount", "unmount", "list", "status"),
+    "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff"),
+    "Archives": ("export", "import"),
+    "This machine": ("doctor", "completion"),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported one by one, and whose errors end as `guarded` says."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return guarded(ctx, lambda: super(LazyGroup, self).invoke(ctx))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        width = max(map(len, COMMANDS))
+        for heading, names in _GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), COMMANDS[name][1]) for name in names])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  vfsd mount ~/work              # ~/work is now an empty in-memory workspace
+  cd ~/work && git clone ... .   # use it as any directory
+  vfsd snapshot before           # take a snapshot: at once, whatever the size
+  vfsd diff                      # what changed since
+  vfsd restore before            # put it back; `vfsd restore --undo` undoes that
+  vfsd unmount
+
+Without -w a command acts on $VFSD_WORKSPACE, else on the workspace that the
+current directory is in, else on the only one running.
+Exit status: 0 done, 1 failed (one line says why), 2 usage.""",
+)
+@click.version_option(__version__, prog_name="vfsd", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
+    """A file system for agents: a real mount, snapshots in no time, restored in place."""
+    ctx.obj = App(workspace=workspace, json=as_json)
+
+
+cli.params += [workspace_option(), json_option()]
+
+
+def main() -> None:
+    """The entry point of the `vfsd` script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding cannot say is written as an escape, never a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        cli(prog_name="vfsd")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`vfsd mount`, `unmount`, `list` and `status`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from msgspec import structs, to_builtins
+
+from vfsd import launch
+from vfsd.cli import output
+from vfsd.cli.app import App, Command, describe, error_record
+from vfsd.cli.names import complete_workspace
+from vfsd.cli.values import BACKEND, NAME, SIZE
+from vfsd.control import messages
+from vfsd.control.messages import wire_path
+from vfsd.mounting import mount_options
+from vfsd.mounts import clear_dead_mount, is_dead, mount_at
+from vfsd.options import ENGINES
+from vfsd.runtime import WorkspaceRecord, read_records, remove_record
+
+__all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
+
+
+@click.command(
+    "mount",
+    cls=Command,
+    examples="""
+    mkdir ~/work && vfsd mount ~/work
+    vfsd mount ~/work --name demo --max-bytes 2GiB
+    vfsd mount ~/work --from backup.zip --read-only
+    """,
+)
+@click.argument("mountpoint", type=click.Path(file_okay=False))
+@click.option(
+    "--backend",
+    type=BACKEND,
+    default="memory",
+    show_default=True,
+    metavar="BACKEND",
+    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  This version has memory.",
+)
+@click.option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
+@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
+@click.option(
+    "--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content."
+)
+@click.option("--max-bytes", type=SIZE, metavar="SIZE", help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...")
+@click.option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
+@click.option("--read-only", is_flag=True, help="The mount refuses changes; restore and import still work.")
+@click.option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
+@click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
+@click.pass_obj
+def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: Any) -> None:
+    """Make a directory a workspace.
+
+    MOUNTPOINT is an empty directory of yours.  The command returns when the mount answers; a daemon serves it
+    in the background until `vfsd unmount`.  What a memory workspace holds is gone then, unless exported.
+    """
+    options = mount_options(mountpoint, **settings)
+    if foreground:
+        launch.foreground(options, ready=lambda ready: _emit_ready(app, ready))
+    else:
+        _emit_ready(app, launch.launch(options))
+
+
+def _emit_ready(app: App, ready: launch.Ready) -> None:
+    place, socket = (wire_path(os.fsencode(path)) for path in (ready.mountpoint, ready.socket))
+    app.emit(
+        structs.replace(ready, mountpoint=place, socket=socket),
+        lambda _: output.say(f"workspace {ready.name} is mounted at {output.show_path(place)} ({ready.engine} engine)"),
+    )
+    if ready.recovered and not app.json:
+        output.note(ready.recovered)
+
+
+@click.command(
+    "unmount",
+    cls=Command,
+    examples="""
+    vfsd unmount                           # the one that the current directory is in, or the only one
+    vfsd unmount demo
+    vfsd unmount --all --lazy
+    """,
+)
+@click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
+@click.option("--lazy", is_flag=True, help="Detach it also when programs have files open in it.")
+@click.option("--all", "every", is_flag=True, help="Every workspace of this user.")
+@click.pass_obj
+def unmount_command(app: App, workspace_argument: str | None, lazy: bool, every: bool) -> None:
+    """Unmount a workspace; what only it held is gone.
+
+    WORKSPACE is a name, or a path in it.  A workspace that programs are using is not unmounted; the error names
+    them.  One whose daemon is dead is cleared away.
+    """
+    if every and (workspace_argument or app.workspace):
+        raise click.UsageError("--all leaves no choice: give it or a workspace, not both")
+    app.workspace = workspace_argument or app.workspace
+    records = read_records() if every else [app.record()]
+    done, failed = [], None
+    for record in records:
+        try:
+            answer = _unmount(app, record, lazy=lazy)
+        except OSError as error:
+            if not every:
+                raise
+            failed = error
+            output.report(f"{record.name}: {describe(error)}")
+            continue
+        done.append({"name": record.name, **to_builtins(answer)})
+        if not app.json:
+            _say_unmounted(record, answer)
+    if app.json:
+        output.print_json({"unmounted": done, **({"error": error_record(failed)} if failed else {})})
+    if failed:
+        click.get_current_context().exit(1)
+
+
+def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.UnmountResult:
+    """Ask the daemon; where it is dead, take away what it left."""
+    if record.alive:
+        result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
+        return result
+    if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
+        clear_dead_mount(record.mountpoint)
+    remove_record(record)
+    output.note(f"the daemon of {record.name} was dead: what it held is lost, its mount is cleared away")
+    return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
+
+
+def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult) -> None:
+    output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
+    if answer.holders:
+        output.note(f"it is still in use by {', '.join(answer.holders)}")
+
+
+_COLUMNS = (
+    output.Column("NAME"),
+    output.Column("MOUNTPOINT", "path"),
+    output.Column("BACKEND"),
+    output.Column("STATE"),
+    output.Column("PID"),
+    output.Column("STARTED", "time"),
+)
+
+
+@click.command(
+    "list",
+    cls=Command,
+    examples="""
+    vfsd list
+    vfsd list | cut -f2                    # the mountpoints alone
+    vfsd list --json
+    """,
+)
+@click.pass_obj
+def list_command(app: App) -> None:
+    """List the running workspaces.
+
+    Columns in a pipe, separated by tabs: name, mountpoint, backend, state, process id, time of start.
+    The state is "alive"; or "dead" for one whose daemon is gone, which `vfsd unmount` clears away and
+    `vfsd mount` at the same place replaces.
+    """
+    records = [app.record()] if app.workspace else read_records()
+    app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
+
+
+def _as_json(record: WorkspaceRecord) -> dict[str, str | int]:
+    return {
+        "name": record.name,
+        "mountpoint": wire_path(os.fsencode(record.mountpoint)),
+        "backend": wire_path(os.fsencode(record.backend)),
+        "state": record.state,
+        "pid": record.pid,
+        "started_at": record.started_at,
+        "version": record.version,
+        "socket": wire_path(os.fsencode(record.socket)),
+    }
+
+
+def _show_list(records: Sequence[WorkspaceRecord]) -> None:
+    if not records and output.on_terminal():
+        output.note("no workspace is running; `vfsd mount DIR` starts one")
+        return
+    keys = ("name", "mountpoint", "backend", "state", "pid", "started_at")
+    output.table(_COLUMNS, [[_as_json(record)[key] for key in keys] for record in records])
+
+
+@click.command(
+    "status",
+    cls=Command,
+    examples="""
+    vfsd status
+    vfsd status demo
+    vfsd status --json
+    """,
+)
+@click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
+@click.pass_obj
+def status_command(app: App, workspace_argument: str | None) -> None:
+    """Show what a workspace is and holds.
+
+    In a pipe a line is a name and a value, separated by a tab.
+    """
+    app.workspace = workspace_argument or app.workspace
+    app.emit(app.call(app.record(), "status"), _show_status)
+
+
+def _show_status(status: messages.StatusResult) -> None:
+    output.fields(
+        [
+            (output.Column("name"), status.name),
+            (output.Column("mountpoint", "path"), status.mountpoint),
+            (output.Column("backend"), status.backend),
+            (output.Column("engine"), status.engine),
+            (output.Column("read-only"), "yes" if status.read_only else "no"),
+            (output.Column("files", "count"), status.files),
+            (output.Column("directories", "count"), status.directories),
+            (output.Column("size", "size"), status.size_bytes),
+            (output.Column("used", "size"), status.used_bytes),
+            (output.Column("max-bytes", "size"), status.max_bytes),
+            (output.Column("max-inodes", "count"), status.max_inodes),
+            (output.Column("snapshots", "count"), status.snapshots),
+            (output.Column("requests", "count"), status.requests),
+            (output.Column("pid"), status.pid),
+            (output.Column("started", "time"), status.started_at),
+            (output.Column("version"), status.version),
+        ]
+    )

@@ -1,0 +1,189 @@
+"""What a command prints: tables, JSON, progress and errors; for people on a terminal, for programs in a pipe.
+
+On a terminal tables have headings and colours and sizes are rounded.  In a pipe each row is one line of
+tab-separated fields without a heading, sizes in bytes and times in ISO 8601: `cut` and `awk` can rely on it.
+rich is imported only where a terminal is written to: importing it takes longer than most commands.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vfsd.control.messages import Progress
+
+__all__ = [
+    "Column",
+    "fields",
+    "human_size",
+    "note",
+    "on_terminal",
+    "print_json",
+    "progress",
+    "report",
+    "say",
+    "show_path",
+    "show_time",
+    "table",
+    "write_bytes",
+]
+
+Cell = str | int | None
+Kind = Literal["text", "size", "count", "time", "path"]
+
+# C0, DEL and C1: a file's name must not move the cursor, nor break a line of a script's input in two.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    kind: Kind = "text"
+
+
+# -- values ---------------------------------------------------------------------------------------
+def on_terminal(*, err: bool = False) -> bool:
+    """Whether a person reads standard output (or standard error)."""
+    return (sys.stderr if err else sys.stdout).isatty()
+
+
+def show_path(path: str) -> str:
+    """A wire path as it is, but its control characters as `\\xNN`: also a wire path, and of the same file."""
+
+    def escape(match: re.Match[str]) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
+
+    return _CONTROL.sub(escape, path)
+
+
+def human_size(size_bytes: int) -> str:
+    """512 B, 1.5 KiB, 20 MiB, ..."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    size = float(size_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 the unit is used below
+        size /= 1024
+        if size < 1023.95:
+            break
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def show_time(iso: str) -> str:
+    """An ISO 8601 time in the zone of whoever reads it."""
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _plain(cell: Cell, kind: Kind) -> str:
+    if cell is None:
+        return "-"
+    return show_path(cell) if kind in {"text", "path"} and isinstance(cell, str) else str(cell)
+
+
+def _pretty(cell: Cell, kind: Kind) -> str:
+    if cell is None:
+        return "-"
+    if kind == "size":
+        return human_size(int(cell))
+    if kind == "count":
+        return f"{cell:,}"
+    return show_time(str(cell)) if kind == "time" else _plain(cell, kind)
+
+
+# -- standard output ------------------------------------------------------------------------------
+def say(text: str) -> None:
+    """One line on standard output; its colours go only to a terminal."""
+    click.echo(text)
+
+
+def write_bytes(data: bytes) -> None:
+    """Bytes straight to standard output."""
+    stream = click.get_binary_stream("stdout")
+    stream.write(data)
+    stream.flush()
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command: a line in a pipe, indented on a terminal."""
+    encoded = msgspec.json.encode(value)
+    if on_terminal():
+        encoded = msgspec.json.format(encoded, indent=2)
+    click.echo(encoded.decode())
+
+
+def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
+    """Rows under headings on a terminal; one tab-separated line each in a pipe."""
+    if not on_terminal():
+        for row in rows:
+            click.echo("\t".join(_plain(cell, column.kind) for cell, column in zip(row, columns, strict=True)))
+        return
+    from rich.table import Table  # noqa: PLC0415 start-up, see the module's docstring
+    from rich.text import Text  # noqa: PLC0415 start-up
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.kind in {"size", "count"} else "left"
+        drawn.add_column(column.heading, justify=justify, overflow="fold", no_wrap=column.kind == "time")
+    for row in rows:
+        # Text, so that brackets in a name are no markup.
+        drawn.add_row(*(Text(_pretty(cell, column.kind)) for cell, column in zip(row, columns, strict=True)))
+    _console().print(drawn)
+
+
+def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:
+    """Names and values, one pair a line: aligned on a terminal, separated by a tab in a pipe."""
+    if on_terminal():
+        width = max(len(column.heading) for column, _ in pairs)
+        for column, cell in pairs:
+            say(f"{click.style(column.heading.ljust(width), bold=True)}  {_pretty(cell, column.kind)}")
+    else:
+        for column, cell in pairs:
+            say(f"{column.heading}\t{_plain(cell, column.kind)}")
+
+
+# -- standard error -------------------------------------------------------------------------------
+def note(message: str) -> None:
+    """A remark beside the answer, which standard output must not mix with."""
+    click.echo(f"vfsd: {show_path(message)}", err=True)
+
+
+def report(message: str) -> None:
+    """The one line that says why a command failed."""
+    line = " ".join(message.split("\n"))
+    click.echo(f"{click.style('vfsd: error:', fg='red', bold=True)} {show_path(line)}", err=True)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[Progress], None] | None]:
+    """A progress bar on standard error, for `on_progress`; None where that is no terminal."""
+    if not on_terminal(err=True):
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415 start-up
+
+    text, bar, left = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    count = TextColumn("{task.fields[shown]}")
+    with Progress(text, bar, count, left, console=_console(err=True), transient=True) as drawn:
+        task = drawn.add_task(label, total=None, shown="")
+
+        def update(step: Any) -> None:
+            shown = human_size(step.done) if step.unit == "bytes" else f"{step.done:,} files"
+            drawn.update(task, completed=step.done, total=step.total or None, shown=shown)
+
+        yield update
+
+
+def _console(*, err: bool = False) -> Console:
+    from rich.console import Console  # noqa: PLC0415 start-up
+
+    return Console(stderr=err, highlight=False)

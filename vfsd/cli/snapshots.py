@@ -1,0 +1,177 @@
+"""`vfsd snapshot`, `snapshots`, `drop` and `restore`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from vfsd.cli import output
+from vfsd.cli.app import App, Command
+from vfsd.cli.changes import count_words, show_changes
+from vfsd.cli.names import complete_restore, complete_snapshot
+from vfsd.control import messages
+from vfsd.control.messages import wire_path
+from vfsd.userpaths import current_directory, wire_paths
+
+__all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_command"]
+
+
+@click.command(
+    "snapshot",
+    cls=Command,
+    examples="""
+    vfsd snapshot                          # names itself: snap-1, snap-2, ...
+    vfsd snapshot before-refactor
+    vfsd snapshot turn-7 --tag "user asked for tests"
+    """,
+)
+@click.argument("name", required=False)
+@click.option("--tag", metavar="TEXT", help="A remark to keep with it; `vfsd snapshots` shows it.")
+@click.pass_obj
+def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
+    """Take a snapshot of the workspace as it is now.
+
+    It takes the same moment, and next to no memory, whatever the workspace holds.  A name in use is refused.
+    """
+    record = app.call(app.record(), "snapshot", messages.SnapshotParams(name=name, tag=tag))
+    app.emit(record, _say_snapshot)
+
+
+def _say_snapshot(record: messages.SnapshotRecord) -> None:
+    """The name alone in a pipe, so that `name=$(vfsd snapshot)` is it."""
+    if not output.on_terminal():
+        output.say(record.name)
+        return
+    size = output.human_size(record.size_bytes)
+    output.say(f"snapshot {click.style(record.name, bold=True)}: {record.files:,} files, {size}")
+
+
+_COLUMNS = (
+    output.Column("NAME"),
+    output.Column("TIME", "time"),
+    output.Column("FILES", "count"),
+    output.Column("SIZE", "size"),
+    output.Column("CHANGED"),
+    output.Column("KIND"),
+    output.Column("TAG"),
+)
+
+
+@click.command(
+    "snapshots",
+    cls=Command,
+    examples="""
+    vfsd snapshots
+    vfsd snapshots | cut -f1               # the names alone
+    vfsd snapshots --json
+    """,
+)
+@click.option("--no-changes", is_flag=True, help="Do not count what changed between them; faster for thousands.")
+@click.pass_obj
+def snapshots_command(app: App, no_changes: bool) -> None:
+    """List the snapshots, oldest first.
+
+    Columns in a pipe, separated by tabs: name, time, files, bytes, what changed since the one before
+    (+added ~modified -removed), kind ("safety" snapshots were taken by vfsd before a restore or import), tag.
+    """
+    answer = app.call(app.record(), "snapshots", messages.SnapshotsParams(changes=not no_changes))
+    app.emit(answer, _show_snapshots)
+
+
+def _show_snapshots(answer: messages.SnapshotsResult) -> None:
+    if not answer.snapshots and output.on_terminal():
+        output.note("no snapshots yet; `vfsd snapshot` takes one")
+        return
+    rows = [(s.name, s.created_at, s.files, s.size_bytes, _signed(s.changes), s.kind, s.tag) for s in answer.snapshots]
+    output.table(_COLUMNS, rows)
+
+
+def _signed(counts: messages.ChangeCounts | None) -> str | None:
+    return None if counts is None else f"+{counts.added} ~{counts.modified} -{counts.removed}"
+
+
+@click.command(
+    "drop",
+    cls=Command,
+    examples="""
+    vfsd drop before-refactor
+    vfsd drop turn-1 turn-2
+    """,
+)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_snapshot)
+@click.pass_obj
+def drop_command(app: App, names: tuple[str, ...]) -> None:
+    """Delete a snapshot.
+
+    The live state and the other snapshots stay as they are.
+    """
+    record = app.record()
+    for name in names:
+        app.call(record, "drop", messages.DropParams(name=name))
+        if not app.json and output.on_terminal():
+            output.say(f"dropped {name}")
+    if app.json:
+        output.print_json({"dropped": names})
+
+
+@click.command(
+    "restore",
+    cls=Command,
+    examples="""
+    vfsd restore before-refactor           # everything
+    vfsd restore before-refactor src a.txt # these paths only
+    vfsd restore before-refactor --dry-run # say what it would change
+    vfsd restore backup.zip                # from an archive
+    vfsd restore --undo                    # back to before the last restore
+    """,
+)
+@click.argument("arguments", metavar="NAME|ARCHIVE.zip [PATH]...", nargs=-1, shell_complete=complete_restore)
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
+@click.option("--undo", is_flag=True, help="Go back to before the last restore or import.  Takes PATHs only.")
+@click.pass_obj
+def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool) -> None:
+    """Put the workspace, or some paths, back to a snapshot or archive.
+
+    Files made since are gone, files that are the same are not touched, programs that have files open go on.
+    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
+
+    The first argument is an archive if it contains "/" or ends in .zip, and is a file; else a snapshot.
+    PATHs are relative to the current directory when that is in the workspace, else to the
+    workspace's root; or absolute.  Put `--` before one that begins with "-".
+
+    --dry-run prints a letter and a path for each change: A it would add, M modify, D remove, T replace
+    by another type, m metadata only.
+    """
+    if not undo and not arguments:
+        raise click.UsageError("name a snapshot or an archive, or say --undo")
+    record = app.record()
+    source, paths = (None, arguments) if undo else (arguments[0], arguments[1:])
+    params = messages.RestoreParams(
+        undo=undo,
+        paths=wire_paths(paths, record.mountpoint, current_directory()),
+        dry_run=dry_run,
+    )
+    if source is not None and _is_archive(source):
+        params.archive = wire_path(os.fsencode(os.path.abspath(source)))
+    else:
+        params.name = source
+    answer = app.call(record, "restore", params, label="restoring")
+    app.emit(answer, _show_dry_run if dry_run else _show_restore)
+
+
+def _is_archive(argument: str) -> bool:
+    """Only a name that cannot well be a snapshot's, and only if the file is there: a snapshot of that name wins."""
+    return ("/" in argument or argument.endswith(".zip")) and os.path.isfile(argument)
+
+
+def _show_dry_run(answer: messages.RestoreResult) -> None:
+    show_changes(answer.changes, truncated=answer.truncated)
+    if output.on_terminal(err=True):
+        output.note(f"would restore {answer.source}: {count_words(answer.counts)}")
+
+
+def _show_restore(answer: messages.RestoreResult) -> None:
+    output.say(f"restored {output.show_path(answer.source)}: {count_words(answer.counts)}")
+    if answer.safety_snapshot is not None:
+        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")

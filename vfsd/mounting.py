@@ -1,0 +1,87 @@
+"""What a caller asks for, checked: the options of a mount to be made, or a workspace that runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final, Literal
+
+from vfsd.options import ENGINES, NAME_PATTERN, EngineChoice, MountOptions
+from vfsd.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
+from vfsd.userpaths import current_directory
+
+__all__ = ["check_backend", "mount_options", "running_workspace"]
+
+# The grammar's other backends, and what each is of.
+_BACKENDS_TO_COME: Final = {
+    "host": "a directory",
+    "overlay": "a directory",
+    "container": "a container's name",
+    "image": "an image's name",
+}
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for what is no backend, OSError (EOPNOTSUPP) for one that this version does not have."""
+    kind, _, argument = backend.partition(":")
+    if backend == "memory":
+        return
+    if kind not in _BACKENDS_TO_COME:
+        raise ValueError(f"{backend!r} is not one of memory, host:DIR, overlay:DIR, container:NAME, image:REF")
+    if not argument:
+        raise ValueError(f"{backend!r} lacks {_BACKENDS_TO_COME[kind]} after the colon")
+    raise OSError(errno.EOPNOTSUPP, f"the {kind} backend is not available in this version")
+
+
+def mount_options(
+    mountpoint: str | os.PathLike[str],
+    backend: str = "memory",
+    *,
+    name: str | None = None,
+    engine: EngineChoice = "auto",
+    archive: str | os.PathLike[str] | None = None,
+    max_bytes: int | None = None,
+    max_inodes: int | None = None,
+    read_only: bool = False,
+    allow_other: bool = False,
+    log_level: Literal["debug", "info", "warning", "error"] = "info",
+    log_format: Literal["text", "json", "journal"] = "text",
+) -> MountOptions:
+    """The options of a mount at `mountpoint`; without a `name`, one made from its last part.
+
+    ValueError for a value that makes no sense, OSError for a backend that is not available.
+    """
+    check_backend(backend)
+    if name is not None and NAME_PATTERN.fullmatch(name) is None:
+        raise ValueError(f"not a workspace name: {name!r} (letters, digits, '.', '_', '-', at most 64)")
+    if engine not in ENGINES:
+        raise ValueError(f"not an engine: {engine!r} (one of {', '.join(ENGINES)})")
+    for what, limit in (("max_bytes", max_bytes), ("max_inodes", max_inodes)):
+        if limit is not None and limit <= 0:
+            raise ValueError(f"{what} must be positive, not {limit}")
+    place = os.path.abspath(mountpoint)
+    return MountOptions(
+        mountpoint=place,
+        name=name or unique_name(place),
+        backend=backend,
+        engine=engine,
+        archive=None if archive is None else os.path.abspath(archive),
+        max_bytes=max_bytes,
+        max_inodes=max_inodes,
+        read_only=read_only,
+        allow_other=allow_other,
+        log_level=log_level,
+        log_format=log_format,
+    )
+
+
+def running_workspace(selector: str | None = None) -> WorkspaceRecord:
+    """The workspace that `selector` (a name, or a path in it) means.
+
+    None picks $VFSD_WORKSPACE, else the one that the current directory is in, else the only one running.
+    FileNotFoundError, whose text says what there is, where none is meant.
+    """
+    try:
+        return find_workspace(selector, os.fsdecode(current_directory()))
+    except WorkspaceNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, str(error)) from None

@@ -1,0 +1,156 @@
+"""What the Python API answers with: frozen values.
+
+Paths are `str` as `os.fsdecode` makes them, relative to the workspace's root: joined to `Workspace.path`
+they open the file, whatever bytes its name has.  Sizes are in bytes, times aware datetimes in UTC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "Counts",
+    "Diff",
+    "Exported",
+    "FileKind",
+    "Imported",
+    "Restored",
+    "Snapshot",
+    "Status",
+    "Unmounted",
+]
+
+ChangeKind = Literal["added", "modified", "removed", "type", "metadata"]
+FileKind = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many paths were added, modified (content, type or metadata) and removed."""
+
+    added: int = 0
+    modified: int = 0
+    removed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.added + self.modified + self.removed
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path that differs: "type" is a file that became a directory, say; "metadata" mode, owner, time or xattrs.
+
+    A size is None on the side where the path is missing, or is no regular file.
+    """
+
+    path: str
+    change: ChangeKind
+    type: FileKind
+    old_size: int | None = None
+    new_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import.
+
+    `changes` is what changed since the snapshot before it, None where that was not asked for.
+    """
+
+    name: str
+    created_at: datetime
+    files: int
+    directories: int
+    size_bytes: int
+    kind: Literal["user", "safety"] = "user"
+    tag: str | None = None
+    changes: Counts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What leads from state `a` to state `b` (None: the live state).  False where nothing differs.
+
+    `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
+    """
+
+    a: str
+    b: str | None
+    counts: Counts
+    changes: tuple[Change, ...]
+    truncated: bool = False
+
+    def __bool__(self) -> bool:
+        return self.counts.total > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore changed, or with `dry_run` would change.
+
+    `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run.
+    `changes` and `truncated` are as in `Diff`.
+    """
+
+    source: str
+    safety_snapshot: str | None
+    counts: Counts
+    changes: tuple[Change, ...]
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The archive that was written: where, how many files, their content's size and its own."""
+
+    path: str
+    files: int
+    total_bytes: int
+    archive_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import brought in; `safety_snapshot` holds the state before it."""
+
+    path: str
+    files: int
+    total_bytes: int
+    safety_snapshot: str | None
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A running workspace.  `used_bytes` is what the content takes, holes not counted; `requests` what was served."""
+
+    name: str
+    mountpoint: str
+    backend: str
+    engine: str
+    pid: int
+    version: str
+    started_at: datetime
+    read_only: bool
+    files: int
+    directories: int
+    size_bytes: int
+    used_bytes: int
+    max_bytes: int | None
+    max_inodes: int | None
+    snapshots: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unmounted:
+    """A mount that is gone.  `holders` are the processes that still had files open in it ("pid 12 (bash)")."""
+
+    mountpoint: str
+    lazy: bool
+    holders: tuple[str, ...] = ()

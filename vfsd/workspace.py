@@ -1,0 +1,401 @@
+"""The Python API: a workspace mounted, or found, and driven; `Workspace` for plain code, `AsyncWorkspace` for trio.
+
+    with Workspace.mount("/tmp/work") as ws:
+        agent.run(cwd=ws.path)
+        ws.snapshot("turn-1")
+        agent.run(cwd=ws.path)
+        for change in ws.diff("turn-1").changes:
+            print(change.change, change.path)
+        ws.restore("turn-1")
+        ws.export("out.zip")
+
+What fails raises an `OSError` of Python's own subclass for its errno: `FileNotFoundError` for a snapshot that
+is not there, `FileExistsError` for a name in use, `ConnectionError` when the daemon is gone.  Paths given are
+relative to the workspace's root, or absolute and under its mountpoint.
+
+A `Workspace` may be used from any thread: each call has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import trio
+
+from vfsd import calls, launch
+from vfsd.calls import Call
+from vfsd.control.aio import AsyncControlClient
+from vfsd.control.client import ControlClient
+from vfsd.control.messages import Progress
+from vfsd.mounting import mount_options, running_workspace
+from vfsd.mounts import mount_at
+from vfsd.options import EngineChoice, MountOptions
+from vfsd.results import Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
+from vfsd.runtime import WorkspaceRecord
+from vfsd.userpaths import UserPath
+
+__all__ = ["AsyncWorkspace", "Opening", "Workspace"]
+
+T = TypeVar("T")
+OnProgress = Callable[[Progress], None]
+FilePath = str | os.PathLike[str]
+
+
+class _Base:
+    """What both twins know of their workspace, without any I/O of their own."""
+
+    def __init__(self, *, name: str, path: str, socket: str, pid: int, owned: bool) -> None:
+        """Use `mount` or `attach`.  An `owned` workspace is unmounted when its `with` block ends."""
+        self._name = name
+        self._path = path
+        self._socket = socket
+        self._pid = pid
+        self._owned = owned
+        self._unmounted: Unmounted | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def path(self) -> str:
+        """The mountpoint, absolute: what an agent gets as its current directory."""
+        return self._path
+
+    @property
+    def pid(self) -> int:
+        """The process id of the daemon."""
+        return self._pid
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} at {self._path!r}>"
+
+    @classmethod
+    def _started(cls, ready: launch.Ready) -> Self:
+        return cls(name=ready.name, path=ready.mountpoint, socket=ready.socket, pid=ready.pid, owned=True)
+
+    @classmethod
+    def _found(cls, record: WorkspaceRecord) -> Self:
+        return cls(name=record.name, path=record.mountpoint, socket=record.socket, pid=record.pid, owned=False)
+
+
+class Workspace(_Base):
+    """A running workspace, driven by plain (blocking) calls.  Made by `mount` or `attach`."""
+
+    @classmethod
+    def mount(
+        cls,
+        path: FilePath,
+        backend: str = "memory",
+        *,
+        name: str | None = None,
+        engine: EngineChoice = "auto",
+        archive: FilePath | None = None,
+        max_bytes: int | None = None,
+        max_inodes: int | None = None,
+        read_only: bool = False,
+        allow_other: bool = False,
+        create: bool = True,
+    ) -> Self:
+        """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
+
+        `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
+        `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
+        ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
+        OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
+        """
+        options = mount_options(
+            path,
+            backend,
+            name=name,
+            engine=engine,
+            archive=archive,
+            max_bytes=max_bytes,
+            max_inodes=max_inodes,
+            read_only=read_only,
+            allow_other=allow_other,
+        )
+        return cls._started(_launch(options, create=create))
+
+    @classmethod
+    def attach(cls, selector: str | None = None) -> Self:
+        """A workspace that runs already: by its name, or by a path in it.
+
+        None picks $VFSD_WORKSPACE, else the one that the current directory is in, else the only one running.
+        The end of a `with` block leaves it mounted.  FileNotFoundError where there is none.
+        """
+        return cls._found(running_workspace(selector))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self._owned:
+            return
+        try:
+            unmounted = self.unmount(lazy=True)
+        except ConnectionError:
+            if _still_mounted(self._path):
+                raise
+        else:
+            _warn_of_holders(unmounted)
+
+    # -- snapshots --------------------------------------------------------------------------------
+    def snapshot(self, name: str | None = None, *, tag: str | None = None) -> Snapshot:
+        """Take a snapshot; without a name it gets one ("snap-1", ...).  FileExistsError for a name in use."""
+        return self._run(calls.snapshot(name, tag))
+
+    def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
+        """The snapshots, oldest first; `changes` counts what each changed against the one before it."""
+        return self._run(calls.snapshots(changes=changes))
+
+    def drop(self, name: str) -> None:
+        """Delete snapshot `name`.  FileNotFoundError; OSError(EBUSY) while an export or diff reads it."""
+        self._run(calls.drop(name))
+
+    def restore(self, source: FilePath, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+        """Put the workspace, or `paths` in it, back to a snapshot (a `str`) or a ZIP archive (a path object).
+
+        Programs that have files open go on; files that are the same are not touched.  The state before is
+        kept as a safety snapshot, which `undo` brings back.  `dry_run` only tells what would change.
+        """
+        return self._run(calls.restore(source, paths, self._path, dry_run=dry_run))
+
+    def undo(self, *, dry_run: bool = False) -> Restored:
+        """Go back to before the last restore or import.  FileNotFoundError where there was none."""
+        return self._run(calls.undo(dry_run=dry_run))
+
+    def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
+        """What changed from snapshot `a` (None: the newest) to `b` (None: the live state)."""
+        return self._run(calls.diff(a, b, paths, self._path))
+
+    def patch(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> bytes:
+        """The same as a unified diff that `patch -p1` takes; binary files are only named."""
+        pieces: list[bytes] = []
+        self._run(calls.patch(a, b, paths, self._path), on_output=pieces.append)
+        return b"".join(pieces)
+
+    # -- archives ---------------------------------------------------------------------------------
+    def export(
+        self,
+        path: FilePath,
+        *,
+        snapshot: str | None = None,
+        overwrite: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Exported:
+        """Write the live state, or a snapshot, as the ZIP file `path`; whole, or not at all.
+
+        FileExistsError where there is a file and `overwrite` is not set.  `on_progress` is called now and
+        then with how far it is.
+        """
+        return self._run(calls.export(path, snapshot, overwrite=overwrite), on_progress)
+
+    def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
+        """Lay the content of the ZIP file `path` over the workspace; all of it, or none.
+
+        OSError(EINVAL) names what is wrong with an archive that is refused.  `undo` takes it back.
+        """
+        return self._run(calls.import_archive(path), on_progress)
+
+    # -- the workspace itself ---------------------------------------------------------------------
+    def status(self) -> Status:
+        """What the workspace is, and what it holds now."""
+        return self._run(calls.status())
+
+    def unmount(self, *, lazy: bool = False) -> Unmounted:
+        """Unmount; what only a memory workspace held is gone.  Once unmounted, it does nothing.
+
+        OSError(EBUSY) names who has files open in it; `lazy` detaches it all the same.
+        """
+        if self._unmounted is None:
+            self._unmounted = self._run(calls.unmount(lazy=lazy))
+        return self._unmounted
+
+    def _run(
+        self,
+        call: Call[T],
+        on_progress: OnProgress | None = None,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> T:
+        with ControlClient(self._socket) as client:
+            return call.answer(client.call(call.method, call.params, on_progress=on_progress, on_output=on_output))
+
+
+class Opening:
+    """A workspace that is about to be there: `async with` it, or `await` it."""
+
+    def __init__(self, open_it: Callable[[], Awaitable[AsyncWorkspace]]) -> None:
+        self._open_it = open_it
+        self._workspace: AsyncWorkspace | None = None
+
+    def __await__(self) -> Generator[Any, Any, AsyncWorkspace]:
+        return self._open_it().__await__()
+
+    async def __aenter__(self) -> AsyncWorkspace:
+        self._workspace = await self
+        return await self._workspace.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        assert self._workspace is not None, "entered before it is left"
+        await self._workspace.__aexit__(kind, error, at)
+
+
+class AsyncWorkspace(_Base):
+    """`Workspace` for trio: the same methods, awaited.  `async with AsyncWorkspace.mount("/tmp/work") as ws:`.
+
+    Cancelling a call ends it in the daemon too.
+    """
+
+    @classmethod
+    def mount(
+        cls,
+        path: FilePath,
+        backend: str = "memory",
+        *,
+        name: str | None = None,
+        engine: EngineChoice = "auto",
+        archive: FilePath | None = None,
+        max_bytes: int | None = None,
+        max_inodes: int | None = None,
+        read_only: bool = False,
+        allow_other: bool = False,
+        create: bool = True,
+    ) -> Opening:
+        """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
+        options = mount_options(
+            path,
+            backend,
+            name=name,
+            engine=engine,
+            archive=archive,
+            max_bytes=max_bytes,
+            max_inodes=max_inodes,
+            read_only=read_only,
+            allow_other=allow_other,
+        )
+
+        async def start() -> AsyncWorkspace:
+            return cls._started(await trio.to_thread.run_sync(lambda: _launch(options, create=create)))
+
+        return Opening(start)
+
+    @classmethod
+    def attach(cls, selector: str | None = None) -> Opening:
+        """As `Workspace.attach`."""
+
+        async def find() -> AsyncWorkspace:
+            return cls._found(await trio.to_thread.run_sync(running_workspace, selector))
+
+        return Opening(find)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if not self._owned:
+            return
+        try:
+            # Also when cancelled: nobody else will unmount it.
+            with trio.CancelScope(shield=True):
+                unmounted = await self.unmount(lazy=True)
+        except ConnectionError:
+            if _still_mounted(self._path):
+                raise
+        else:
+            _warn_of_holders(unmounted)
+
+    # -- snapshots --------------------------------------------------------------------------------
+    async def snapshot(self, name: str | None = None, *, tag: str | None = None) -> Snapshot:
+        """As `Workspace.snapshot`."""
+        return await self._run(calls.snapshot(name, tag))
+
+    async def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
+        """As `Workspace.snapshots`."""
+        return await self._run(calls.snapshots(changes=changes))
+
+    async def drop(self, name: str) -> None:
+        """As `Workspace.drop`."""
+        await self._run(calls.drop(name))
+
+    async def restore(self, source: FilePath, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+        """As `Workspace.restore`."""
+        return await self._run(calls.restore(source, paths, self._path, dry_run=dry_run))
+
+    async def undo(self, *, dry_run: bool = False) -> Restored:
+        """As `Workspace.undo`."""
+        return await self._run(calls.undo(dry_run=dry_run))
+
+    async def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
+        """As `Workspace.diff`."""
+        return await self._run(calls.diff(a, b, paths, self._path))
+
+    async def patch(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> bytes:
+        """As `Workspace.patch`."""
+        pieces: list[bytes] = []
+        await self._run(calls.patch(a, b, paths, self._path), on_output=pieces.append)
+        return b"".join(pieces)
+
+    # -- archives ---------------------------------------------------------------------------------
+    async def export(
+        self,
+        path: FilePath,
+        *,
+        snapshot: str | None = None,
+        overwrite: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Exported:
+        """As `Workspace.export`."""
+        return await self._run(calls.export(path, snapshot, overwrite=overwrite), on_progress)
+
+    async def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
+        """As `Workspace.import_archive`."""
+        return await self._run(calls.import_archive(path), on_progress)
+
+    # -- the workspace itself ---------------------------------------------------------------------
+    async def status(self) -> Status:
+        """As `Workspace.status`."""
+        return await self._run(calls.status())
+
+    async def unmount(self, *, lazy: bool = False) -> Unmounted:
+        """As `Workspace.unmount`."""
+        if self._unmounted is None:
+            self._unmounted = await self._run(calls.unmount(lazy=lazy))
+        return self._unmounted
+
+    async def _run(
+        self,
+        call: Call[T],
+        on_progress: OnProgress | None = None,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> T:
+        async with AsyncControlClient(self._socket) as client:
+            answer = await client.call(call.method, call.params, on_progress=on_progress, on_output=on_output)
+        return call.answer(answer)
+
+
+# -- shared ---------------------------------------------------------------------------------------
+def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
+    if create:
+        os.makedirs(options.mountpoint, exist_ok=True)
+    return launch.launch(options)
+
+
+def _still_mounted(path: str) -> bool:
+    """Whether a daemon that does not answer left its mount behind; without, somebody else unmounted it."""
+    return mount_at(path) is not None
+
+
+def _warn_of_holders(unmounted: Unmounted) -> None:
+    """A mount that was left while programs used it: they go on in it, unseen, until they end."""
+    if unmounted.holders:
+        text = f"{unmounted.mountpoint} was detached while in use by {', '.join(unmounted.holders)}"
+        warnings.warn(text, ResourceWarning, stacklevel=3)
