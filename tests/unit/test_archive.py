@@ -1,0 +1,484 @@
+"""The archive of a tree: what it keeps, and who can read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from tests.trees import DictTree
+from tests.unit.archives import CREATED_NS, DIRECTORY, FILE, archive_of, facts, facts_of_archive, special
+
+NS = 1_000_000_000
+
+
+def rich_tree(*, reverse: bool = False) -> DictTree:
+    """Something of every kind."""
+    when = CREATED_NS + 123_456_789
+    linked = TreeEntry(b"", FILE | stat.S_ISUID, mtime_ns=when, uid=1, nlink=2, inode=900)
+    items: dict[bytes, object] = {
+        b"plain.txt": b"hello\n",
+        b"empty": b"",
+        b"empty dir": None,
+        b"a/b/c/deep": b"x" * 70_000,
+        b"a-b": b"sorts between a and a/b as a path, after a as a name",
+        b"link": "a/b",
+        b"dangling": "/nowhere/\u00e9",
+        b"caf\xc3\xa9 \xf0\x9f\x90\x8d": b"utf-8",
+        b"new\nline": b"1",
+        b"quote\"'`$\\back": b"2",
+        b"percent%41": b"3",
+        b"one": (linked, b"shared"),
+        b"a/two": (linked, b"shared"),
+        b"attrs": (
+            TreeEntry(
+                b"", FILE, mtime_ns=when, uid=1000, gid=2**32 - 2, xattrs={b"user.b": b"\0\xff", b"user.%\xfe": b""}
+            ),
+            b"data",
+        ),
+        b"no-permission": (TreeEntry(b"", stat.S_IFREG, mtime_ns=-5), b"secret"),
+        b"sticky": (TreeEntry(b"", stat.S_IFDIR | 0o1777, mtime_ns=4_000_000_000 * NS), b""),
+        b"far-future": (TreeEntry(b"", FILE, mtime_ns=10**12 * NS), b""),
+        b"fifo": special(b"fifo", stat.S_IFIFO | 0o600, mtime_ns=when),
+        b"socket": special(b"socket", stat.S_IFSOCK | 0o700),
+        b"null": special(b"null", stat.S_IFCHR | 0o666, rdev=os.makedev(1, 3)),
+        b"disk": special(b"disk", stat.S_IFBLK | 0o660, rdev=os.makedev(259, 70_000), xattrs={b"user.x": b"y"}),
+    }
+    pairs = sorted(items.items(), reverse=reverse)
+    tree = DictTree(dict(pairs))  # type: ignore[arg-type]
+    tree.entries[b""] = replace(
+        tree.entries[b""], mode=stat.S_IFDIR | 0o2750, mtime_ns=77, uid=5, xattrs={b"user.r": b"1"}
+    )
+    if reverse:
+        tree.entries = dict(reversed(tree.entries.items()))
+    return tree
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name)
+    assert path, f"these tests need the tool {name!r}: apt-get install {name}"
+    return path
+
+
+# -- what an archive keeps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+def test_everything_of_a_tree_comes_back(level: int) -> None:
+    tree = rich_tree()
+    assert facts_of_archive(archive_of(tree, level=level)) == facts(tree)
+
+
+def test_names_that_are_not_utf8_come_back_byte_for_byte() -> None:
+    names = [b"\xff", b"%FF", b"\xfe", b"%", b"%25", b"caf\xe9/\x80%\n", b"caf\xc3\xa9", b"\xed\xb2\x80", b"%C3%A9"]
+    tree = DictTree({name: name for name in names} | {b"\xff-fifo": special(b"", stat.S_IFIFO | 0o600)})
+    assert facts_of_archive(archive_of(tree)) == facts(tree)
+
+
+def test_an_empty_tree_comes_back() -> None:
+    assert facts_of_archive(archive_of(DictTree())) == facts(DictTree())
+
+
+def test_the_deepest_and_longest_paths_come_back() -> None:
+    tree = DictTree({b"/".join([b"d"] * 2048): b"deep", b"\xff" * 255: b"long", b"n" * 255 + b"/f": b""})
+    assert len(max(tree.entries, key=len)) == 4095
+    # The plain tree's own walk is quadratic at such a depth; its entries are as good.
+    with open_archive(io.BytesIO(archive_of(Flat(tree)))) as read:
+        assert {entry.path for entry in read.walk()} == set(tree.entries)
+        assert read.read(b"/".join([b"d"] * 2048), 0, 9) == b"deep"
+
+
+class Flat:
+    """A tree that walks in no particular order."""
+
+    def __init__(self, tree: DictTree) -> None:
+        self._tree = tree
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tree, name)
+
+    def walk(self) -> Iterator[TreeEntry]:
+        return iter(self._tree.entries.values())
+
+
+def test_hard_linked_names_are_one_file_again_and_others_are_not() -> None:
+    with open_archive(io.BytesIO(archive_of(rich_tree()))) as tree:
+        one, two = tree.entry(b"one"), tree.entry(b"a/two")
+        assert (one.inode, one.nlink) == (two.inode, 2)
+        inodes = [entry.inode for entry in tree.walk()]
+        assert 0 not in inodes
+        assert len(set(inodes)) == len(inodes) - 1
+
+
+def test_hard_links_between_symlinks_and_between_fifos_come_back() -> None:
+    symlink = TreeEntry(b"", stat.S_IFLNK | 0o777, 3, nlink=2, inode=70, target=b"abc")
+    fifo = TreeEntry(b"", stat.S_IFIFO | 0o600, nlink=2, inode=71)
+    tree = DictTree({b"s1": (symlink, b""), b"s2": (symlink, b""), b"f1": (fifo, b""), b"f2": (fifo, b"")})
+    assert facts_of_archive(archive_of(tree)) == facts(tree)
+
+
+names = st.binary(min_size=1, max_size=6).filter(lambda n: not set(n) & {0, 0x2F} and n not in (b".", b".."))
+times = st.integers(-(2**62), 2**62)
+xattr_maps = st.dictionaries(names, st.binary(max_size=9), max_size=2)
+contents = st.one_of(st.binary(max_size=50), st.builds(lambda b, n: b * n, st.binary(max_size=4), st.integers(0, 9000)))
+files = st.builds(
+    lambda mode, mtime, uid, xattrs, data: (TreeEntry(b"", stat.S_IFREG | mode, 0, mtime, uid, xattrs=xattrs), data),
+    st.integers(0, 0o7777), times, st.integers(0, 2**32 - 1), xattr_maps, contents,
+)  # fmt: skip
+symlinks = st.binary(min_size=1, max_size=20).filter(lambda t: 0 not in t).map(
+    lambda target: (TreeEntry(b"", stat.S_IFLNK | 0o777, len(target), target=target), b"")
+)  # fmt: skip
+specials = st.builds(
+    lambda kind, mode, mtime: (TreeEntry(b"", kind | mode, 0, mtime), b""),
+    st.sampled_from([stat.S_IFIFO, stat.S_IFSOCK]), st.integers(0, 0o7777), times,
+)  # fmt: skip
+trees = st.recursive(
+    st.one_of(files, symlinks, specials), lambda inner: st.dictionaries(names, inner, max_size=4), max_leaves=12
+).filter(lambda tree: isinstance(tree, dict))
+
+
+def flat(nested: object, path: bytes = b"") -> dict[bytes, object]:
+    if not isinstance(nested, dict):
+        return {path: nested}
+    found: dict[bytes, object] = {path: None} if path else {}
+    for name, inner in nested.items():
+        found |= flat(inner, path + b"/" + name if path else name)
+    return found
+
+
+@given(trees, st.integers(0, 9))
+def test_any_tree_comes_back(nested: object, level: int) -> None:
+    tree = DictTree(flat(nested))  # type: ignore[arg-type]
+    assert facts_of_archive(archive_of(tree, level=level)) == facts(tree)
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["random", "text"])
+def test_reads_anywhere_in_a_file_give_what_is_there(kind: str) -> None:
+    rng = random.Random(7)
+    data = rng.randbytes(900_000) if kind == "random" else b"".join(b"line %d\n" % n for n in range(90_000))
+    with open_archive(io.BytesIO(archive_of(DictTree({b"f": data, b"g": data[::-1]})))) as tree:
+        for _ in range(40):
+            offset, size = rng.randrange(len(data) + 10), rng.randrange(300_000)
+            assert tree.read(b"f", offset, size) == data[offset : offset + size]
+            assert tree.read(b"g", offset, 9) == data[::-1][offset : offset + 9]
+        assert max(map(len, tree.chunks(b"f", 1000))) == 1000
+
+
+def test_an_archive_tree_keeps_the_contract_of_trees() -> None:
+    with open_archive(io.BytesIO(archive_of(rich_tree()))) as tree:
+        assert isinstance(tree, Tree)
+        assert tree.children(b"a") == [b"b", b"two"]
+        assert [entry.path for entry in tree.walk(b"a")] == [b"a", b"a/b", b"a/b/c", b"a/b/c/deep", b"a/two"]
+        assert tree.touched(tree) is None
+        with pytest.raises(FileNotFoundError):
+            tree.entry(b"a/none/at/all")
+        with pytest.raises(NotADirectoryError):
+            tree.entry(b"plain.txt/below")
+        with pytest.raises(NotADirectoryError):
+            tree.children(b"plain.txt")
+        with pytest.raises(IsADirectoryError):
+            tree.read(b"a", 0, 1)
+        with pytest.raises(OSError, match="Invalid argument"):
+            tree.chunks(b"link")
+
+
+def test_an_archive_says_when_it_was_made_and_what_it_holds() -> None:
+    with open_archive(io.BytesIO(archive_of(DictTree({b"a": b"12", b"b": b"345"})))) as tree:
+        assert (tree.file_count, tree.total_bytes) == (2, 5)
+        assert tree.created_at.timestamp() == CREATED_NS / NS
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def test_the_same_tree_gives_the_same_bytes() -> None:
+    assert archive_of(rich_tree()) == archive_of(rich_tree(reverse=True))
+
+
+def test_source_date_epoch_sets_the_time_and_an_argument_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    first, second = io.BytesIO(), io.BytesIO()
+    write_archive(DictTree(), first)
+    write_archive(DictTree(), second, created_ns=NS)
+    assert created_at(first) == "1970-01-02T00:00:00Z"
+    assert created_at(second) == "1970-01-01T00:00:01Z"
+
+
+def created_at(file: io.BytesIO) -> str:
+    with zipfile.ZipFile(file) as archive:
+        return str(json.loads(archive.read("manifest.json"))["created_at"])
+
+
+def test_a_source_date_epoch_that_is_no_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("yesterday", "9" * 30):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
+        with pytest.raises(OSError, match="SOURCE_DATE_EPOCH"):
+            write_archive(DictTree(), io.BytesIO())
+
+
+def test_the_manifest_comes_first_and_counts_files_and_bytes() -> None:
+    with zipfile.ZipFile(io.BytesIO(archive_of(rich_tree()))) as archive:
+        assert archive.namelist()[0] == "manifest.json"
+        assert all(name.startswith("files/") for name in archive.namelist()[1:])
+        manifest = json.loads(archive.read("manifest.json"))
+        sizes = [i.file_size for i in archive.infolist()[1:] if stat.S_ISREG(i.external_attr >> 16)]
+    assert manifest["version"] == "1"
+    assert (manifest["file_count"], manifest["total_bytes"]) == (len(sizes), sum(sizes))
+
+
+def test_the_summary_says_what_was_written() -> None:
+    file = io.BytesIO()
+    summary = write_archive(DictTree({b"d/a": b"12", b"d/e/b": b"345", b"l": "d"}), file)
+    assert summary == ArchiveSummary(2, 2, 5, len(file.getvalue()))
+
+
+def test_times_outside_of_what_dos_can_say_are_clamped() -> None:
+    past, future = TreeEntry(b"", FILE, mtime_ns=0), TreeEntry(b"", FILE, mtime_ns=2**33 * NS)
+    with zipfile.ZipFile(io.BytesIO(archive_of(DictTree({b"p": (past, b""), b"f": (future, b"")})))) as archive:
+        assert archive.getinfo("files/p").date_time == (1980, 1, 1, 0, 0, 0)
+        assert archive.getinfo("files/f").date_time == (2107, 12, 31, 23, 59, 58)
+
+
+def test_progress_ends_with_everything_done() -> None:
+    calls: list[tuple[int, int]] = []
+    tree = DictTree({b"big": bytes(1_000_000), b"small": b"12"})
+    write_archive(tree, io.BytesIO(), progress=lambda done, total: calls.append((done, total)))
+    assert len(calls) > 2
+    assert calls == sorted(calls)
+    assert calls[-1] == (1_000_002, 1_000_002)
+
+
+def test_a_pipe_gets_the_same_bytes_as_a_file(tmp_path: Path) -> None:
+    tree = DictTree({b"big": random.Random(1).randbytes(1_000_000), b"small": b"x"})
+    with (tmp_path / "out").open("wb") as out:
+        cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=out, bufsize=0)
+        assert cat.stdin is not None
+        with cat.stdin:
+            write_archive(tree, cat.stdin, created_ns=CREATED_NS)  # type: ignore[arg-type]
+        assert cat.wait() == 0
+    assert (tmp_path / "out").read_bytes() == archive_of(tree)
+
+
+def test_a_file_that_takes_only_a_part_of_each_write_gets_everything() -> None:
+    class Grudging(io.BytesIO):
+        def write(self, data: object) -> int:
+            return super().write(bytes(data)[:1000])  # type: ignore[call-overload]
+
+    file = Grudging()
+    write_archive(rich_tree(), file, created_ns=CREATED_NS)
+    assert file.getvalue() == archive_of(rich_tree())
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_file_that_is_not_as_large_as_its_entry_says_fails_the_archive(size: int, wrong: int) -> None:
+    tree = DictTree({b"f": bytes(size)})
+    tree.entries[b"f"] = replace(tree.entries[b"f"], size=size + wrong)
+    if (size, wrong) == (10, -1):
+        tree.content[b"f"] = b""  # a small file is asked for its size only
+    with pytest.raises(OSError, match="changed while"):
+        archive_of(tree)
+
+
+# -- other readers -----------------------------------------------------------------------------
+
+
+def test_unzip_accepts_and_extracts_it(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_bytes(archive_of(rich_tree()))
+    tested = subprocess.run([tool("unzip"), "-t", "a.zip"], cwd=tmp_path, capture_output=True, check=False)
+    assert tested.returncode == 0, tested.stdout
+    environment = os.environ | {"LC_ALL": "C.UTF-8", "TZ": "Asia/Tokyo"}
+    subprocess.run([tool("unzip"), "-q", "-^", "a.zip"], cwd=tmp_path, env=environment, check=True)
+    root = tmp_path / "files"
+    assert (root / "a/b/c/deep").read_bytes() == b"x" * 70_000
+    assert (root / "caf\u00e9 \U0001f40d").read_bytes() == b"utf-8"
+    assert (root / "new\nline").read_bytes() == b"1"
+    assert (root / "quote\"'`$\\back").read_bytes() == b"2"
+    assert (root / "one").read_bytes() == (root / "a/two").read_bytes() == b"shared"
+    assert (root / "link").readlink() == Path("a/b")
+    assert (root / "empty dir").is_dir()
+    assert (root / "attrs").stat().st_mtime == CREATED_NS // NS, "whatever the time zone"
+    assert stat.S_IMODE((root / "sticky").stat().st_mode) & 0o777 == 0o777
+    assert stat.S_IMODE((root / "no-permission").stat().st_mode) == 0
+
+
+def test_unzip_gets_every_file_also_where_names_are_not_utf8(tmp_path: Path) -> None:
+    names = [b"\xff", b"%FF", b"a\xff", b"a"]
+    (tmp_path / "a.zip").write_bytes(archive_of(DictTree({name: name for name in names})))
+    subprocess.run([tool("unzip"), "-q", "a.zip"], cwd=tmp_path, check=True)
+    assert sorted(path.read_bytes() for path in (tmp_path / "files").iterdir()) == sorted(names)
+
+
+def test_zipfile_lists_and_extracts_it(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_bytes(archive_of(rich_tree()))
+    for command in (["-l", "a.zip"], ["-t", "a.zip"], ["-e", "a.zip", "out"]):
+        subprocess.run([sys.executable, "-m", "zipfile", *command], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "out/files/a/b/c/deep").read_bytes() == b"x" * 70_000
+    assert (tmp_path / "out/files/new\nline").read_bytes() == b"1"
+
+
+def test_an_archive_packed_again_by_zip_is_still_one(tmp_path: Path) -> None:
+    tree = DictTree({b"d/caf\xc3\xa9": b"x" * 5000, b"link": "d", b"empty": b""})
+    (tmp_path / "a.zip").write_bytes(archive_of(tree))
+    environment = os.environ | {"LC_ALL": "C.UTF-8"}
+    subprocess.run([tool("unzip"), "-q", "a.zip"], cwd=tmp_path, env=environment, check=True)
+    subprocess.run([tool("zip"), "-qry", "b.zip", "manifest.json", "files"], cwd=tmp_path, env=environment, check=True)
+    assert facts_of_archive((tmp_path / "b.zip").read_bytes()) == facts(tree)
+
+
+def test_an_archive_by_zipfile_with_only_the_required_keys_is_read() -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("files/d/a.txt", "hello")
+        counts = {"version": "1", "created_at": "2026-01-01T00:00:00+00:00", "file_count": 1, "total_bytes": 5}
+        archive.writestr("manifest.json", json.dumps(counts))
+    with open_archive(file) as tree:
+        assert [(entry.path, entry.mode) for entry in tree.walk()] == [
+            (b"", DIRECTORY), (b"d", DIRECTORY), (b"d/a.txt", stat.S_IFREG | 0o600),
+        ]  # fmt: skip
+        assert tree.read(b"d/a.txt", 0, 99) == b"hello"
+
+
+# -- export ------------------------------------------------------------------------------------
+
+
+def test_an_export_leaves_only_the_archive(tmp_path: Path) -> None:
+    old_mask = os.umask(0o027)
+    try:
+        summary = export_archive(rich_tree(), tmp_path / "a.zip", created_ns=CREATED_NS)
+    finally:
+        os.umask(old_mask)
+    assert (tmp_path / "a.zip").read_bytes() == archive_of(rich_tree())
+    assert summary.archive_bytes == (tmp_path / "a.zip").stat().st_size
+    assert stat.S_IMODE((tmp_path / "a.zip").stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["a.zip"]
+    with open_archive(tmp_path / "a.zip") as tree:
+        assert facts(tree) == facts(rich_tree())
+
+
+def test_an_export_over_an_existing_file_is_refused_unless_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    path.write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        export_archive(rich_tree(), path)
+    assert path.read_bytes() == b"precious"
+    export_archive(rich_tree(), path, overwrite=True, created_ns=CREATED_NS)
+    assert path.read_bytes() == archive_of(rich_tree())
+    assert os.listdir(tmp_path) == ["a.zip"]
+
+
+def test_an_export_does_not_replace_a_file_that_appears_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with pytest.raises(FileExistsError):
+        export_archive(rich_tree(), path, progress=lambda *_: path.write_bytes(b"precious") and None)
+    assert path.read_bytes() == b"precious"
+    assert os.listdir(tmp_path) == ["a.zip"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_failed_export_leaves_what_was_there(tmp_path: Path, overwrite: bool) -> None:
+    if overwrite:
+        (tmp_path / "a.zip").write_bytes(b"precious")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_archive(rich_tree(), tmp_path / "a.zip", overwrite=overwrite, progress=interrupt)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == (
+        {"a.zip": b"precious"} if overwrite else {}
+    )
+
+
+def test_an_export_into_a_missing_directory_or_onto_a_directory_fails(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        export_archive(DictTree(), tmp_path / "none" / "a.zip")
+    with pytest.raises(IsADirectoryError):
+        export_archive(DictTree(), tmp_path, overwrite=True)
+    assert os.listdir(tmp_path) == []
+
+
+# -- size --------------------------------------------------------------------------------------
+
+
+class BigFile(DictTree):
+    """A tree of one file whose content is made as it is read."""
+
+    def __init__(self, size: int, pattern: bytes) -> None:
+        super().__init__({b"big": b""})
+        self.entries[b"big"] = replace(self.entries[b"big"], size=size)
+        self._pattern = pattern
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        chunk = (self._pattern * (size // len(self._pattern) + 1))[:size]
+        left = self.entries[path].size
+        while left:
+            yield chunk[:left]
+            left -= len(chunk[:left])
+
+
+def test_a_large_file_of_zeros_is_archived_and_read_in_fixed_memory(tmp_path: Path) -> None:
+    size = 256 << 20
+    tracemalloc.start()
+    try:
+        with (tmp_path / "a.zip").open("wb") as file:
+            write_archive(BigFile(size, b"\0"), file)
+        # Zeros compress a thousand times: what we export must not be taken for a bomb.
+        with open_archive(tmp_path / "a.zip") as tree:
+            assert tree.entry(b"big").size == size
+            assert tree.read(b"big", size - 5, 99) == bytes(5)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_many_small_files_are_archived_in_fixed_memory() -> None:
+    class Sink(io.RawIOBase):
+        def write(self, data: object) -> int:
+            return len(data)  # type: ignore[arg-type]
+
+    class Small(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            return os.urandom(size)
+
+    tree = Small({b"%d" % n: b"" for n in range(300)})
+    for path, entry in tree.entries.items():
+        if entry.is_file:
+            tree.entries[path] = replace(entry, size=256 * 1024)
+    tracemalloc.start()
+    try:
+        write_archive(tree, Sink())  # type: ignore[arg-type]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20
+
+
+def test_more_entries_than_16_bits_can_count_come_back(tmp_path: Path) -> None:
+    tree = DictTree()
+    for n in range(66_000):
+        tree.entries[b"%05d" % n] = TreeEntry(b"%05d" % n, FILE)
+    (tmp_path / "a.zip").write_bytes(data := archive_of(Flat(tree)))  # type: ignore[arg-type]
+    with open_archive(io.BytesIO(data)) as read:
+        assert read.file_count == len(read.children(b"")) == 66_000
+    subprocess.run([tool("unzip"), "-tqq", "a.zip"], cwd=tmp_path, check=True)
