@@ -199,8 +199,8 @@ async def test_calls_are_cancelled_although_more_requests_wait_unread(path: str)
 
     async with serving(path, {"check": check}):
         async with peer(path) as client:
-            for number in range(500):  # more than run at once: the server has stopped reading
-                await client.call("check", number)
+            # More than run at once: the server has stopped reading.
+            await client.send(*({"jsonrpc": "2.0", "method": "check", "id": number} for number in range(500)))
             await started.wait()
         await cancelled.wait()
 
@@ -235,7 +235,7 @@ async def test_a_thread_sees_that_its_client_is_gone(path: str, caplog: pytest.L
 
 @pytest.mark.parametrize("end", ["client leaves", "server stops"])
 async def test_a_thread_that_waits_for_its_client_to_read_ends(path: str, end: str) -> None:
-    started, errors = trio.Event(), []
+    started, ended, errors = trio.Event(), trio.Event(), []
 
     async def check(params: Any, call: Call) -> Empty:
         def work() -> None:
@@ -247,21 +247,20 @@ async def test_a_thread_that_waits_for_its_client_to_read_ends(path: str, end: s
                 errors.append(type(error))
                 raise
 
-        await trio.to_thread.run_sync(work)
+        try:
+            await trio.to_thread.run_sync(work)
+        finally:
+            ended.set()
         return Empty()
 
-    async with serving(path, {"check": check}):
-        async with peer(path) as client:
-            await client.call("check")
-            await started.wait()
-            await trio.testing.wait_all_tasks_blocked(0.05)
-            if end == "server stops":
-                # The block's end cancels the server while the client is still there.
-                pass
-            else:
-                await client.stream.aclose()
-                while not errors:
-                    await trio.testing.wait_all_tasks_blocked(0.01)
+    async with serving(path, {"check": check}), peer(path) as client:
+        await client.call("check")
+        await started.wait()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        if end == "client leaves":
+            await client.stream.aclose()
+            await ended.wait()
+            # Else the end of the block cancels the server while the client is still there.
     assert errors == [CallCancelledError]
 
 

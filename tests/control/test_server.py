@@ -219,7 +219,11 @@ async def test_a_notification_is_carried_out_and_never_answered(path: str) -> No
 @pytest.mark.parametrize(
     ("error", "message", "data"),
     [
-        (FileNotFoundError(errno.ENOENT, "no such snapshot", "snap-9"), "no such snapshot: snap-9", ("ENOENT", "snap-9")),
+        (
+            FileNotFoundError(errno.ENOENT, "no such snapshot", "snap-9"),
+            "no such snapshot: snap-9",
+            ("ENOENT", "snap-9"),
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device", ("ENOSPC", None)),
         (OSError(errno.EIO, "bad", b"a\xff\\b"), "bad: a\\xff\\\\b", ("EIO", "a\\xff\\\\b")),
         (OSError(errno.EIO, "bad", "a\udcff"), "bad: a\\xff", ("EIO", "a\\xff")),

@@ -35,6 +35,7 @@ class AsyncControlClient:
         self._path = socket_path
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
+        self._last_id = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,8 +59,9 @@ class AsyncControlClient:
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
         """As `ControlClient.call`; a callback that gives an awaitable is awaited."""
+        self._last_id += 1
+        exchange = Exchange(self._last_id, method, params)
         connection = await self._connected()
-        exchange = Exchange(connection.next_id(), method, params)
         finished = False
         try:
             await connection.send(exchange)
@@ -112,7 +114,6 @@ class _Connection:
         self._raw = sock
         self._sock = trio.socket.from_stdlib_socket(sock)
         self._lines = LineBuffer()
-        self._last_id = 0
 
     @property
     def stale(self) -> bool:
@@ -121,10 +122,6 @@ class _Connection:
 
     def close(self) -> None:
         self._sock.close()
-
-    def next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
     async def send(self, exchange: Exchange) -> None:
         left = memoryview(exchange.request)

@@ -1,0 +1,310 @@
+"""Clients that break the rules: each loses its own connection at most, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from tests.control.conftest import Peer, peer, serving
+from vfsd.control.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
+from vfsd.control.server import Call, Limits
+
+LIMITS = Limits(line_s=30, idle_s=600, stall_s=30)
+
+
+async def assert_others_are_served(path: str) -> None:
+    async with peer(path) as other:
+        assert await other.is_alive()
+
+
+async def test_a_line_that_is_too_long_is_refused_and_the_connection_closed(path: str) -> None:
+    async with serving(path), peer(path) as client:
+        with pytest.raises(trio.BrokenResourceError):
+            await client.stream.send_all(bytes(16 * MAX_REQUEST_BYTES))
+        error = await client.error()
+        assert (error["code"], str(MAX_REQUEST_BYTES) in error["message"]) == (INVALID_REQUEST, True)
+        assert await client.receive() is None
+        await assert_others_are_served(path)
+
+
+@pytest.mark.parametrize(("extra", "is_served"), [(0, True), (1, False)])
+async def test_a_line_may_be_exactly_as_long_as_the_limit(path: str, extra: int, is_served: bool) -> None:
+    request = json.dumps({"jsonrpc": "2.0", "method": "ping", "id": 1}).encode()
+    async with serving(path), peer(path) as client:
+        await client.send(request.ljust(MAX_REQUEST_BYTES + extra))
+        message = await client.receive() or {}
+        assert ("result" in message) is is_served
+
+
+async def test_garbage_gets_errors_and_no_more(path: str) -> None:
+    noise = random.Random(1).randbytes(300_000)
+    async with serving(path), peer(path) as client:
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                while (message := await client.receive()) is not None:
+                    assert "error" in message
+
+            nursery.start_soon(read)
+            await client.stream.send_all(noise)
+            await client.stream.send_eof()
+        await assert_others_are_served(path)
+
+
+async def test_a_flood_of_blank_lines_is_passed_over(path: str) -> None:
+    async with serving(path), peer(path) as client:
+        await client.stream.send_all(b"\n" * 200_000 + b" \r\n")
+        assert await client.is_alive()
+
+
+async def test_a_byte_a_minute_is_not_waited_for(path: str, clock: trio.testing.MockClock) -> None:
+    async with serving(path, limits=LIMITS), peer(path) as client:
+        for byte in (b"{", b'"'):
+            await client.stream.send_all(byte)
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(29 if byte == b"{" else 1)
+            await trio.testing.wait_all_tasks_blocked()
+        error = await client.error()
+        assert (error["code"], "not complete after 30 s" in error["message"]) == (INVALID_REQUEST, True)
+        assert await client.receive() is None
+        await assert_others_are_served(path)
+
+
+async def test_each_line_has_the_whole_time(path: str, clock: trio.testing.MockClock) -> None:
+    async with serving(path, limits=LIMITS), peer(path) as client:
+        for _ in range(5):
+            await client.stream.send_all(b'{"jsonrpc": "2.0",')
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(20)
+            await client.stream.send_all(b'"method": "ping", "id": 1}\n')
+            assert "result" in (await client.receive() or {})
+
+
+async def test_a_client_that_asks_nothing_is_let_go(path: str, clock: trio.testing.MockClock) -> None:
+    async with serving(path, limits=LIMITS) as server, peer(path) as client:
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(600)
+        assert await client.receive() is None
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.connections == 0
+
+
+async def test_a_client_that_waits_for_a_long_call_is_not_idle(path: str, clock: trio.testing.MockClock) -> None:
+    release = trio.Event()
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        await release.wait()
+        return Empty()
+
+    async with serving(path, {"drop": drop}, limits=LIMITS), peer(path) as client:
+        await client.call("drop", name="x")
+        for _ in range(10):
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(600)
+        release.set()
+        assert "result" in (await client.receive() or {})
+
+
+async def test_a_client_that_never_reads_is_dropped(
+    path: str, clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled = trio.Event()
+
+    async def check(params: Any, call: Call) -> Empty:
+        try:
+            while True:
+                await call.output(bytes(100_000))
+        finally:
+            cancelled.set()
+
+    async with serving(path, {"check": check}, limits=LIMITS) as server, peer(path) as client:
+        await client.call("check")
+        await trio.testing.wait_all_tasks_blocked()
+        await assert_others_are_served(path)
+        clock.jump(30)
+        await cancelled.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.connections == 0
+    assert "did not read" in caplog.text
+
+
+async def test_a_client_that_asks_and_never_reads_costs_a_bounded_amount(path: str) -> None:
+    async def snapshots(params: Any, call: Call) -> Any:
+        return {"snapshots": ["x" * 1_000_000]}
+
+    async with serving(path, {"snapshots": snapshots}, limits=LIMITS), peer(path) as client:
+        tracemalloc.start()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_forever, client)
+                await trio.testing.wait_all_tasks_blocked(0.2)
+                used, _ = tracemalloc.get_traced_memory()
+                await assert_others_are_served(path)
+                nursery.cancel_scope.cancel()
+        finally:
+            tracemalloc.stop()
+    assert used < 2 * LIMITS.calls_at_once * 1_000_000
+
+
+async def send_forever(client: Peer) -> None:
+    request = json.dumps({"jsonrpc": "2.0", "method": "snapshots", "id": 1}).encode() + b"\n"
+    while True:
+        await client.stream.send_all(request * 1000)
+
+
+async def test_clients_that_vanish_in_mid_line_leave_nothing(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(path) as server:
+        for text in (b"", b"{", b'{"jsonrpc": "2.0", "method": "ping", "id": 1}', b"x" * 500_000):
+            async with peer(path) as client:
+                await client.stream.send_all(text)
+        await assert_others_are_served(path)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert server.connections == 0
+    assert caplog.records == []
+
+
+async def test_clients_that_vanish_before_their_answer_leave_nothing(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(path) as server:
+        for _ in range(50):
+            async with peer(path) as client:
+                for number in range(20):
+                    await client.call("ping", number)
+        await assert_others_are_served(path)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert server.connections == 0
+    assert caplog.records == []
+
+
+async def test_a_hundred_clients_at_once_are_all_served(path: str) -> None:
+    waiting, all_here = 0, trio.Event()
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 100:
+            all_here.set()
+        await all_here.wait()  # answered only when all hundred are being served
+        return Empty()
+
+    async def use() -> None:
+        async with peer(path) as client:
+            await client.call("drop", name="x")
+            assert "result" in (await client.receive() or {})
+            for _ in range(10):
+                assert await client.is_alive()
+
+    async with serving(path, {"drop": drop}), trio.open_nursery() as nursery:
+        for _ in range(100):
+            nursery.start_soon(use)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Both ends of a thousand connections are this process's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_of_a_thousand_connections_those_past_the_limit_are_told(
+    path: str, many_descriptors: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(path, limits=Limits(connections=50)) as server:
+        clients = [Peer(await trio.open_unix_socket(path)) for _ in range(1000)]
+        for client in clients[50:]:
+            error = await client.error()
+            assert error["code"] == OPERATION_FAILED
+            assert error["data"]["errno"] == "EBUSY"
+            assert "all 50 connections" in error["message"]
+            assert await client.receive() is None
+            await client.stream.aclose()
+        for client in clients[:50]:
+            assert await client.is_alive()
+            await client.stream.aclose()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert server.connections == 0
+        await assert_others_are_served(path)
+    assert len(caplog.records) == 1
+
+
+async def test_running_out_of_descriptors_is_survived(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+        highest = max(client.fileno() for client in clients)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            for client in clients:
+                client.connect(path)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in held:
+                os.close(descriptor)
+        assert "cannot accept" in caplog.text
+        await assert_others_are_served(path)
+        for client in clients:
+            client.close()
+
+
+STRANGER = """
+import contextlib, os, socket, sys
+sock = socket.socket(socket.AF_UNIX)
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock.connect("s")
+with contextlib.suppress(OSError):  # refused before it could ask
+    sock.sendall(b'{"jsonrpc": "2.0", "method": "ping", "id": 1}\\n')
+    sock.shutdown(socket.SHUT_WR)
+data = b""
+with contextlib.suppress(ConnectionResetError):  # closed with our request unread
+    while piece := sock.recv(65536):
+        data += piece
+sys.stdout.buffer.write(data)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("is_allowed", [False, True])
+async def test_another_user_is_refused_by_uid(
+    workdir: Path, is_allowed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(workdir / "s")
+    called = trio.Event()
+
+    async def ping(params: Any, call: Call) -> Empty:
+        called.set()
+        return Empty()
+
+    allowed = frozenset({0, 65534}) if is_allowed else None
+    async with serving(path, {"ping": ping}, allowed_uids=allowed):
+        # The uid alone is to stop it.
+        os.chmod(path, 0o666)
+        os.chmod(workdir, 0o755)
+        result = await trio.run_process([sys.executable, "-c", STRANGER], capture_stdout=True, cwd=workdir)
+    (answer,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert called.is_set() is is_allowed
+    assert ("result" in answer) is is_allowed
+    if not is_allowed:
+        assert answer["id"] is None
+        assert answer["error"]["data"]["errno"] == "EACCES"
+        assert "65534" in answer["error"]["message"]
+        assert "65534" in caplog.text

@@ -1,0 +1,359 @@
+"""The methods of the control socket: what each verb does to a workspace.
+
+Threading: handlers run on the serving loop.  Long work (diff, export, reading an archive) runs in a
+worker thread on an immutable tree; what changes the state is one call on the volume, on the loop,
+under `Served.changing`.  A handler that is cancelled before that call has changed nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from typing import Final, Literal, ParamSpec, TypeVar
+
+import trio
+
+import vfsd
+from protocol.archive import export_archive, open_archive
+from protocol.backends.memory import MemoryVolume
+from protocol.diff import changes
+from protocol.errors import fail
+from protocol.patch import write_patch
+from protocol.tree import Tree
+from protocol.volume import SnapshotInfo
+from vfsd import holders, mounts
+from vfsd.control.call import Call, Handler, InvalidParamsError
+from vfsd.control.changes import Differences, differences
+from vfsd.control.messages import (
+    ChangeCounts,
+    DiffParams,
+    DiffResult,
+    DropParams,
+    Empty,
+    ExportParams,
+    ExportResult,
+    ImportParams,
+    ImportResult,
+    RestoreParams,
+    RestoreResult,
+    SnapshotParams,
+    SnapshotRecord,
+    SnapshotsParams,
+    SnapshotsResult,
+    StatusResult,
+    UnmountParams,
+    UnmountResult,
+    from_wire_path,
+)
+from vfsd.options import MountOptions
+from vfsd.served import Served
+
+__all__ = ["SAFETY_SNAPSHOTS_KEPT", "Methods", "read_archive"]
+
+SAFETY_SNAPSHOTS_KEPT: Final = 10
+_SAFETY_PREFIX: Final = "safety-"
+# What a shell, a file name in a table and `restore NAME|ARCHIVE.zip` can all take without quoting trouble.
+_SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Methods:
+    """The verbs of one workspace.  `stopped` is called once an unmount has been answered."""
+
+    def __init__(self, served: Served, options: MountOptions, started_at: str) -> None:
+        self._served = served
+        self._volume = served.volume
+        self._options = options
+        self._started_at = started_at
+        self.answering_unmount = 0
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handler of each method of `messages.METHODS`."""
+        return {
+            "ping": self._ping,
+            "status": self._status,
+            "snapshot": self._snapshot,
+            "snapshots": self._snapshots,
+            "drop": self._drop,
+            "restore": self._restore,
+            "diff": self._diff,
+            "export": self._export,
+            "import": self._import,
+            "unmount": self._unmount,
+            "check": self._check,
+        }
+
+    # -- what there is ---------------------------------------------------------------------------
+    async def _ping(self, _params: Empty, _call: Call) -> Empty:
+        return Empty()
+
+    async def _check(self, _params: Empty, _call: Call) -> Empty:
+        self._volume.check_invariants()
+        return Empty()
+
+    async def _status(self, _params: Empty, _call: Call) -> StatusResult:
+        volume, options = self._volume, self._options
+        return StatusResult(
+            name=options.name,
+            mountpoint=options.mountpoint,
+            backend=options.backend,
+            engine=self._served.engine.name,
+            pid=os.getpid(),
+            version=vfsd.__version__,
+            started_at=self._started_at,
+            read_only=options.read_only,
+            files=volume.files,
+            directories=volume.directories,
+            size_bytes=volume.size_bytes,
+            used_bytes=volume.used_bytes,
+            max_bytes=volume.max_bytes,
+            max_inodes=volume.max_inodes,
+            snapshots=len(volume.snapshots()),
+            requests=self._served.engine.requests,
+        )
+
+    # -- snapshots ---------------------------------------------------------------------------------
+    async def _snapshot(self, params: SnapshotParams, _call: Call) -> SnapshotRecord:
+        name = params.name
+        if name is not None:
+            _check_snapshot_name(name)
+        async with self._served.changing:
+            await self._served.settle()
+            taken = {info.name for info in self._volume.snapshots()} if name is None else frozenset()
+            return _record(self._volume.take_snapshot(name or _free_name("snap-", taken), tag=params.tag))
+
+    async def _snapshots(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
+        counts = self._volume.change_counts() if params.changes else {}
+        records = []
+        for info in self._volume.snapshots():
+            record = _record(info)
+            if info.name in counts:
+                record.changes = ChangeCounts(*counts[info.name])
+            records.append(record)
+        return SnapshotsResult(records)
+
+    async def _drop(self, params: DropParams, _call: Call) -> Empty:
+        async with self._served.changing:
+            self._volume.drop_snapshot(params.name)
+        return Empty()
+
+    # -- restore -------------------------------------------------------------------------------------
+    async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
+        if sum((params.name is not None, params.archive is not None, params.undo)) != 1:
+            raise InvalidParamsError("restore takes one of: name, archive, undo")
+        paths = _paths(params.paths)
+        if params.archive is not None:
+            return await self._restore_archive(params.archive, paths, call, dry_run=params.dry_run)
+        name = self._newest_safety() if params.undo else params.name
+        assert name is not None
+        self._volume.snapshot(name)  # there is one, or it raises
+        if params.dry_run:
+            found = await self._compare(None, name, paths, call)
+            return RestoreResult(name, None, found.counts, found.records, found.truncated)
+        async with self._served.changing:
+            await self._served.settle()
+            safety = self._take_safety(keep=name)
+            with self._undone_unless_done(safety):
+                coherence = self._volume.restore_snapshot(name, paths)
+            await self._served.changed(coherence)
+        return await self._restored(name, safety, call)
+
+    async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
+        staged = await _in_thread(read_archive, _absolute(path))
+        with staged.tree() as tree:
+            if dry_run:
+                with self._volume.tree() as live:
+                    found = await self._differences(live, tree, paths, call)
+                return RestoreResult(path, None, found.counts, found.records, found.truncated)
+            safety = await self._put(tree, replace=True, paths=paths)
+        return await self._restored(path, safety, call)
+
+    async def _put(self, tree: Tree, *, replace: bool, paths: list[bytes]) -> str:
+        """Put `tree` in place; the name of the safety snapshot taken before."""
+        if self._options.read_only:
+            raise fail(errno.EROFS)
+        async with self._served.changing:
+            await self._served.settle()
+            safety = self._take_safety()
+            with self._undone_unless_done(safety):
+                coherence = self._volume.import_tree(tree, replace=replace, paths=paths)
+            await self._served.changed(coherence)
+        return safety
+
+    async def _restored(self, source: str, safety: str, call: Call) -> RestoreResult:
+        found = await self._compare(safety, None, [], call)
+        return RestoreResult(source, safety, found.counts, found.records, found.truncated)
+
+    def _take_safety(self, keep: str | None = None) -> str:
+        """Keep the present state under a name of its own, and let go of the oldest of its kind."""
+        infos = self._volume.snapshots()
+        old = [info.name for info in infos if info.kind == "safety" and info.name != keep]
+        for name in old[: max(0, len(old) + 1 - SAFETY_SNAPSHOTS_KEPT)]:
+            self._volume.drop_snapshot(name)
+        name = _free_name(_SAFETY_PREFIX, {info.name for info in infos})
+        return self._volume.take_snapshot(name, kind="safety").name
+
+    @contextmanager
+    def _undone_unless_done(self, safety: str) -> Iterator[None]:
+        """A change that fails leaves the state as it was, and no safety snapshot for what did not happen."""
+        try:
+            yield
+        except BaseException:
+            self._volume.drop_snapshot(safety)
+            raise
+
+    def _newest_safety(self) -> str:
+        for info in reversed(self._volume.snapshots()):
+            if info.kind == "safety":
+                return info.name
+        raise FileNotFoundError(errno.ENOENT, "nothing was restored or imported, so there is nothing to undo")
+
+    # -- diff ------------------------------------------------------------------------------------------
+    async def _diff(self, params: DiffParams, call: Call) -> DiffResult:
+        a = params.a if params.a is not None else self._newest_snapshot()
+        paths = _paths(params.paths)
+        if params.b is None:
+            await self._served.settle()
+        if params.mode == "patch":
+            with ExitStack() as stack:
+                old, new = (stack.enter_context(self._volume.tree(name)) for name in (a, params.b))
+                found = await _in_thread(_write_patch, old, new, paths, call)
+        else:
+            found = await self._compare(a, params.b, paths, call, with_lines=params.mode == "stat")
+        return DiffResult(a, params.b, found.counts, found.records, found.truncated)
+
+    def _newest_snapshot(self) -> str:
+        for info in reversed(self._volume.snapshots()):
+            if info.kind == "user":
+                return info.name
+        raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
+
+    async def _compare(
+        self, a: str | None, b: str | None, paths: list[bytes], call: Call, *, with_lines: bool = False
+    ) -> Differences:
+        """From state `a` to state `b`; None is the live one."""
+        with self._volume.tree(a) as old, self._volume.tree(b) as new:
+            return await self._differences(old, new, paths, call, with_lines=with_lines)
+
+    async def _differences(
+        self, old: Tree, new: Tree, paths: list[bytes], call: Call, *, with_lines: bool = False
+    ) -> Differences:
+        return await _in_thread(differences, old, new, paths, with_lines=with_lines, keep_going=call.raise_if_cancelled)
+
+    # -- export and import -----------------------------------------------------------------------------
+    async def _export(self, params: ExportParams, call: Call) -> ExportResult:
+        path = _absolute(params.path)
+        if params.snapshot is None:
+            await self._served.settle()
+
+        def progress(done: int, total: int) -> None:
+            call.raise_if_cancelled()
+            call.progress_nowait(done, total, "bytes")
+
+        with self._volume.tree(params.snapshot) as tree:
+            summary = await _in_thread(export_archive, tree, path, overwrite=params.overwrite, progress=progress)
+        return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
+
+    async def _import(self, params: ImportParams, call: Call) -> ImportResult:
+        staged = await _in_thread(read_archive, _absolute(params.path))
+        with staged.tree() as tree:
+            safety = await self._put(tree, replace=False, paths=[])
+        found = await self._compare(safety, None, [], call)
+        return ImportResult(params.path, staged.files, staged.size_bytes, safety, found.counts)
+
+    # -- the end -----------------------------------------------------------------------------------------
+    async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
+        mountpoint = self._options.mountpoint
+        held = [holder.describe() for holder in await _in_thread(holders.holders, mountpoint)]
+        # The daemon ends as soon as the mount has gone; it waits for this answer (see `vfsd.daemon`).
+        self.answering_unmount += 1
+        call.after_answer(self._unmount_answered)
+        await _in_thread(mounts.unmount, mountpoint, lazy=params.lazy)
+        return UnmountResult(mountpoint, params.lazy, held)
+
+    def _unmount_answered(self) -> None:
+        self.answering_unmount -= 1
+
+
+def read_archive(path: str) -> MemoryVolume:
+    """The content of a ZIP file, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
+
+    So the serving loop has only to put it in place.
+    """
+    staged = MemoryVolume()
+    with open_archive(path) as tree:
+        staged.import_tree(tree, replace=True)
+    return staged
+
+
+async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run it in a worker thread.  The loop waits for its end even when cancelled: it reads a tree that must stay."""
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+def _write_patch(old: Tree, new: Tree, paths: list[bytes], call: Call) -> Differences:
+    def write(data: bytes) -> None:
+        call.output_from_thread(data)
+
+    write_patch(old, new, changes(old, new, paths=paths), write)
+    return differences(old, new, paths, keep_going=call.raise_if_cancelled)
+
+
+def _record(info: SnapshotInfo) -> SnapshotRecord:
+    created = datetime.fromtimestamp(info.created_ns / 1e9, UTC)
+    kind: Literal["user", "safety"] = info.kind
+    return SnapshotRecord(
+        name=info.name,
+        created_at=created.isoformat(timespec="milliseconds"),
+        files=info.files,
+        directories=info.directories,
+        size_bytes=info.size_bytes,
+        kind=kind,
+        tag=info.tag,
+    )
+
+
+def _check_snapshot_name(name: str) -> None:
+    if not _SNAPSHOT_NAME.fullmatch(name) or name.startswith(_SAFETY_PREFIX):
+        raise InvalidParamsError(
+            f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
+            f"no leading space or dash; {_SAFETY_PREFIX!r} is vfsd's own prefix)"
+        )
+
+
+def _free_name(prefix: str, taken: frozenset[str] | set[str]) -> str:
+    """The prefix with a number above all that were given."""
+    numbers = [int(name[len(prefix) :]) for name in taken if name.startswith(prefix) and name[len(prefix) :].isdigit()]
+    return f"{prefix}{max(numbers, default=0) + 1}"
+
+
+def _paths(texts: list[str]) -> list[bytes]:
+    """Wire paths as relative paths of a tree.  InvalidParamsError for one that leads out of it."""
+    paths = []
+    for text in texts:
+        try:
+            parts = [part for part in from_wire_path(text).split(b"/") if part not in (b"", b".")]
+        except ValueError as error:
+            raise InvalidParamsError(str(error)) from None
+        if b".." in parts:
+            raise InvalidParamsError(f"a path with '..': {text!r}")
+        paths.append(b"/".join(parts))
+    return paths
+
+
+def _absolute(path: str) -> str:
+    """A host path from the wire.  InvalidParamsError when it is relative: relative to what?"""
+    try:
+        host = os.fsdecode(from_wire_path(path))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+    if not os.path.isabs(host):
+        raise InvalidParamsError(f"not an absolute path: {path!r}")
+    return host
