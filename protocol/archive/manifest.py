@@ -92,7 +92,8 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 
 
 def _check_record(record: Record) -> None:
-    if record.mode is not None and (stat.S_IFMT(record.mode) not in _KINDS or not 0 < record.mode <= 0xFFFF):
+    # The range first: S_IFMT raises OverflowError for what is no mode_t.
+    if record.mode is not None and not (0 < record.mode <= 0xFFFF and stat.S_IFMT(record.mode) in _KINDS):
         raise ArchiveError(f"the manifest gives it the impossible mode {record.mode:#o}", record.path)
     if not (0 <= record.uid <= _ID_MAX and 0 <= record.gid <= _ID_MAX):
         raise ArchiveError("the manifest gives it an owner out of range", record.path)
