@@ -52,8 +52,11 @@ def runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
         # The XDG base directory specification: a relative path is invalid and to be ignored.
         if os.path.isabs(environ.get(variable, "")):
             return environ[variable]
-    uid = os.geteuid()
-    return "/run" if uid == 0 else f"/tmp/vfsd-{uid}"  # noqa: S108 (checked by ensure_socket_dir)
+    return "/run" if os.geteuid() == 0 else _in_tmp()
+
+
+def _in_tmp() -> str:
+    return f"/tmp/vfsd-{os.geteuid()}"  # noqa: S108 (nothing in it is used before _check_owner)
 
 
 def socket_dir() -> str:
@@ -68,7 +71,7 @@ def ensure_socket_dir() -> str:
     directory first would hold the sockets.
     """
     base, path = runtime_dir(), socket_dir()
-    if base.startswith("/tmp/vfsd-"):  # noqa: S108 (checked right here)
+    if base == _in_tmp():
         _ensure_private(base)
     else:
         os.makedirs(base, mode=0o700, exist_ok=True)
@@ -79,6 +82,12 @@ def ensure_socket_dir() -> str:
 def _ensure_private(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
+    _check_owner(path)
+    if stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
+        os.chmod(path, 0o700)
+
+
+def _check_owner(path: str) -> None:
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
         raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another place")
@@ -86,8 +95,6 @@ def _ensure_private(path: str) -> None:
         raise PermissionError(
             f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}: set ${RUNTIME_VARIABLE} to another place"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(path, 0o700)
 
 
 def socket_path(name: str) -> str:
@@ -174,9 +181,14 @@ def remove_record(record: WorkspaceRecord) -> None:
 
 
 def read_records() -> list[WorkspaceRecord]:
-    """All records, of dead daemons too, by name.  One that cannot be read is logged and left out."""
+    """All records, of dead daemons too, by name.  One that cannot be read is logged and left out.
+
+    PermissionError where a stranger made our directory in /tmp: its sockets are the stranger's too.
+    """
     directory = socket_dir()
     try:
+        if runtime_dir() == _in_tmp():
+            _check_owner(_in_tmp())
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
@@ -300,7 +312,8 @@ def unique_name(base: str) -> str:
 
     A dead workspace keeps its name, except from a new one at the same mount point, which replaces it.
     """
-    fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(os.path.normpath(base)))
+    base = os.path.normpath(base)
+    fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))
     name = fitting.lstrip("._-")[:_NAME_LENGTH] or "workspace"
     taken = {record.name for record in read_records() if record.alive or record.mountpoint != base}
     number, candidate = 1, name
