@@ -50,6 +50,9 @@ class _Known(NamedTuple):
 
     flags: int
     method: int
+    clock: int
+    date: int
+    extra: bytes
     crc: int
     compressed: int
     size: int
@@ -145,7 +148,7 @@ class ZipWriter:
                 extra,
                 data,
             )  # fmt: skip
-            self._remember(item, _Known(zr.FLAG_UTF8, method, crc, len(data), len(item.data), offset))
+            self._remember(item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, len(data), len(item.data), offset))
             offset += zr.LOCAL.size + len(item.name) + len(extra) + len(data)
         self._write(b"".join(parts))
 
@@ -156,7 +159,8 @@ class ZipWriter:
         start = self.offset
         clock, date = zr.dos_time(item.mtime_ns)
         # The ZIP64 field in the local header announces sizes of 64 bits in the descriptor (4.3.9.2).
-        extra = (_zip64_field(0, 0) if big else b"") + zr.ut_field(item.mtime_ns)
+        ut = zr.ut_field(item.mtime_ns)
+        extra = (_zip64_field(0, 0) if big else b"") + ut
         unknown, version = (zr.MAX_32, zr.VERSION_ZIP64) if big else (0, zr.VERSION_DEFLATE)
         header = zr.LOCAL.pack(
             zr.SIGNATURE_LOCAL, version, flags, zr.DEFLATED, clock, date,
@@ -173,7 +177,7 @@ class ZipWriter:
         compressed = self.offset - data_start
         descriptor = zr.DESCRIPTOR64 if big else zr.DESCRIPTOR
         self._write(descriptor.pack(zr.SIGNATURE_DESCRIPTOR, crc, compressed, size))
-        self._remember(item, _Known(flags, zr.DEFLATED, crc, compressed, size, start))
+        self._remember(item, _Known(flags, zr.DEFLATED, clock, date, ut, crc, compressed, size, start))
 
     def finish(self) -> None:
         """The central directory and the end records."""
@@ -192,9 +196,7 @@ class ZipWriter:
 
     def _remember(self, item: Item, known: _Known) -> None:
         """Add the entry to the central directory; values past 32 bits go to a ZIP64 field, in this order."""
-        flags, method, crc, compressed, size, at = known
-        clock, date = zr.dos_time(item.mtime_ns)
-        extra = zr.ut_field(item.mtime_ns)
+        flags, method, clock, date, extra, crc, compressed, size, at = known
         version = zr.VERSION_DEFLATE
         wide = [value for value in (size, compressed, at) if value >= zr.MAX_32]
         if wide:

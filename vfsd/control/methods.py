@@ -126,7 +126,7 @@ class Methods:
             _check_snapshot_name(name)
         async with self._served.changing:
             await self._served.settle()
-            taken = {info.name for info in self._volume.snapshots()} if name is None else frozenset()
+            taken = {info.name for info in self._volume.snapshots()} if name is None else set()
             return _record(self._volume.take_snapshot(name or _free_name("snap-", taken), tag=params.tag))
 
     async def _snapshots(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
@@ -328,7 +328,7 @@ def _check_snapshot_name(name: str) -> None:
         )
 
 
-def _free_name(prefix: str, taken: frozenset[str] | set[str]) -> str:
+def _free_name(prefix: str, taken: set[str]) -> str:
     """The prefix with a number above all that were given."""
     numbers = [int(name[len(prefix) :]) for name in taken if name.startswith(prefix) and name[len(prefix) :].isdigit()]
     return f"{prefix}{max(numbers, default=0) + 1}"

@@ -1,8 +1,8 @@
 """Converger: makes the live state like a tree, touching only what differs.
 
 Used for restoring single paths of a snapshot and for putting an archive in place.  Where the tree is a
-view of the same volume, inodes keep their numbers and blocks are shared; else content is compared, and
-written where it differs.  Trees may be deep: nothing here recurses.
+view of a memory volume blocks are shared, and where it is of this one inodes keep their numbers; else
+content is compared, and written where it differs.  Trees may be deep: nothing here recurses.
 
 Threading: the serving loop only; the caller's transaction undoes what was done when this raises.
 """
@@ -37,7 +37,8 @@ class Converger:
         self._tree = tree
         self._replace = replace
         self._check_room = check_room
-        self._own_view = tree if isinstance(tree, SnapshotTree) and tree.belongs_to(state) else None
+        self._view = tree if isinstance(tree, SnapshotTree) else None
+        self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
         self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
 
     def run(self, path: bytes) -> None:
@@ -223,14 +224,14 @@ class Converger:
         if entry.is_symlink and node.target != entry.target:
             node = self._state.own(node)
             node.target, node.size = entry.target, len(entry.target)
-        elif entry.is_file and self._own_view is not None:
+        elif entry.is_file and self._view is not None:
             self._share_content(node, entry)
         elif entry.is_file and not self._equal(node, entry):
             self._write_content(node, entry)
 
     def _share_content(self, node: Inode, entry: TreeEntry) -> None:
-        assert self._own_view is not None
-        version = self._own_view.version(entry.inode)
+        assert self._view is not None
+        version = self._view.version(entry.inode)
         assert version is not None
         if version.same_content(node) and version.pages == node.pages:
             return

@@ -143,6 +143,12 @@ class SnapshotTree:
         for offset in range(0, inode.size, size):
             yield _read(inode, offset, size)
 
+    def same_content(self, path: bytes, other: Tree) -> bool | None:
+        """Whether the regular file at `path` has the same bytes in `other`; None where only reading can tell."""
+        if not isinstance(other, SnapshotTree):
+            return None
+        return self.find(path).same_content(other.find(path))
+
     def touched(self, other: Tree) -> Collection[bytes] | None:
         """See `protocol.tree.Tree`: the inodes and names that changed in the epochs between the two."""
         if not isinstance(other, SnapshotTree) or not other.belongs_to(self._state):

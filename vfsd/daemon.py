@@ -1,0 +1,232 @@
+"""The daemon: backend, engine, control socket and signals put together, from mount to unmount.
+
+Threading: everything runs on one trio loop; blocking calls (unmounting, reading an archive, asking the
+mount) go to worker threads, because the mount that they may touch is served by the loop.
+
+Order of a start, each step undone when a later one fails: what a dead daemon left is cleared, the archive
+is read, the mount is made, the name's socket is bound (two daemons of one name cannot both get there),
+the engine serves, the mount answers, the record is written, the starter is told.  Order of an end: the file
+system is unmounted (after a signal, by the control socket or by anyone else), the engine returns, an
+unmount that came by the socket is answered, socket and record go.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+import vfsd
+from protocol.backends.memory import MemoryVolume
+from vfsd import holders, mounts, runtime
+from vfsd.control.methods import Methods, read_archive
+from vfsd.control.server import ControlServer
+from vfsd.engines.base import EngineSettings
+from vfsd.engines.choice import mount_engine
+from vfsd.logs import log_failure
+from vfsd.ready import Ready
+from vfsd.replay import Replay
+from vfsd.runtime import WorkspaceRecord
+from vfsd.sd_notify import Notifier
+from vfsd.served import Served
+
+if TYPE_CHECKING:
+    from vfsd.engines.base import Engine
+    from vfsd.options import MountOptions
+
+__all__ = ["run_daemon"]
+
+_logger = logging.getLogger(__name__)
+
+# What programs that hold a busy mount get, after a signal, before the daemon goes all the same.
+_LINGER_S: Final = 5.0
+_ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
+_ANSWER_POLL_S: Final = 0.01
+# A thread that computes (an export, a diff) holds the interpreter for so long at a time: that is what a
+# request through the mount waits for.  Python's own default is 5 ms.
+_SWITCH_INTERVAL_S: Final = 0.0005
+_MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
+
+
+async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+    """Mount a workspace and serve it until it is unmounted; `ready` is called when the mount answers.
+
+    Raises what kept it from starting, with nothing left behind: OSError, ArchiveError, ValueError.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    recovered = await trio.to_thread.run_sync(_recover, options)
+    runtime.ensure_socket_dir()
+    volume = await trio.to_thread.run_sync(_open_volume, options)
+    settings = EngineSettings(
+        options.mountpoint, options.name, read_only=options.read_only, allow_other=options.allow_other
+    )
+    replay = Replay(volume, options.mountpoint)
+    engine = mount_engine(options.engine, volume, settings, replay)
+    try:
+        await _Daemon(options, engine, volume, replay).run(ready, recovered)
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(engine.unmount)
+
+
+class _Daemon:
+    """A mounted workspace while it is served."""
+
+    def __init__(self, options: MountOptions, engine: Engine, volume: MemoryVolume, replay: Replay) -> None:
+        self._options = options
+        self._engine = engine
+        self._volume = volume
+        self._replay = replay
+        self._notifier = Notifier.from_environment()
+        self._served = trio.Event()
+
+    async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
+        """Serve until the file system is unmounted."""
+        options = self._options
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        socket = runtime.socket_path(options.name)
+        record: WorkspaceRecord | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                methods = Methods(
+                    Served(self._volume, self._engine, self._replay, options.mountpoint, nursery), options, started_at
+                )
+                await nursery.start(ControlServer(socket, methods.handlers()).serve)
+                await nursery.start(self._handle_signals)
+                nursery.start_soon(self._feed_watchdog)
+                nursery.start_soon(self._serve, methods, nursery)
+                # The loop must be serving already: this asks it.
+                await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
+                record = self._record(socket, started_at)
+                runtime.write_record(record)
+                ready(Ready(options.name, options.mountpoint, socket, os.getpid(), self._engine.name, recovered))
+                self._notifier.ready(f"serving {options.mountpoint}")
+                _logger.info(
+                    "mounted, served by the %s engine", self._engine.name,
+                    extra={"operation": "mount", "path": options.mountpoint},
+                )  # fmt: skip
+        except* (OSError, ValueError) as group:
+            raise _first(group) from None
+        finally:
+            if record is not None:
+                runtime.remove_record(record)
+
+    async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
+        """Answer the kernel until the file system is unmounted; then end everything else."""
+        try:
+            await self._engine.serve()
+        finally:
+            self._served.set()
+        _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.mountpoint})
+        self._notifier.stopping()
+        with trio.move_on_after(_ANSWER_S):
+            while methods.answering_unmount:
+                await trio.sleep(_ANSWER_POLL_S)
+        nursery.cancel_scope.cancel()
+
+    def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
+        pid = os.getpid()
+        return WorkspaceRecord(
+            name=self._options.name,
+            mountpoint=self._options.mountpoint,
+            pid=pid,
+            pid_start_ticks=runtime.process_start_ticks(pid) or 0,
+            backend=self._options.backend,
+            started_at=started_at,
+            version=vfsd.__version__,
+            socket=socket,
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+    async def _handle_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            async with trio.open_nursery() as nursery:
+                async for number in signals:
+                    _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
+                    if nursery.child_tasks:
+                        self._engine.stop()
+                        return
+                    nursery.start_soon(self._unmount)
+
+    async def _unmount(self) -> None:
+        """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
+        self._notifier.stopping("unmounting")
+        place = self._options.mountpoint
+        try:
+            await trio.to_thread.run_sync(mounts.unmount, place)
+        except OSError as error:
+            log_failure(_logger, "unmount", error, path=place, level=logging.WARNING)
+            held = await trio.to_thread.run_sync(holders.holders, place)
+            for holder in held:
+                _logger.warning("held by %s", holder.describe(), extra={"operation": "unmount", "path": place})
+            await self._detach()
+        with trio.move_on_after(_LINGER_S):
+            await self._served.wait()
+        self._engine.stop()
+        await trio.sleep_forever()  # `_serve` ends everything
+
+    async def _detach(self) -> None:
+        try:
+            await trio.to_thread.run_sync(lambda: mounts.unmount(self._options.mountpoint, lazy=True))
+        except OSError as error:
+            log_failure(_logger, "unmount --lazy", error, path=self._options.mountpoint)
+
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd that the loop turns."""
+        interval_s = self._notifier.watchdog_interval_s
+        if interval_s is None:
+            return
+        while True:
+            self._notifier.watchdog()
+            await trio.sleep(interval_s)
+
+
+def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:
+    """The first error of a group: a start fails for one reason, and its caller is told that."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, OSError | ValueError)
+    return error
+
+
+# -- the start ---------------------------------------------------------------------------------------
+
+
+def _recover(options: MountOptions) -> str | None:
+    """Make sure that name and mountpoint are free; clear what a dead daemon left there, and say what that was.
+
+    FileExistsError for a name in use; else as `mounts.check_mountpoint`.
+    """
+    for record in runtime.read_records():
+        if record.name == options.name and record.alive:
+            reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
+            raise FileExistsError(errno.EEXIST, reason)
+    dead = mounts.check_mountpoint(options.mountpoint)
+    if dead is None:
+        return None
+    mounts.clear_dead_mount(options.mountpoint)
+    mounts.check_mountpoint(options.mountpoint)
+    return f"the daemon of {dead.describe()} had died: what was in that workspace, snapshots too, is lost"
+
+
+def _open_volume(options: MountOptions) -> MemoryVolume:
+    """The backend, with the content of `--from` in it.  Runs in a worker thread, before anybody else knows it."""
+    if options.backend != "memory":
+        raise OSError(errno.EOPNOTSUPP, f"the backend {options.backend!r} is not available in this version")
+    default_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
+    volume = MemoryVolume(options.max_bytes or default_bytes, options.max_inodes)
+    if options.archive is not None:
+        with read_archive(options.archive).tree() as tree:
+            volume.import_tree(tree, replace=True)
+    volume.read_only = options.read_only
+    return volume

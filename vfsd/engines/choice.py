@@ -1,0 +1,48 @@
+"""Which engine serves a mount: the one asked for, or for "auto" the native one, where the kernel serves it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING, Final
+
+from vfsd.engines.native import NativeEngine
+from vfsd.logs import log_failure
+
+if TYPE_CHECKING:
+    from protocol.volume import Volume
+    from vfsd.engines.base import Engine, EngineSettings, Impersonator
+    from vfsd.options import EngineChoice
+
+__all__ = ["mount_engine"]
+
+_logger = logging.getLogger(__name__)
+
+# What says that this kernel, or this way of mounting, is nothing for the native engine; not that mounting
+# there fails, which it would with the other engine too.
+_UNSERVED: Final = frozenset({errno.EPROTONOSUPPORT, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPROTO, errno.ETIMEDOUT})
+
+
+def mount_engine(
+    choice: EngineChoice, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None
+) -> Engine:
+    """Make the mount and return the engine that is to serve it.  OSError where it cannot be made.
+
+    "auto" falls back to pyfuse3 where the native engine is not served, and logs why.
+    """
+    if choice != "pyfuse3":
+        engine = NativeEngine(volume, settings, impersonator)
+        try:
+            engine.mount()
+        except OSError as error:
+            if choice == "native" or error.errno not in _UNSERVED:
+                raise
+            log_failure(_logger, "native engine", error, level=logging.WARNING)
+        else:
+            return engine
+    # Start-up: only who needs it loads libfuse.
+    from vfsd.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
+
+    fallback = Pyfuse3Engine(volume, settings, impersonator)
+    fallback.mount()
+    return fallback
