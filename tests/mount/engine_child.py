@@ -6,10 +6,13 @@ The parent writes one JSON object a line to standard input and reads one a line 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
 import os
+import select
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +22,50 @@ from typing import Any
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Coherence
+from protocol.volume import Coherence, EntryChange
 from vfsd.coherence import tell_kernel
 from vfsd.engines.base import EngineSettings
 from vfsd.engines.pyfuse3 import Pyfuse3Engine
 from vfsd.replay import Replay
+
+EVENTS = {
+    0x2: "MODIFY",
+    0x4: "ATTRIB",
+    0x8: "CLOSE_WRITE",
+    0x40: "MOVED_FROM",
+    0x80: "MOVED_TO",
+    0x100: "CREATE",
+    0x200: "DELETE",
+    0x400: "DELETE_SELF",
+    0x8000: "IGNORED",
+}
+ALL = 0x2 | 0x4 | 0x8 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400
+ISDIR = 0x40000000
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.names: dict[int, str] = {}
+
+    def add(self, path: str, label: str) -> None:
+        number = libc.inotify_add_watch(self.fd, os.fsencode(path), ALL)
+        assert number > 0, os.strerror(ctypes.get_errno())
+        self.names[number] = label
+
+    def events(self) -> list[str]:
+        """What has been raised so far: events are in the queue when the system call returns that raises them."""
+        found = []
+        while select.select([self.fd], [], [], 0)[0]:
+            data = os.read(self.fd, 65536)
+            while data:
+                number, mask, _, length = struct.unpack_from("iIII", data)
+                name = data[16 : 16 + length].rstrip(b"\0").decode()
+                data = data[16 + length :]
+                kind = "|".join(text for bit, text in EVENTS.items() if mask & bit)
+                found.append(f"{kind}{'|DIR' if mask & ISDIR else ''} {self.names[number]}/{name}".rstrip("/"))
+        return found
 
 
 class Served:
@@ -50,27 +92,27 @@ class Served:
 
 
 @contextmanager
-def served(directory: str, user: int | None = None, **settings: Any) -> Iterator[Served]:
+def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
     """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume.
 
-    `user`: the uid that the child runs as.  An unexpected line of its log fails the test.
-    """
+    `user`: what the child runs as, once it has mounted.  `expected_log`: a part of its log; any other line
+    fails the test."""
     path = os.path.join(directory, "mnt")
     os.mkdir(path)
-    if user is not None:
-        os.chown(path, user, user)
     log = os.path.join(directory, "log")
     expected = settings.pop("expected_log", "")
     with open(log, "w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.mount.engine_child", json.dumps({"mountpoint": path, **settings})],
+            [
+                sys.executable,
+                "-m",
+                "tests.mount.engine_child",
+                json.dumps({"mountpoint": path, "user": user, **settings}),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            user=user,
-            group=user,
-            extra_groups=[] if user is not None else None,
         )
     child = Served(path, process, log)
     try:
@@ -100,6 +142,7 @@ def served(directory: str, user: int | None = None, **settings: Any) -> Iterator
 class _Child:
     def __init__(self, mountpoint: str, settings: dict[str, Any]) -> None:
         self.volume = MemoryVolume(max_bytes=settings.pop("max_bytes", None))
+        self.user = settings.pop("user")
         faults = settings.pop("faults", None)
         self.replay = Replay(self.volume, mountpoint)
         subject: Any = _Faulty(self.volume, faults) if faults else self.volume
@@ -110,12 +153,15 @@ class _Child:
 
     async def run(self) -> None:
         self.engine.mount()
+        os.setegid(self.user)
+        os.seteuid(self.user)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.engine.serve)
                 await self.obey()
                 self.engine.stop()
         finally:
+            os.seteuid(0)
             self.engine.unmount()
             self.engine.unmount()
 
@@ -140,11 +186,7 @@ class _Child:
         await self.engine.drained()
 
     async def check(self) -> None:
-        try:
-            from protocol.testing import check_invariants
-        except ImportError:
-            return
-        check_invariants(self.volume)
+        self.volume.check_invariants()
 
     async def snapshot(self, name: str) -> None:
         self.volume.take_snapshot(name)
@@ -161,6 +203,9 @@ class _Child:
     async def replay_again(self) -> None:
         assert self.told is not None
         await self.replay.run(self.told)
+
+    async def replay_something(self) -> None:
+        await self.replay.run(Coherence(entries=[EntryChange(1, b"gone", 99, 0)], paths={1: b""}))
 
     async def content(self, name: str) -> str:
         """What the volume, not the kernel, has in the root's file `name`."""
