@@ -1,271 +1,73 @@
-"""A daemon without a mount: the real control socket, over a state that is a dict of paths to contents.
+"""Daemons that start well or badly, as the workspace's name says: what `vfsd.launch` starts in its tests.
 
-It runs in a thread of the test's process and leaves a record as a daemon does, so the command line and the
-Python API find it as they find a real one.
+A good one, "fine", ends when the file that `archive` names exists.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-import threading
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+import signal
+import sys
+from collections.abc import Callable
 
+import pyfuse3
 import trio
 
-from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
-from vfsd.control import messages as m
-from vfsd.control.server import ControlServer
-from vfsd.runtime import (
-    WorkspaceRecord,
-    ensure_socket_dir,
-    process_start_ticks,
-    remove_record,
-    socket_path,
-    write_record,
-)
-
-State = dict[bytes, bytes]
-CREATED_AT = "2026-01-02T03:04:05Z"
+from tests.unit.tiny_fuse import OneDirectory
+from vfsd import daemon_process
+from vfsd.options import MountOptions
+from vfsd.ready import Ready
 
 
-def changes_between(old: State, new: State) -> list[m.ChangeRecord]:
-    found = []
-    for path in sorted(old.keys() | new.keys()):
-        before, after = old.get(path), new.get(path)
-        if before != after:
-            kind = "added" if before is None else "removed" if after is None else "modified"
-            sizes = (None if side is None else len(side) for side in (before, after))
-            found.append(m.ChangeRecord(m.wire_path(path), kind, "file", *sizes))
-    return found
+async def fine(options: MountOptions, ready: Callable[[Ready], None]) -> None:
+    facts = {
+        "cwd": os.getcwd(),
+        "stdin": os.readlink("/proc/self/fd/0"),
+        "session": os.getsid(0),
+        "pid": os.getpid(),
+        "argv": sys.argv,
+    }
+    print(json.dumps(facts), flush=True)
+    ready(Ready(options.name, options.mountpoint, "/socket", os.getpid(), "fake", "a sentence"))
+    while not os.path.exists(str(options.archive)):
+        await trio.sleep(0.01)
 
 
-def count(changes: list[m.ChangeRecord]) -> m.ChangeCounts:
-    kinds = [change.change for change in changes]
-    return m.ChangeCounts(kinds.count("added"), kinds.count("modified"), kinds.count("removed"))
+async def hang(*, stubborn: bool) -> None:
+    """Never get ready; a `stubborn` one does not end on SIGTERM either."""
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(f"pid {os.getpid()}", flush=True)
+    await trio.sleep_forever()
 
 
-@dataclass
-class FakeDaemon:
-    """Use as a context manager.  `live` is what the workspace holds, `requests` what was asked, in order."""
+async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+    match options.name:
+        case "fine":
+            await fine(options, ready)
+        case "fails":
+            raise FileNotFoundError(errno.ENOENT, "there is no such place", options.mountpoint)
+        case "refuses":
+            raise ValueError("that makes no sense")
+        case "crashes":
+            raise RuntimeError("a bug")
+        case "dies":
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "babbles":
+            os.write(int(sys.argv[2]), b"nonsense\n")
+            await trio.sleep_forever()
+        case "hangs":
+            await hang(stubborn=True)
+        case "waits":
+            await hang(stubborn=False)
+        case "mounts-and-hangs":
+            mount_options = set(pyfuse3.default_options) | {f"fsname=vfsd:{options.name}", "subtype=vfsd"}
+            pyfuse3.init(OneDirectory(), options.mountpoint, mount_options)
+            await hang(stubborn=True)
 
-    name: str
-    mountpoint: str
-    live: State = field(default_factory=dict)
-    snapshots: dict[str, State] = field(default_factory=dict)
-    tags: dict[str, str | None] = field(default_factory=dict)
-    requests: list[tuple[str, Any]] = field(default_factory=list)
-    patch: list[bytes] = field(default_factory=lambda: [b"--- a/x\n", b"+++ b/x\n"])
-    holders: list[str] = field(default_factory=list)
-    archives: dict[str, State] = field(default_factory=dict)
-    forced_changes: list[m.ChangeRecord] | None = None  # what diff answers instead, where set
-    silent: bool = False  # takes requests and never answers
-    undo_to: str | None = None
-    unmounted: bool = False
 
-    @property
-    def socket(self) -> str:
-        return socket_path(self.name)
-
-    @property
-    def record(self) -> WorkspaceRecord:
-        ticks = process_start_ticks(os.getpid())
-        assert ticks is not None
-        return WorkspaceRecord(
-            name=self.name,
-            mountpoint=self.mountpoint,
-            pid=os.getpid(),
-            pid_start_ticks=ticks,
-            backend="memory",
-            started_at=CREATED_AT,
-            version="0.1.0",
-            socket=self.socket,
-        )
-
-    def __enter__(self) -> Self:
-        ensure_socket_dir()
-        started = threading.Event()
-        self._thread = threading.Thread(target=trio.run, args=(self._serve, started), daemon=True)
-        self._thread.start()
-        assert started.wait(10), "the fake daemon did not start"
-        write_record(self.record)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        remove_record(self.record)
-        self._token.run_sync_soon(self._scope.cancel)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    async def _serve(self, started: threading.Event) -> None:
-        methods = {name.removeprefix("do_"): self._recorded(name) for name in dir(self) if name.startswith("do_")}
-        self._token = trio.lowlevel.current_trio_token()
-        with trio.CancelScope() as self._scope:
-            async with trio.open_nursery() as nursery:
-                await nursery.start(ControlServer(self.socket, methods).serve)
-                started.set()
-
-    def _recorded(self, name: str) -> Any:
-        method = name.removeprefix("do_")
-
-        async def handle(params: Any, call: Any) -> Any:
-            self.requests.append((method, params))
-            if self.silent:
-                await trio.sleep_forever()
-            return await getattr(self, name)(params, call)
-
-        return handle
-
-    # -- the methods ------------------------------------------------------------------------------
-    def _record_of(self, name: str) -> m.SnapshotRecord:
-        state = self.snapshots[name]
-        return m.SnapshotRecord(
-            name=name,
-            created_at=CREATED_AT,
-            files=len(state),
-            directories=1,
-            size_bytes=sum(map(len, state.values())),
-            kind="safety" if name.startswith("before-") else "user",
-            tag=self.tags.get(name),
-        )
-
-    def _state(self, name: str | None) -> State:
-        if name is None:
-            return self.live
-        if name not in self.snapshots:
-            raise SnapshotNotFoundError(name)
-        return self.snapshots[name]
-
-    async def do_ping(self, params: Any, call: Any) -> m.Empty:
-        return m.Empty()
-
-    async def do_status(self, params: Any, call: Any) -> m.StatusResult:
-        size = sum(map(len, self.live.values()))
-        return m.StatusResult(
-            name=self.name,
-            mountpoint=m.wire_path(os.fsencode(self.mountpoint)),
-            backend="memory",
-            engine="pyfuse3",
-            pid=os.getpid(),
-            version="0.1.0",
-            started_at=CREATED_AT,
-            read_only=False,
-            files=len(self.live),
-            directories=1,
-            size_bytes=size,
-            used_bytes=size,
-            max_bytes=None,
-            max_inodes=None,
-            snapshots=len(self.snapshots),
-            requests=7,
-        )
-
-    async def do_snapshot(self, params: m.SnapshotParams, call: Any) -> m.SnapshotRecord:
-        name = params.name or f"snap-{len(self.snapshots) + 1}"
-        if name in self.snapshots:
-            raise SnapshotExistsError(name)
-        self.snapshots[name] = dict(self.live)
-        self.tags[name] = params.tag
-        return self._record_of(name)
-
-    async def do_snapshots(self, params: m.SnapshotsParams, call: Any) -> m.SnapshotsResult:
-        records, before = [], State()
-        for name, state in self.snapshots.items():
-            record = self._record_of(name)
-            if params.changes:
-                record.changes = count(changes_between(before, state))
-            records.append(record)
-            before = state
-        return m.SnapshotsResult(records)
-
-    async def do_drop(self, params: m.DropParams, call: Any) -> m.Empty:
-        self._state(params.name)
-        del self.snapshots[params.name]
-        return m.Empty()
-
-    async def do_restore(self, params: m.RestoreParams, call: Any) -> m.RestoreResult:
-        name = self.undo_to if params.undo else params.name
-        if params.archive is not None:
-            name, target = params.archive, self._archive(params.archive)
-        elif name is None:
-            raise FileNotFoundError(errno.ENOENT, "there is no restore to undo")
-        else:
-            target = self._state(name)
-        target = self._limited(target, params.paths)
-        changes = changes_between(self.live, target)
-        safety = None
-        if not params.dry_run:
-            safety = self._keep_state()
-            self.live = dict(target)
-        return m.RestoreResult(name, safety, count(changes), changes)
-
-    def _limited(self, target: State, wire_paths: list[str]) -> State:
-        """The live state with `wire_paths`, and what is below, as in `target`."""
-        if not wire_paths:
-            return target
-
-        def meant(path: bytes) -> bool:
-            wanted = [m.from_wire_path(text) for text in wire_paths]
-            return any(path == one or path.startswith(one + b"/") for one in wanted)
-
-        kept = {path: content for path, content in self.live.items() if not meant(path)}
-        return kept | {path: content for path, content in target.items() if meant(path)}
-
-    def _keep_state(self) -> str:
-        name = f"before-{len(self.snapshots) + 1}"
-        self.snapshots[name] = dict(self.live)
-        self.undo_to = name
-        return name
-
-    async def do_diff(self, params: m.DiffParams, call: Any) -> m.DiffResult:
-        a = params.a or next(reversed(self.snapshots), None)
-        if a is None:
-            raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with")
-        old, new = self._state(a), self._state(params.b)
-        if params.mode == "patch":
-            for piece in self.patch:
-                await call.output(piece)
-        changes = changes_between(old, self._limited_between(old, new, params.paths))
-        if self.forced_changes is not None:
-            changes = self.forced_changes
-        listed = [] if params.mode == "patch" else changes
-        return m.DiffResult(a, params.b, count(changes), listed)
-
-    def _limited_between(self, old: State, new: State, wire_paths: list[str]) -> State:
-        live, self.live = self.live, old
-        try:
-            return self._limited(new, wire_paths)
-        finally:
-            self.live = live
-
-    def _archive(self, wire: str) -> State:
-        path = os.fsdecode(m.from_wire_path(wire))
-        if path not in self.archives:
-            raise ArchiveError("not a ZIP archive", path)
-        return self.archives[path]
-
-    async def do_export(self, params: m.ExportParams, call: Any) -> m.ExportResult:
-        state = self._state(params.snapshot)
-        path = os.fsdecode(m.from_wire_path(params.path))
-        if path in self.archives and not params.overwrite:
-            raise FileExistsError(errno.EEXIST, "File exists", path)
-        await call.progress(1, 2, "files")
-        self.archives[path] = dict(state)
-        total = sum(map(len, state.values()))
-        return m.ExportResult(params.path, len(state), total, total + 100)
-
-    async def do_import(self, params: m.ImportParams, call: Any) -> m.ImportResult:
-        content = self._archive(params.path)
-        target = self.live | content
-        counts = count(changes_between(self.live, target))
-        safety = self._keep_state()
-        self.live = target
-        return m.ImportResult(params.path, len(content), sum(map(len, content.values())), safety, counts)
-
-    async def do_unmount(self, params: m.UnmountParams, call: Any) -> m.UnmountResult:
-        if self.holders and not params.lazy:
-            raise OSError(errno.EBUSY, f"busy: held by {', '.join(self.holders)}", self.mountpoint)
-        self.unmounted = True
-        return m.UnmountResult(m.wire_path(os.fsencode(self.mountpoint)), params.lazy, self.holders)
+if __name__ == "__main__":
+    sys.exit(daemon_process.main(sys.argv[1:], run_daemon))
