@@ -28,7 +28,7 @@ from protocol.volume import Volume
 from vfsd.engines.base import EngineSettings, Impersonator
 from vfsd.engines.native import mounting, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
-from vfsd.engines.native.operations import Operations
+from vfsd.engines.native.operations import Handler, Operations
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.engines.native.wire import InitFlag, Opcode
 
@@ -214,8 +214,7 @@ class NativeEngine:
             operations = self._impersonate(impersonator.volume)
         handler = operations.table.get(opcode)
         if handler is None or length < handler.least:
-            code = errno.EINVAL if handler else errno.ENOSYS
-            self._send(descriptor, unique, wire.error_reply(unique, code))
+            self._refuse(descriptor, unique, handler, length)
             return
         _, method, reply = handler
         try:
@@ -227,6 +226,11 @@ class NativeEngine:
         except Exception as error:  # noqa: BLE001  (logged there)
             message = self._failure(operations, opcode, unique, error)
         self._send(descriptor, unique, message)
+
+    def _refuse(self, descriptor: int, unique: int, handler: Handler | None, length: int) -> None:
+        """Answer what we do not serve (ENOSYS), and what no kernel sends: a request cut short (EINVAL)."""
+        if length >= wire.IN_HEADER_BYTES and (handler is None or handler.reply is not Replies.nothing):
+            self._send(descriptor, unique, wire.error_reply(unique, errno.EINVAL if handler else errno.ENOSYS))
 
     def _send(self, descriptor: int, unique: int, message: Message) -> None:
         try:

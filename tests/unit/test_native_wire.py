@@ -1,0 +1,309 @@
+"""The native engine's wire format and negotiation, and its loop on a socket that plays /dev/fuse."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import math
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import ROOT_INODE, Caller
+from vfsd.engines.base import EngineSettings
+from vfsd.engines.native import NativeEngine, wire
+from vfsd.engines.native.negotiation import negotiate
+from vfsd.engines.native.wire import InitFlag, Opcode
+
+ME = Caller(0, 0)
+EVERYTHING_OFFERED = 0xFF_FFFF_FFFF
+
+# sizeof() of the structs in linux/fuse.h.
+SIZES = {
+    "FUSE_IN_HEADER": 40,
+    "FUSE_OUT_HEADER": 16,
+    "FUSE_ATTR": 88,
+    "FUSE_ENTRY_OUT": 128,
+    "FUSE_ATTR_OUT": 104,
+    "FUSE_OPEN_OUT": 16,
+    "FUSE_WRITE_IN": 40,
+    "FUSE_WRITE_OUT": 8,
+    "FUSE_READ_IN": 40,
+    "FUSE_SETATTR_IN": 88,
+    "FUSE_MKNOD_IN": 16,
+    "FUSE_CREATE_IN": 16,
+    "FUSE_RENAME2_IN": 16,
+    "FUSE_INIT_OUT": 64,
+    "FUSE_KSTATFS": 80,
+    "FUSE_FALLOCATE_IN": 32,
+    "FUSE_LSEEK_IN": 24,
+    "FUSE_COPY_FILE_RANGE_IN": 56,
+    "FUSE_STATX_IN": 24,
+    "FUSE_STATX_OUT": 288,
+    "FUSE_SETXATTR_IN": 16,
+    "FUSE_SETXATTR_IN_COMPAT": 8,
+    "FUSE_DIRENT": 24,
+    "FUSE_DIRENTPLUS": 152,
+    "FUSE_NOTIFY_INVAL_INODE_OUT": 24,
+    "FUSE_NOTIFY_INVAL_ENTRY_OUT": 16,
+}
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES.items())
+def test_a_struct_is_as_long_as_the_kernels(name: str, size: int) -> None:
+    assert getattr(wire, name).size == size
+
+
+# -- INIT --------------------------------------------------------------------------------------
+def request(opcode: int, node: int = ROOT_INODE, body: bytes = b"", *, unique: int = 7, pid: int = 1) -> bytes:
+    header = wire.FUSE_IN_HEADER.pack(wire.IN_HEADER_BYTES + len(body), opcode, unique, node, 0, 0, pid, 0, 0)
+    return header + body
+
+
+def init(flags: int, minor: int = 44, major: int = 7, readahead: int = 131072) -> bytes:
+    body = wire.FUSE_INIT_IN.pack(major, minor, readahead, flags & 0xFFFFFFFF)
+    return request(Opcode.INIT, 0, body + struct.pack("=I44x", flags >> 32))
+
+
+def agree(message: bytes, cache_timeout_s: float = math.inf, acl: bool = False) -> tuple[Any, ...]:
+    reply = negotiate(message, len(message), cache_timeout_s=cache_timeout_s, acl=acl).reply
+    assert wire.FUSE_OUT_HEADER.unpack_from(reply) == (len(reply), 0, 7)
+    major, minor, _, low, _, _, max_write, _, max_pages, _, high = wire.FUSE_INIT_OUT.unpack_from(reply, 16)
+    return major, minor, InitFlag(low | high << 32), max_write, max_pages
+
+
+def test_requests_of_one_mebibyte_are_agreed_upon() -> None:
+    _, _, flags, max_write, max_pages = agree(init(EVERYTHING_OFFERED))
+    assert InitFlag.MAX_PAGES in flags
+    assert (max_write, max_pages) == (1024 * 1024, 256)
+
+
+def test_only_what_the_kernel_offers_is_taken() -> None:
+    offered = InitFlag.NO_OPEN_SUPPORT | InitFlag.NO_OPENDIR_SUPPORT | InitFlag.MAX_PAGES | InitFlag.ASYNC_READ
+    assert agree(init(offered, minor=34))[1:3] == (34, offered)
+
+
+def test_flags_beyond_32_bits_count_only_where_the_kernel_says_that_it_sends_them() -> None:
+    assert InitFlag.HAS_EXPIRE_ONLY in agree(init(EVERYTHING_OFFERED))[2]
+    assert InitFlag.HAS_EXPIRE_ONLY not in agree(init(EVERYTHING_OFFERED & ~InitFlag.INIT_EXT))[2]
+
+
+def test_write_back_and_truncating_opens_are_never_agreed_upon() -> None:
+    taken = agree(init(EVERYTHING_OFFERED))[2]
+    assert not taken & (InitFlag.WRITEBACK_CACHE | InitFlag.ATOMIC_O_TRUNC)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "taken", "left"),
+    [
+        (math.inf, InitFlag.EXPLICIT_INVAL_DATA, InitFlag.AUTO_INVAL_DATA),
+        (1.0, InitFlag.AUTO_INVAL_DATA, InitFlag.EXPLICIT_INVAL_DATA),
+    ],
+)
+def test_pages_follow_mtime_where_caches_time_out_and_us_where_they_do_not(
+    timeout_s: float, taken: InitFlag, left: InitFlag
+) -> None:
+    flags = agree(init(EVERYTHING_OFFERED), timeout_s)[2]
+    assert taken in flags
+    assert left not in flags
+
+
+def test_acls_are_agreed_upon_only_for_a_volume_that_keeps_them() -> None:
+    assert InitFlag.POSIX_ACL not in agree(init(EVERYTHING_OFFERED))[2]
+    with_acl = agree(init(EVERYTHING_OFFERED), acl=True)[2]
+    assert InitFlag.POSIX_ACL | InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT in with_acl
+
+
+@pytest.mark.parametrize(
+    "message",
+    [init(EVERYTHING_OFFERED & ~InitFlag.NO_OPEN_SUPPORT), init(EVERYTHING_OFFERED, major=8)],
+)
+def test_a_kernel_that_lacks_what_we_need_is_refused(message: bytes) -> None:
+    with pytest.raises(OSError, match="FUSE") as caught:
+        agree(message)
+    assert caught.value.errno == errno.EPROTONOSUPPORT
+
+
+def test_anything_but_init_as_the_first_request_is_refused() -> None:
+    with pytest.raises(OSError, match="INIT"):
+        agree(request(Opcode.GETATTR, body=bytes(16)))
+
+
+# -- the loop, on a socket that keeps message boundaries as /dev/fuse does ------------------------
+class Kernel:
+    """Plays the kernel: sends requests, takes replies."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = trio.socket.from_stdlib_socket(channel)
+
+    async def ask(self, message: bytes) -> tuple[int, bytes]:
+        """The error (a positive errno) and the body that answer `message`."""
+        await self.channel.send(message)
+        return self._parse(await self.channel.recv(1 << 20), message)
+
+    @staticmethod
+    def _parse(reply: bytes, message: bytes) -> tuple[int, bytes]:
+        length, error, unique = wire.FUSE_OUT_HEADER.unpack_from(reply)
+        assert length == len(reply)
+        assert -wire.MAX_ERRNO <= error <= 0
+        if len(message) >= wire.IN_HEADER_BYTES:
+            assert unique == wire.FUSE_IN_HEADER.unpack_from(message)[2]
+        return -error, reply[16:]
+
+
+def converse(volume: Any, dialogue: Any, **engine_options: Any) -> None:
+    """Run `dialogue(kernel, engine)` against an engine over `volume`."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.setblocking(False)
+        engine = NativeEngine(volume, EngineSettings("/nowhere", "test"), **engine_options)
+        # In place of what `mount` opens: the loop is what is tested, without a kernel.
+        engine._device = io.FileIO(theirs.detach(), "r+")
+        kernel = Kernel(ours)
+        try:
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.serve)
+                    await dialogue(kernel, engine)
+                    engine.stop()
+        finally:
+            engine._device.close()
+            kernel.channel.close()
+
+    trio.run(main)
+
+
+def named(opcode: int, name: bytes, node: int = ROOT_INODE) -> bytes:
+    return request(opcode, node, name + b"\0")
+
+
+@pytest.fixture(name="volume")
+def a_volume() -> Iterator[MemoryVolume]:
+    volume = MemoryVolume(max_bytes=1 << 22, max_inodes=1000)
+    volume.mknod(ROOT_INODE, b"file", stat.S_IFREG | 0o644, 0, ME)
+    volume.mkdir(ROOT_INODE, b"dir", 0o755, ME)
+    volume.symlink(ROOT_INODE, b"link", b"file", ME)
+    yield volume
+    volume.check_invariants()
+
+
+@pytest.mark.parametrize("opcode", [Opcode.OPEN, Opcode.OPENDIR, Opcode.CREATE, Opcode.FLUSH, 31, 4095])
+def test_what_is_not_served_is_answered_with_enosys(volume: MemoryVolume, opcode: int) -> None:
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        assert await kernel.ask(request(opcode, body=bytes(64))) == (errno.ENOSYS, b"")
+
+    converse(volume, dialogue)
+
+
+def test_a_missing_name_is_answered_as_a_negative_entry_without_limit(volume: MemoryVolume) -> None:
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        error, body = await kernel.ask(named(Opcode.LOOKUP, b"nope"))
+        node, _, entry_valid, *_ = wire.FUSE_ENTRY_OUT.unpack(body)
+        assert (error, node) == (0, 0)
+        assert entry_valid >= 2**31
+
+    converse(volume, dialogue)
+
+
+def test_an_impersonators_thread_sees_its_volume_and_the_kernel_keeps_nothing_of_it(volume: MemoryVolume) -> None:
+    other = MemoryVolume()
+    other.mknod(ROOT_INODE, b"mirage", stat.S_IFREG | 0o600, 0, ME)
+
+    class Impersonator:
+        thread_id = 4711
+
+        @property
+        def volume(self) -> MemoryVolume:
+            return other
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        lookup = request(Opcode.LOOKUP, body=b"mirage\0", pid=4711)
+        error, body = await kernel.ask(lookup)
+        _, _, entry_valid, attr_valid, entry_nsec, attr_nsec, *_ = wire.FUSE_ENTRY_OUT.unpack(body)
+        assert (error, entry_valid, attr_valid, entry_nsec, attr_nsec) == (0, 0, 0, 0, 0)
+        missing = request(Opcode.LOOKUP, body=b"file\0", pid=4711)
+        assert await kernel.ask(missing) == (errno.ENOENT, b"")
+        error, body = await kernel.ask(named(Opcode.LOOKUP, b"mirage"))
+        assert (error, wire.FUSE_ENTRY_OUT.unpack(body)[0]) == (0, 0)
+
+    converse(volume, dialogue, impersonator=Impersonator())
+
+
+def test_an_errno_that_the_kernel_would_refuse_becomes_eio(
+    volume: MemoryVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfit(_: int) -> bytes:
+        raise OSError(100_000, "no errno")
+
+    monkeypatch.setattr(volume, "readlink", unfit)
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        assert await kernel.ask(request(Opcode.READLINK)) == (errno.EIO, b"")
+
+    converse(volume, dialogue)
+
+
+def test_every_request_counts(volume: MemoryVolume) -> None:
+    async def dialogue(kernel: Kernel, engine: NativeEngine) -> None:
+        before = engine.requests
+        for _ in range(5):
+            await kernel.ask(request(Opcode.GETATTR, body=bytes(16)))
+        assert engine.requests == before + 5
+
+    converse(volume, dialogue)
+
+
+NO_REPLY = {Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT}
+names = st.sampled_from([b"file", b"dir", b"link", b"new", b".", b"..", b"", b"a/b", b"\xff\xfe", b"x" * 300])
+bodies = st.one_of(
+    st.binary(max_size=200),
+    st.tuples(st.binary(max_size=112), names, names).map(lambda parts: parts[0] + parts[1] + b"\0" + parts[2] + b"\0"),
+    # Small numbers reach further into the handlers than random ones do.
+    st.lists(st.sampled_from([0, 0, 0, 1, 2, 4096, 2**31, 2**63 - 1, 2**64 - 1]), max_size=14).map(
+        lambda words: struct.pack(f"={len(words)}Q", *words)
+    ),
+)
+requests = st.builds(
+    lambda opcode, node, body, cut: request(opcode, node, body)[: max(cut, 1)],
+    st.one_of(st.sampled_from([int(o) for o in Opcode]), st.integers(0, 2**32 - 1)),
+    st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)),
+    bodies,
+    st.one_of(st.just(1 << 20), st.integers(1, 200)),
+)
+
+
+@given(st.lists(requests, min_size=1, max_size=12))
+def test_no_request_however_malformed_ends_the_loop_or_is_unexpected(messages: list[bytes]) -> None:
+    volume = MemoryVolume(max_bytes=1 << 22, max_inodes=1000)
+    volume.mknod(ROOT_INODE, b"file", stat.S_IFREG | 0o644, 0, ME)
+    volume.mkdir(ROOT_INODE, b"dir", 0o755, ME)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        for message in messages:
+            opcode = int.from_bytes(message[4:8], "little") if len(message) >= 8 else 0
+            if opcode in NO_REPLY or len(message) < wire.IN_HEADER_BYTES:
+                await kernel.channel.send(message)
+            else:
+                await kernel.ask(message)
+        error, _body = await kernel.ask(request(Opcode.GETATTR, body=bytes(16), unique=99))
+        assert error == 0
+
+    logging.getLogger("vfsd.engines.native.session").addHandler(handler)
+    try:
+        converse(volume, dialogue)
+    finally:
+        logging.getLogger("vfsd.engines.native.session").removeHandler(handler)
+    assert [record.exc_info for record in records] == []
