@@ -1,0 +1,32 @@
+"""A workspace end to end: mount, work, snapshot, restore, export, unmount."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vfsd.workspace import Workspace
+
+
+def test_restoring_a_snapshot_brings_content_names_and_times_back(workspace: Workspace, root: Path) -> None:
+    (root / "kept").write_text("old")
+    (root / "gone").mkdir()
+    (root / "gone" / "file").write_text("x")
+    before = os.stat(root / "kept")
+    workspace.snapshot("one")
+    (root / "kept").write_text("newer")
+    (root / "gone" / "file").unlink()
+    (root / "gone").rmdir()
+    (root / "added").write_text("y")
+
+    workspace.restore("one")
+
+    assert (root / "kept").read_text() == "old"
+    assert sorted(os.listdir(root)) == ["gone", "kept"]
+    assert (root / "gone" / "file").read_text() == "x"
+    after = os.stat(root / "kept")
+    assert (after.st_ino, after.st_mtime_ns, after.st_ctime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )
