@@ -91,9 +91,9 @@ def export_archive(
     path = os.fspath(path)
     if not overwrite and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     # In the same directory, so that the rename stays in one file system.
-    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(4)}.tmp")
+    temporary = os.path.join(folder, f".vfsd-export-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             summary = write_archive(tree, file, created_ns=created_ns, progress=progress, level=level)

@@ -148,7 +148,9 @@ class ZipWriter:
                 extra,
                 data,
             )  # fmt: skip
-            self._remember(item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, len(data), len(item.data), offset))
+            self._remember(
+                item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, len(data), len(item.data), offset)
+            )
             offset += zr.LOCAL.size + len(item.name) + len(extra) + len(data)
         self._write(b"".join(parts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -409,6 +410,23 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path, overwrite: bool) 
     )
 
 
+def test_an_export_to_a_file_system_without_hard_links_works_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "FAT has no hard links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / ("\u00e9" * 127)  # the longest name there can be
+    export_archive(rich_tree(), path, created_ns=CREATED_NS)
+    assert path.read_bytes() == archive_of(rich_tree())
+    path.unlink()
+    with pytest.raises(FileExistsError):
+        export_archive(rich_tree(), path, progress=lambda *_: path.write_bytes(b"precious") and None)
+    assert path.read_bytes() == b"precious"
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_an_export_into_a_missing_directory_or_onto_a_directory_fails(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         export_archive(DictTree(), tmp_path / "none" / "a.zip")
@@ -450,6 +468,22 @@ def test_a_large_file_of_zeros_is_archived_and_read_in_fixed_memory(tmp_path: Pa
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+@pytest.mark.slow
+def test_a_file_past_4_gib_and_what_follows_it_come_back(tmp_path: Path) -> None:
+    size = (4 << 30) + 5
+    tree = BigFile(size, b"\0")
+    tree.entries[b"last"] = replace(tree.entries[b"big"], path=b"last", size=3, inode=0)
+    tree.content[b"last"] = b"end"
+    with (tmp_path / "a.zip").open("wb") as file:
+        write_archive(tree, file, level=1)
+    with open_archive(tmp_path / "a.zip") as read:
+        assert [(entry.path, entry.size) for entry in read.walk()] == [(b"", 0), (b"big", size), (b"last", 3)]
+        assert read.read(b"last", 0, 9) == b"end"
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert archive.getinfo("files/big").file_size == size
+        assert archive.read("files/last") == b"end"
 
 
 def test_many_small_files_are_archived_in_fixed_memory() -> None:
