@@ -28,6 +28,7 @@ import functools
 import logging
 import os
 import select
+import stat
 import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -37,7 +38,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import pyfuse3
 import trio
 
-from protocol.errors import errno_of
+from protocol.errors import errno_of, fail
 from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
 from vfsd.engines.base import EngineSettings, Impersonator
 
@@ -243,7 +244,7 @@ class _Handlers(pyfuse3.Operations):
         await _result(self._asked_by(ctx)[0].rmdir(parent_inode, name))
 
     @_handler
-    async def rename(  # noqa: PLR0917 - pyfuse3 calls it so
+    async def rename(
         self,
         parent_inode_old: int,
         name_old: bytes,
@@ -406,6 +407,9 @@ class Pyfuse3Engine:
     def mount(self) -> None:
         if not self._closed:
             raise OSError(errno.EBUSY, "this engine has mounted already", self._settings.mountpoint)
+        if not stat.S_ISDIR(os.stat(self._settings.mountpoint).st_mode):
+            # The kernel would mount it, and then find that the root is another thing than it was told.
+            raise fail(errno.ENOTDIR, self._settings.mountpoint)
         before = _fuse_descriptors()
         with _standard_error() as said:
             try:
