@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -308,3 +309,61 @@ async def test_another_user_is_refused_by_uid(
         assert answer["error"]["data"]["errno"] == "EACCES"
         assert "65534" in answer["error"]["message"]
         assert "65534" in caplog.text
+
+
+async def test_large_requests_share_a_budget_and_small_ones_always_find_room(path: str) -> None:
+    started, release = trio.Event(), trio.Event()
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        started.set()
+        await release.wait()
+        return Empty()
+
+    large = "x" * 400_000
+    async with serving(path, {"drop": drop}, limits=Limits(held_bytes=500_000)), peer(path) as first:
+        await first.call("drop", 1, name=large)
+        await started.wait()
+        async with peer(path) as second:
+            with contextlib.suppress(trio.BrokenResourceError):  # refused before it was all sent
+                await second.call("drop", 2, name=large)
+            error = await second.error()
+            assert (error["code"], error["data"]["errno"]) == (OPERATION_FAILED, "EBUSY")
+        await assert_others_are_served(path)
+        assert await first.is_alive()
+        release.set()
+        assert "result" in (await first.receive() or {})
+        await assert_budget_is_free(path, large)
+
+
+@pytest.mark.parametrize("ending", ["in mid-line", "in mid-call", "refused"])
+async def test_the_budget_is_given_back_however_a_connection_ends(path: str, ending: str) -> None:
+    block = trio.Event()
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        if params.name.startswith("wait"):
+            block.set()
+            await trio.sleep_forever()
+        return Empty()
+
+    async with serving(path, {"drop": drop}, limits=Limits(held_bytes=500_000)) as server:
+        for _ in range(5):
+            async with peer(path) as client:
+                if ending == "in mid-line":
+                    await client.stream.send_all(b"x" * 400_000)
+                    await trio.testing.wait_all_tasks_blocked()
+                elif ending == "in mid-call":
+                    await client.call("drop", name="wait".ljust(400_000))
+                    await block.wait()
+                else:
+                    with contextlib.suppress(trio.BrokenResourceError):  # refused before it was all sent
+                        await client.stream.send_all(b"x" * 600_000)
+                    assert (await client.error())["data"]["errno"] == "EBUSY"
+            while server.connections:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+        await assert_budget_is_free(path, "x" * 400_000)
+
+
+async def assert_budget_is_free(path: str, name: str) -> None:
+    async with peer(path) as client:
+        await client.call("drop", name=name)
+        assert "result" in (await client.receive() or {})

@@ -1,7 +1,8 @@
 """The server's side of one connection: lines in, calls run, lines out, all of it bounded.
 
 Memory that one client can hold: one request line, `calls_at_once` running requests, and as many answers as
-wait for the client to read.  A client that stops reading is dropped; one that stops writing in mid-line too.
+wait for the client to read; all clients' large requests together are held within one budget.  A client that
+stops reading is dropped; one that stops writing in mid-line too.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ from vfsd.control.messages import (
     wire_path,
 )
 
-__all__ = ["Connection", "Limits", "error_line"]
+__all__ = ["Budget", "Connection", "Limits", "error_line"]
 
 _logger = logging.getLogger(__name__)
 _requests = msgspec.json.Decoder(Request)
 
 # Numbers with two names get the one that man pages of file system calls use.
 _ERRNO_NAMES: Final = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP", errno.EDEADLK: "EDEADLK"}
+
+_SMALL_BYTES: Final = 16 * 1024  # of a request that always find room
 
 RequestId = int | str | None
 
@@ -53,10 +56,29 @@ class Limits:
     connections: int = 256
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
+    held_bytes: int = 32 * 1024 * 1024  # of all requests that are being read or run, small ones not counted
     line_s: float = 30.0  # from a line's first byte to its newline
     idle_s: float = 600.0  # without a request, running or begun; clients connect again
     stall_s: float = 30.0  # in which a client that has something to read takes not a byte
     progress_s: float = 0.1  # between two progress messages of a connection
+
+
+class Budget:
+    """The bytes of requests that all connections hold together.
+
+    The first _SMALL_BYTES of each are free: whoever fills the budget cannot keep small requests from others.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left = limit_bytes
+
+    def resize(self, held: int, wanted: int) -> bool:
+        """Hold `wanted` bytes where `held` were; False, and nothing changed, when there is no room."""
+        more = max(0, wanted - _SMALL_BYTES) - max(0, held - _SMALL_BYTES)
+        if more > self._left:
+            return False
+        self._left -= more
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +93,12 @@ class Connection:
     The socket is the caller's to close.
     """
 
-    def __init__(self, sock: trio.socket.SocketType, methods: Mapping[str, Handler], limits: Limits) -> None:
+    def __init__(
+        self, sock: trio.socket.SocketType, methods: Mapping[str, Handler], limits: Limits, budget: Budget
+    ) -> None:
         self._sock = sock
+        self._budget = budget
+        self._buffered = 0  # what `budget` holds for `lines`
         self._methods = methods
         self._limits = limits
         self._scope = trio.CancelScope()
@@ -102,8 +128,12 @@ class Connection:
                         await self._answer_requests()
                         inner.cancel_scope.cancel()
         finally:
+            self._budget.resize(self._buffered, 0)
             for call in self._unanswered:
                 call.answered()
+            # Calls refer to their connection: what they hold is freed now, not when the collector comes by.
+            self._unanswered.clear()
+            self._progressed.clear()
 
     # -- in -------------------------------------------------------------------------------------------
     async def _answer_requests(self) -> None:
@@ -130,11 +160,23 @@ class Connection:
                 # A request whose newline is missing: whole, as `printf | nc` sends it, or cut off.  Both answer.
                 return self._lines.take_rest() or None
             self._lines.feed(data)
+            if not self._account():
+                await self._send(_busy_line(None))
+                return None
+        self._account()
         self._line_deadline = None
         if len(line) > self._limits.request_bytes:
             await self._refuse_length()
             return None
         return line
+
+    def _account(self) -> bool:
+        """Tell the budget what is buffered; False when it has no room for it."""
+        buffered = self._lines.partial_bytes
+        if not self._budget.resize(self._buffered, buffered):
+            return False
+        self._buffered = buffered
+        return True
 
     async def _refuse_length(self) -> None:
         text = f"the request is longer than {self._limits.request_bytes} bytes"
@@ -177,9 +219,16 @@ class Connection:
             if request.id is not msgspec.UNSET:
                 await self._send(found)
             return
-        # While all slots are taken nothing more is read: the kernel's buffer fills, and the client waits.
-        await self._slots.acquire()
-        calls.start_soon(self._run, request, *found)
+        if not self._budget.resize(0, len(line)):
+            await self._send(_busy_line(_id_of(request)))
+            return
+        try:
+            # While all slots are taken nothing more is read: the kernel's buffer fills, and the client waits.
+            await self._slots.acquire()
+        except trio.Cancelled:
+            self._budget.resize(len(line), 0)
+            raise
+        calls.start_soon(self._run, request, len(line), *found)
 
     def _find(self, request: Request) -> bytes | tuple[Handler, Any]:
         """The handler of `request` and its decoded parameters, or the line that says what is wrong."""
@@ -193,7 +242,7 @@ class Connection:
             return error_line(request_id, INVALID_PARAMS, f"{request.method}: {error}")
 
     # -- calls ----------------------------------------------------------------------------------------
-    async def _run(self, request: Request, handler: Handler, params: Any) -> None:
+    async def _run(self, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
         silent = request.id is msgspec.UNSET
         call = Call(_id_of(request), silent=silent, send=self._send, progress_ready=self._progress_ready)
         self._running.add(call)
@@ -210,6 +259,7 @@ class Connection:
         finally:
             self._running.discard(call)
             self._slots.release()
+            self._budget.resize(size_bytes, 0)
 
     def _answered(self, call: Call) -> None:
         self._unanswered.discard(call)
@@ -331,6 +381,11 @@ def _text_and_path(error: Exception, code: int | None) -> tuple[str, str | None]
         return text, None
     path = wire_path(os.fsencode(error.filename))
     return f"{text}: {path}", path
+
+
+def _busy_line(request_id: RequestId) -> bytes:
+    text = "the daemon is holding too many large requests; try again"
+    return error_line(request_id, OPERATION_FAILED, text, ErrorData("EBUSY"))
 
 
 def error_line(request_id: RequestId, code: int, message: str, data: ErrorData | None = None) -> bytes:

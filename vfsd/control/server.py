@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from vfsd.control.call import Call, CallCancelledError, Handler, InvalidParamsError
-from vfsd.control.connection import Connection, Limits, error_line
+from vfsd.control.connection import Budget, Connection, Limits, error_line
 from vfsd.control.messages import OPERATION_FAILED, ErrorData
 from vfsd.control.sockets import bind, peer_credentials
 
@@ -45,6 +45,7 @@ class ControlServer:
         self._methods = methods
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
         self._limits = limits or Limits()
+        self._budget = Budget(self._limits.held_bytes)
         self._open = 0
         self._full = False
 
@@ -107,7 +108,7 @@ class ControlServer:
         return None
 
     async def _serve_client(self, sock: trio.socket.SocketType, hangups: _Hangups) -> None:
-        connection = Connection(sock, self._methods, self._limits)
+        connection = Connection(sock, self._methods, self._limits, self._budget)
         try:
             with sock, hangups.watching(sock, connection):
                 await connection.serve()
