@@ -44,7 +44,8 @@ def changes_between(old: State, new: State) -> list[m.ChangeRecord]:
 
 def count(changes: list[m.ChangeRecord]) -> m.ChangeCounts:
     kinds = [change.change for change in changes]
-    return m.ChangeCounts(kinds.count("added"), kinds.count("modified"), kinds.count("removed"))
+    added, removed = kinds.count("added"), kinds.count("removed")
+    return m.ChangeCounts(added, len(kinds) - added - removed, removed)
 
 
 @dataclass

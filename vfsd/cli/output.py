@@ -20,6 +20,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
 
     from vfsd.control.messages import Progress
 
@@ -108,9 +109,8 @@ def say(text: str) -> None:
 
 def write_bytes(data: bytes) -> None:
     """Bytes straight to standard output."""
-    stream = click.get_binary_stream("stdout")
-    stream.write(data)
-    stream.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def print_json(value: Any) -> None:
@@ -169,18 +169,39 @@ def progress(label: str) -> Iterator[Callable[[Progress], None] | None]:
     if not on_terminal(err=True):
         yield None
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415 start-up
+    bar = _Bar(label)
+    try:
+        yield bar.update
+    finally:
+        bar.stop()
 
-    text, bar, left = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    count = TextColumn("{task.fields[shown]}")
-    with Progress(text, bar, count, left, console=_console(err=True), transient=True) as drawn:
-        task = drawn.add_task(label, total=None, shown="")
 
-        def update(step: Any) -> None:
-            shown = human_size(step.done) if step.unit == "bytes" else f"{step.done:,} files"
-            drawn.update(task, completed=step.done, total=step.total or None, shown=shown)
+class _Bar:
+    """Drawn when the first figures come: what is done at once flashes no bar."""
 
-        yield update
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._drawn: RichProgress | None = None
+
+    def update(self, step: Progress) -> None:
+        if self._drawn is None:
+            self._start()
+        assert self._drawn is not None
+        shown = human_size(step.done) if step.unit == "bytes" else f"{step.done:,} files"
+        self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
+
+    def stop(self) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def _start(self) -> None:
+        from rich import progress as rich  # noqa: PLC0415 start-up, see the module's docstring
+
+        text, shown = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[shown]}")
+        columns = (text, rich.BarColumn(), shown, rich.TimeRemainingColumn())
+        self._drawn = rich.Progress(*columns, console=_console(err=True), transient=True)
+        self._drawn.start()
+        self._task = self._drawn.add_task(self._label, total=None, shown="")
 
 
 def _console(*, err: bool = False) -> Console:

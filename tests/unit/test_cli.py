@@ -1,0 +1,542 @@
+"""The command line, against the real control socket of a daemon without a mount."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.unit.fake_workspace import FakeDaemon
+from vfsd.cli.main import COMMANDS, cli
+from vfsd.control import messages as m
+from vfsd.runtime import ensure_socket_dir, read_records, write_record
+
+
+@pytest.fixture
+def daemon(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    monkeypatch.chdir(workdir)
+    place = workdir / "mnt"
+    place.mkdir()
+    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n", b"src/main.c": b"int x;\n"}) as fake:
+        yield fake
+
+
+def run(*args: str | bytes) -> Result:
+    return CliRunner().invoke(cli, [os.fsdecode(arg) for arg in args])
+
+
+def ok(*args: str | bytes) -> str:
+    result = run(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def fails(*args: str | bytes) -> str:
+    """What standard error says; the exit status is 1, and it is the one line."""
+    result = run(*args)
+    assert result.exit_code == 1, (result.output, result.exception)
+    assert result.stderr.startswith("vfsd: error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("vfsd: error: ").rstrip("\n")
+
+
+def as_json(*args: str | bytes) -> Any:
+    return json.loads(ok(*args, "--json"))
+
+
+def last(daemon: FakeDaemon, method: str) -> Any:
+    return [params for name, params in daemon.requests if name == method][-1]
+
+
+# -- help -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_commands_help_shows_an_example(command: str) -> None:
+    text = ok(command, "--help")
+    assert f"  vfsd {command}" in text.partition("Examples:")[2] or f"$(vfsd {command}" in text
+    assert "--json" in text
+    assert "--workspace" in text
+
+
+def test_the_table_of_commands_says_what_each_commands_help_begins_with() -> None:
+    context = click.Context(cli)
+    for name, (_, line) in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert (command.help or "").splitlines()[0] == line
+
+
+def test_help_lists_every_command_once() -> None:
+    listed = [line.split()[0] for line in ok("--help").splitlines() if line.startswith("  ") and line.split()]
+    assert all(listed.count(name) == 1 for name in COMMANDS)
+
+
+def test_help_imports_nothing_that_takes_long() -> None:
+    code = (
+        "import sys\nfrom vfsd.cli.main import cli\n"
+        "try: cli(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'trio', 'rich', 'pyfuse3', 'asyncio', 'vfsd.workspace', 'vfsd.daemon'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["snapshot", "list", "diff", "mount"])
+def test_a_short_command_in_a_pipe_needs_neither_trio_nor_rich_nor_pyfuse3(daemon: FakeDaemon, command: str) -> None:
+    ok("snapshot", "base")
+    code = (
+        "import sys\nfrom vfsd.cli.main import cli\n"
+        f"try: cli([{command!r}{', sys.argv[1]' if command == 'mount' else ''}])\nexcept SystemExit: pass\n"
+        "print(sorted({'trio', 'rich', 'pyfuse3', 'asyncio'} & set(sys.modules)))"
+    )
+    missing = f"{daemon.mountpoint}/missing/place"
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_told() -> None:
+    assert ok("--version").startswith("vfsd 0.")
+
+
+# -- which workspace --------------------------------------------------------------------------------
+def test_the_only_workspace_running_needs_no_name(daemon: FakeDaemon) -> None:
+    assert as_json("status")["name"] == "demo"
+
+
+def test_w_is_taken_before_and_after_the_command(daemon: FakeDaemon, workdir: Path) -> None:
+    with FakeDaemon("other", str(workdir / "other")):
+        assert as_json("-w", "demo", "status")["name"] == "demo"
+        assert as_json("status", "-w", "other")["name"] == "other"
+        assert as_json("-w", "demo", "status", "-w", "other")["name"] == "other"
+        assert "several workspaces" in fails("status")
+
+
+def test_the_environment_picks_a_workspace_and_w_overrides_it(
+    daemon: FakeDaemon, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeDaemon("other", str(workdir / "other")):
+        monkeypatch.setenv("VFSD_WORKSPACE", "other")
+        assert as_json("status")["name"] == "other"
+        assert as_json("status", "-w", "demo")["name"] == "demo"
+
+
+def test_the_directory_one_is_in_picks_a_workspace(
+    daemon: FakeDaemon, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeDaemon("other", str(workdir / "other")):
+        monkeypatch.chdir(daemon.mountpoint)
+        assert as_json("status")["name"] == "demo"
+
+
+def test_a_directory_that_is_gone_still_picks_its_workspace(daemon: FakeDaemon, workdir: Path) -> None:
+    gone = Path(daemon.mountpoint, "gone")
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    with FakeDaemon("other", str(workdir / "other")):
+        assert as_json("status")["name"] == "demo"
+
+
+def test_no_workspace_is_an_error_that_says_what_to_type() -> None:
+    assert "vfsd mount" in fails("status")
+
+
+# -- errors -----------------------------------------------------------------------------------------
+def test_an_error_is_one_line_and_with_json_a_document_too(daemon: FakeDaemon) -> None:
+    assert "no such snapshot" in fails("drop", "nothing")
+    result = run("drop", "nothing", "--json")
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 1
+    assert (error["errno"], error["path"]) == ("ENOENT", "nothing")
+    assert "no such snapshot" in error["message"]
+    assert result.stderr.startswith("vfsd: error: ")
+
+
+def test_wrong_usage_is_status_2() -> None:
+    for args in (["nonsense"], ["mount"], ["snapshot", "a", "b"], ["restore"], ["diff", "a", "b", "c"], ["list", "-x"]):
+        result = run(*args)
+        assert result.exit_code == 2, args
+        assert "Usage:" in result.stderr
+        assert result.stdout == ""
+
+
+def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> None:
+    with FakeDaemon("demo", str(workdir)) as fake:
+        record = fake.record
+    ensure_socket_dir()
+    write_record(record)
+    try:
+        assert "not running" in fails("snapshot")
+    finally:
+        os.unlink(record.socket.removesuffix(".sock") + ".json")
+
+
+def test_an_interrupt_is_status_130(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vfsd.control.client.ControlClient.call", interrupted)
+    result = run("snapshot")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.patch = [b"+line\n" * 10_000] * 100
+    command = [sys.executable, "-m", "vfsd.cli.main", "diff", "--patch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.read(6) == b"+line\n"
+        child.stdout.close()
+        said = child.stderr.read()
+    assert said == b""
+
+
+# -- snapshots --------------------------------------------------------------------------------------
+def test_a_snapshot_prints_its_name_alone_in_a_pipe(daemon: FakeDaemon) -> None:
+    assert ok("snapshot") == "snap-1\n"
+    assert ok("snapshot", "mine", "--tag", "a remark") == "mine\n"
+    assert daemon.snapshots["mine"] == daemon.live
+    assert "exists" in fails("snapshot", "mine")
+
+
+def test_snapshots_are_a_line_of_fields_each(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one", "--tag", "the first")
+    daemon.live[b"new"] = b"12345"
+    ok("snapshot", "two")
+    lines = [line.split("\t") for line in ok("snapshots").splitlines()]
+    assert lines == [
+        ["one", "2026-01-02T03:04:05Z", "2", "11", "+2 ~0 -0", "user", "the first"],
+        ["two", "2026-01-02T03:04:05Z", "3", "16", "+1 ~0 -0", "user", "-"],
+    ]
+    assert [one["name"] for one in as_json("snapshots")["snapshots"]] == ["one", "two"]
+    assert ok("snapshots", "--no-changes").splitlines()[0].split("\t")[4] == "-"
+
+
+def test_drop_deletes_snapshots(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    ok("snapshot", "two")
+    assert as_json("drop", "one", "two") == {"dropped": ["one", "two"]}
+    assert daemon.snapshots == {}
+
+
+# -- restore ----------------------------------------------------------------------------------------
+def test_restore_says_what_it_did_and_how_to_undo_it(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    before = dict(daemon.live)
+    daemon.live |= {b"a.txt": b"two\n", b"new": b""}
+    text = ok("restore", "base")
+    assert daemon.live == before
+    assert "1 modified, 1 removed" in text
+    assert "before-2" in text
+    assert "vfsd restore --undo" in text
+    ok("restore", "--undo")
+    assert daemon.live[b"a.txt"] == b"two\n"
+
+
+def test_a_dry_run_prints_the_changes_and_changes_nothing(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.live |= {b"a.txt": b"two\n", b"new": b""}
+    del daemon.live[b"src/main.c"]
+    before = dict(daemon.live)
+    assert ok("restore", "base", "--dry-run") == "M a.txt\nD new\nA src/main.c\n"
+    assert daemon.live == before
+
+
+def test_paths_limit_a_restore_and_count_from_the_root(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.live |= {b"a.txt": b"two\n", b"src/main.c": b"no\n"}
+    ok("restore", "base", "src/../src/")
+    assert daemon.live == {b"a.txt": b"two\n", b"src/main.c": b"int x;\n"}
+    ok("restore", "base", f"{daemon.mountpoint}/a.txt")
+    assert daemon.live[b"a.txt"] == b"one\n"
+
+
+def test_inside_the_mount_paths_count_from_the_current_directory(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("snapshot", "base")
+    Path(daemon.mountpoint, "src").mkdir()
+    monkeypatch.chdir(f"{daemon.mountpoint}/src")
+    ok("restore", "base", "main.c", "../a.txt", "-n")
+    assert last(daemon, "restore").paths == ["src/main.c", "a.txt"]
+    ok("restore", "base", "..", "-n")
+    assert last(daemon, "restore").paths == []
+    assert "is not in the workspace" in fails("restore", "base", "../../etc")
+
+
+def test_a_path_outside_the_workspace_is_refused_before_anything_is_asked(daemon: FakeDaemon) -> None:
+    for path in ("../x", "/etc/passwd", f"{daemon.mountpoint}-other/x"):
+        assert "is not in the workspace" in fails("restore", "base", path)
+    assert daemon.requests == []
+
+
+def test_a_mountpoint_reached_by_a_symlink_is_known(daemon: FakeDaemon, workdir: Path) -> None:
+    (workdir / "link").symlink_to(daemon.mountpoint)
+    ok("snapshot", "base")
+    ok("restore", "base", f"{workdir}/link/a.txt", "-n")
+    assert last(daemon, "restore").paths == ["a.txt"]
+
+
+def test_names_that_are_no_utf8_go_there_and_back(daemon: FakeDaemon) -> None:
+    name = b"caf\xe9 \\ \n\x1b[31m"
+    ok("snapshot", "base")
+    daemon.live[name] = b"x"
+    assert ok("diff") == "A caf\\xe9 \\\\ \\x0a\\x1b[31m\n"
+    assert m.from_wire_path(ok("diff").rstrip("\n")[2:]) == name
+    ok("restore", "base", "-n", b"./" + name)
+    assert [m.from_wire_path(path) for path in last(daemon, "restore").paths] == [name]
+
+
+def test_undo_takes_paths_and_no_snapshot(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    ok("restore", "base")
+    ok("restore", "--undo", "src", "a.txt")
+    params = last(daemon, "restore")
+    assert (params.undo, params.name, params.paths) == (True, None, ["src", "a.txt"])
+
+
+def test_an_argument_is_an_archive_when_it_looks_like_one_and_is_there(daemon: FakeDaemon, workdir: Path) -> None:
+    archive = workdir / "old.zip"
+    ok("snapshot", "old.zip")
+    assert "restored old.zip" in ok("restore", "old.zip")
+    archive.touch()
+    daemon.archives[str(archive)] = {b"from-zip": b"1"}
+    ok("restore", "old.zip")
+    assert daemon.live == {b"from-zip": b"1"}
+    (workdir / "plain").touch()
+    assert "no such snapshot" in fails("restore", "plain")
+    assert "not a ZIP archive" in fails("restore", "./plain")
+
+
+# -- diff -------------------------------------------------------------------------------------------
+def test_diff_is_against_the_newest_snapshot_and_the_live_state(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    daemon.live[b"b"] = b"1"
+    ok("snapshot", "two")
+    daemon.live[b"c"] = b"1"
+    assert ok("diff") == "A c\n"
+    assert ok("diff", "one") == "A b\nA c\n"
+    assert ok("diff", "one", "two") == "A b\n"
+    assert ok("diff", "two", "one") == "D b\n"
+    assert ok("diff", "one", "one") == ""
+    assert ok("diff", "one", "--names") == "b\nc\n"
+    assert as_json("diff", "one", "two")["counts"] == {"added": 1, "modified": 0, "removed": 0}
+
+
+def test_each_kind_of_change_has_its_letter(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    kinds = ["added", "modified", "removed", "type", "metadata"]
+    daemon.forced_changes = [m.ChangeRecord(kind, kind, "file") for kind in kinds]  # type: ignore[arg-type]
+    daemon.forced_changes.append(m.ChangeRecord("dir", "added", "directory"))
+    assert [line[0] for line in ok("diff").splitlines()] == ["A", "M", "D", "T", "m", "A"]
+    assert ok("diff").endswith("A dir/\n")
+
+
+def test_what_follows_two_dashes_limits_the_diff(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    daemon.live |= {b"src/new": b"1", b"other": b"1", b"-x": b"1"}
+    assert ok("diff", "--", "src") == "A src/new\n"
+    assert ok("diff", "one", "--", "-x", "other") == "A -x\nA other\n"
+
+
+def test_stat_is_a_table_as_git_has_it(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.forced_changes = [
+        m.ChangeRecord("a.txt", "modified", "file", 10, 20, lines_added=3, lines_removed=1),
+        m.ChangeRecord("longer-name", "added", "file", None, 9, binary=True),
+        m.ChangeRecord("mode", "metadata", "file", 1, 1),
+        m.ChangeRecord("sub", "removed", "directory"),
+    ]
+    assert ok("diff", "--stat").splitlines() == [
+        " a.txt       |   4 +++-",
+        " longer-name | Bin 0 -> 9 bytes",
+        " mode        |   - metadata file",
+        " sub/        |   - removed directory",
+        " 4 paths changed, 3 insertions(+), 1 deletion(-)",
+    ]
+    assert last(daemon, "diff").mode == "stat"
+
+
+def test_a_big_stat_is_scaled_and_nothing_vanishes(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.forced_changes = [
+        m.ChangeRecord("big", "modified", "file", lines_added=100_000, lines_removed=1),
+        m.ChangeRecord("small", "modified", "file", lines_added=1, lines_removed=0),
+    ]
+    big, small, _ = ok("diff", "--stat").splitlines()
+    assert len(big) < 80
+    assert big.endswith("+-")
+    assert small.endswith(" 1 +")
+
+
+def test_a_patch_comes_byte_by_byte_as_the_daemon_wrote_it(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.patch = [b"--- a/x\n+caf\xe9\n", b"\x00\r\n"]
+    result = run("diff", "--patch")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout_bytes == b"--- a/x\n+caf\xe9\n\x00\r\n"
+    assert "patch_base64" in as_json("diff", "--patch")
+    daemon.patch = ["+é\n".encode()]
+    assert as_json("diff", "-p")["patch"] == "+é\n"
+
+
+# -- archives ---------------------------------------------------------------------------------------
+def test_export_and_import_take_paths_relative_to_the_current_directory(daemon: FakeDaemon, workdir: Path) -> None:
+    assert "exported 2 files" in ok("export", "out.zip")
+    assert daemon.archives[str(workdir / "out.zip")] == daemon.live
+    assert "exists" in fails("export", "out.zip")
+    daemon.live[b"a.txt"] = b"changed"
+    ok("export", "out.zip", "--force")
+    daemon.live = {b"mine": b"1"}
+    text = ok("import", "out.zip")
+    assert set(daemon.live) == {b"mine", b"a.txt", b"src/main.c"}
+    assert "2 added" in text
+    assert "vfsd restore --undo" in text
+
+
+def test_a_snapshot_can_be_exported(daemon: FakeDaemon, workdir: Path) -> None:
+    ok("snapshot", "base")
+    daemon.live.clear()
+    assert as_json("export", "old.zip", "--snapshot", "base")["files"] == 2
+    assert "no such snapshot" in fails("export", "x.zip", "--snapshot", "nothing")
+
+
+# -- list, status, unmount --------------------------------------------------------------------------
+def test_list_is_a_line_for_each_workspace(daemon: FakeDaemon, workdir: Path) -> None:
+    with FakeDaemon("other", str(workdir / "other")):
+        rows = [line.split("\t") for line in ok("list").splitlines()]
+        assert [row[:4] for row in rows] == [
+            ["demo", daemon.mountpoint, "memory", "alive"],
+            ["other", f"{workdir}/other", "memory", "alive"],
+        ]
+        assert [one["name"] for one in as_json("list")["workspaces"]] == ["demo", "other"]
+        assert [one["name"] for one in as_json("list", "-w", "other")["workspaces"]] == ["other"]
+
+
+def test_an_empty_list_is_empty() -> None:
+    assert ok("list") == ""
+    assert as_json("list") == {"workspaces": []}
+
+
+def test_status_is_names_and_values(daemon: FakeDaemon) -> None:
+    values = dict(line.split("\t") for line in ok("status", "demo").splitlines())
+    assert values["name"] == "demo"
+    assert values["files"] == "2"
+    assert values["size"] == "11"
+    assert values["max-bytes"] == "-"
+
+
+def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
+    daemon.holders = ["pid 12 (bash)"]
+    assert "pid 12 (bash)" in fails("unmount")
+    assert not daemon.unmounted
+    assert as_json("unmount", "demo", "--lazy")["unmounted"][0]["holders"] == ["pid 12 (bash)"]
+    assert daemon.unmounted
+
+
+def test_unmount_all_goes_on_after_a_failure(daemon: FakeDaemon, workdir: Path) -> None:
+    daemon.holders = ["pid 12 (bash)"]
+    with FakeDaemon("other", str(workdir / "other")) as other:
+        assert "demo: busy" in fails("unmount", "--all")
+        assert other.unmounted
+        assert not daemon.unmounted
+        assert run("unmount", "--all", "demo").exit_code == 2
+
+
+def test_a_workspace_whose_daemon_is_dead_is_listed_and_cleared_away(workdir: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with FakeDaemon("demo", str(workdir)) as fake:
+        record = msgspec.structs.replace(fake.record, pid=ended.pid, pid_start_ticks=1)
+    write_record(record)
+    assert ok("list").split("\t")[3] == "dead"
+    result = run("unmount", "demo")
+    assert result.exit_code == 0
+    assert "dead" in result.stderr
+    assert read_records() == []
+
+
+# -- completion -------------------------------------------------------------------------------------
+def complete(line: str, **environ: str) -> list[str]:
+    """What <Tab> offers after `line`."""
+    words = line.split(" ")
+    environment = {
+        **os.environ,
+        "_VFSD_COMPLETE": "bash_complete",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+        **environ,
+    }
+    command = [sys.executable, "-c", "from vfsd.cli.main import main; main()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return [item.partition(",")[2] for item in done.stdout.splitlines() if item]
+
+
+def test_commands_workspaces_and_snapshots_are_completed(daemon: FakeDaemon, workdir: Path) -> None:
+    ok("snapshot", "turn-1")
+    ok("snapshot", "other")
+    assert complete("vfsd snap") == ["snapshot", "snapshots"]
+    assert complete("vfsd status -w d") == ["demo"]
+    assert complete("vfsd unmount d") == ["demo"]
+    assert complete("vfsd drop t") == ["turn-1"]
+    assert complete("vfsd diff turn-1 o") == ["other"]
+    assert complete("vfsd restore t")[0] == "turn-1"
+    assert complete("vfsd mount x --backend ho") == ["host:"]
+    with FakeDaemon("second", str(workdir / "second"), snapshots={"its-own": {}}):
+        assert complete("vfsd -w second drop i") == ["its-own"]
+        assert complete("vfsd drop -w second i") == ["its-own"]
+
+
+def test_completion_offers_nothing_where_there_is_nothing_to_ask(workdir: Path) -> None:
+    assert complete("vfsd drop x") == []
+    assert complete("vfsd drop x", VFSD_WORKSPACE="nobody") == []
+    Path(ensure_socket_dir(), "broken.json").write_text("{")
+    try:
+        assert complete("vfsd status -w x") == []
+    finally:
+        Path(ensure_socket_dir(), "broken.json").unlink()
+
+
+def test_completion_does_not_wait_for_a_daemon_that_is_silent(daemon: FakeDaemon) -> None:
+    daemon.silent = True
+    assert complete("vfsd drop x") == []
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(daemon.socket)  # it was not that nobody listened
+    assert daemon.requests[-1][0] == "snapshots"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_its_script(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ok("completion", shell)
+    assert f"_VFSD_COMPLETE={shell}_complete" in script
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    assert ok("completion") == script
+
+
+def test_bash_takes_the_script() -> None:
+    subprocess.run(["bash", "-n"], input=ok("completion", "bash"), text=True, check=True)
+
+
+# -- doctor -----------------------------------------------------------------------------------------
+def test_doctor_says_of_each_thing_whether_it_is_there() -> None:
+    result = run("doctor", "--json")
+    answer = json.loads(result.stdout)
+    missing = [one for one in answer["findings"] if not one["ok"] and not one["optional"]]
+    assert answer["ok"] == (not missing)
+    assert result.exit_code == (1 if missing else 0)
+    lines = [line.split("\t") for line in run("doctor").stdout.splitlines()]
+    assert [line[1] for line in lines] == [one["topic"] for one in answer["findings"]]
+    assert {line[0] for line in lines} <= {"ok", "missing", "optional"}
