@@ -21,7 +21,6 @@ from vfsd.engines.base import EngineSettings
 __all__ = ["Mount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
 
 _FUSERMOUNT: Final = "fusermount3"
-_FSTYPE: Final = "fuse.vfsd"
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")  # how mountinfo writes blanks and backslashes, proc(5)
 
 
@@ -63,14 +62,23 @@ def is_mounted(made: Mount) -> bool:
 
 
 def unmount(made: Mount) -> None:
-    """Unmount, lazily where it is busy.  OSError when even that fails."""
+    """Unmount, lazily where it is busy.  OSError when even that fails.
+
+    EBUSY where another mount covers ours: fusermount3 would take that one away.
+    """
+    words = "covered by another mount"
     for arguments in (["-u"], ["-u", "-z"]):
+        devices = _devices(made.mountpoint)
+        if made.device not in devices:
+            return
+        if devices[-1] != made.device:
+            break
         done = subprocess.run(
             [_FUSERMOUNT, *arguments, "--", made.mountpoint], stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-        if done.returncode == 0 or not is_mounted(made):
-            return
-    raise OSError(errno.EBUSY, done.stderr.decode(errors="replace").strip(), made.mountpoint)
+        words = done.stderr.decode(errors="replace").strip()
+    if is_mounted(made):
+        raise OSError(errno.EBUSY, words, made.mountpoint)
 
 
 def abort(made: Mount) -> None:
@@ -116,16 +124,11 @@ def _receive_descriptor(channel: socket.socket) -> int | None:
 
 
 def _devices(mountpoint: str) -> list[str]:
-    """The devices of our type mounted at `mountpoint`, oldest first."""
+    """The devices mounted at `mountpoint`, the covering one last."""
     wanted = os.fsencode(mountpoint)
-    found = []
     with open("/proc/self/mountinfo", "rb") as table:
-        for line in table:
-            before, _, after = line.partition(b" - ")
-            fields = before.split(b" ")
-            if after.startswith(_FSTYPE.encode() + b" ") and _unescaped(fields[4]) == wanted:
-                found.append(fields[2].decode())
-    return found
+        mounts = (line.split(b" ", 5) for line in table)
+        return [fields[2].decode() for fields in mounts if _unescaped(fields[4]) == wanted]
 
 
 def _unescaped(path: bytes) -> bytes:

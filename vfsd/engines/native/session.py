@@ -146,7 +146,10 @@ class NativeEngine:
             self._closing = True
             self._close_when_unused()
         if mounted:
-            mounting.unmount(made)
+            try:
+                mounting.unmount(made)
+            except OSError as error:
+                logger.warning("not unmounted: %s", error)
 
     def _close_when_unused(self) -> None:
         """Close the device, unless a notification is under way: the last one then closes it."""
