@@ -170,10 +170,9 @@ def test_sqlite_in_wal_mode_with_two_processes(root: Path) -> None:
 def project(workdir: Path) -> Path:
     place = make_project(workdir / "project")
     os.setxattr(place / "run.sh", "user.comment", b"kept")
-    for link in ("link", "dangling"):  # rsync leaves times alone that differ by less than a second
-        os.utime(place / link, ns=(1, 1_234_567_890_123_456_789), follow_symlinks=False)
-    os.utime(place / "run.sh", ns=(1, 987_654_321_123_456_789))
-    os.utime(place, ns=(1, 1_111_111_111_000_000_001))
+    # Old times, all different: rsync leaves alone what differs by less than a second.
+    for number, path in enumerate([place, *sorted(place.rglob("*"))]):
+        os.utime(path, ns=(1, 1_111_111_111_000_000_001 + number * 3_000_000_007), follow_symlinks=False)
     return place
 
 
