@@ -205,7 +205,8 @@ async def test_calls_are_cancelled_although_more_requests_wait_unread(path: str)
         await cancelled.wait()
 
 
-async def test_a_thread_sees_that_its_client_is_gone(path: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", ["client leaves", "server stops"])
+async def test_a_thread_sees_that_nobody_waits_any_more(path: str, end: str, caplog: pytest.LogCaptureFixture) -> None:
     started, ended, gone = trio.Event(), trio.Event(), threading.Event()
 
     async def check(params: Any, call: Call) -> Empty:
@@ -224,12 +225,14 @@ async def test_a_thread_sees_that_its_client_is_gone(path: str, caplog: pytest.L
             ended.set()
         return Empty()
 
-    async with serving(path, {"check": check}):
-        async with peer(path) as client:
-            await client.call("check")
-            await started.wait()
-        await ended.wait()
-        assert gone.is_set()
+    async with serving(path, {"check": check}), peer(path) as client:
+        await client.call("check")
+        await started.wait()
+        if end == "client leaves":
+            await client.stream.aclose()
+            await ended.wait()
+            # Else the end of the block cancels the server while the client is still there.
+    assert gone.is_set()
     assert caplog.records == []
 
 
@@ -308,3 +311,21 @@ async def test_a_failing_after_answer_is_logged_and_harms_nobody(path: str, capl
         assert (await client.receive() or {})["result"] == {}
         assert await client.is_alive()
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_thread_that_outlives_the_loop_is_told_and_its_progress_is_ignored(path: str) -> None:
+    calls = []
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        calls.append(call)
+        return Empty()
+
+    async def main() -> None:
+        async with serving(path, {"drop": drop}), peer(path) as client:
+            await client.call("drop", name="x")
+            await client.receive()
+
+    trio.run(main)
+    calls[0].progress_nowait(1, 2, "files")
+    with pytest.raises(CallCancelledError):
+        calls[0].output_from_thread(b"x")

@@ -116,6 +116,7 @@ async def test_a_client_that_waits_for_a_long_call_is_not_idle(path: str, clock:
             clock.jump(600)
         release.set()
         assert "result" in (await client.receive() or {})
+        assert await client.is_alive()
 
 
 async def test_a_client_that_never_reads_is_dropped(
@@ -138,7 +139,8 @@ async def test_a_client_that_never_reads_is_dropped(
         await cancelled.wait()
         await trio.testing.wait_all_tasks_blocked()
         assert server.connections == 0
-    assert "did not read" in caplog.text
+    (record,) = caplog.records
+    assert "did not read" in record.getMessage()
 
 
 async def test_a_client_that_asks_and_never_reads_costs_a_bounded_amount(path: str) -> None:
