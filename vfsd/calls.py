@@ -101,7 +101,7 @@ def export(path: str | os.PathLike[str], snapshot: str | None, *, overwrite: boo
         "export",
         params,
         lambda answer: results.Exported(
-            path=os.fsdecode(messages.from_wire_path(answer.path)),
+            path=_path(answer.path),
             files=answer.files,
             total_bytes=answer.total_bytes,
             archive_bytes=answer.archive_bytes,
@@ -115,7 +115,7 @@ def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
         "import",
         messages.ImportParams(path=_absolute(path)),
         lambda answer: results.Imported(
-            path=os.fsdecode(messages.from_wire_path(answer.path)),
+            path=_path(answer.path),
             files=answer.files,
             total_bytes=answer.total_bytes,
             safety_snapshot=answer.safety_snapshot,
@@ -129,7 +129,7 @@ def unmount(*, lazy: bool) -> Call[results.Unmounted]:
     return Call(
         "unmount",
         messages.UnmountParams(lazy=lazy),
-        lambda answer: results.Unmounted(answer.mountpoint, answer.lazy, tuple(answer.holders)),
+        lambda answer: results.Unmounted(_path(answer.mountpoint), answer.lazy, tuple(answer.holders)),
     )
 
 
@@ -137,6 +137,10 @@ def unmount(*, lazy: bool) -> Call[results.Unmounted]:
 def _absolute(path: str | os.PathLike[str]) -> str:
     """A file of the host as the wire writes it: the daemon has another current directory than its callers."""
     return messages.wire_path(os.fsencode(os.path.abspath(path)))
+
+
+def _path(wire: str) -> str:
+    return os.fsdecode(messages.from_wire_path(wire))
 
 
 def _nothing(_answer: object) -> None:
@@ -150,7 +154,7 @@ def _counts(counts: messages.ChangeCounts) -> results.Counts:
 def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
     return tuple(
         results.Change(
-            path=os.fsdecode(messages.from_wire_path(record.path)),
+            path=_path(record.path),
             change=record.change,
             type=record.type,
             old_size=record.old_size,
@@ -195,4 +199,5 @@ def _diff(answer: messages.DiffResult) -> results.Diff:
 
 def _status(answer: messages.StatusResult) -> results.Status:
     values = msgspec.structs.asdict(answer)
-    return results.Status(**{**values, "started_at": datetime.fromisoformat(answer.started_at)})
+    values |= {"mountpoint": _path(answer.mountpoint), "started_at": datetime.fromisoformat(answer.started_at)}
+    return results.Status(**values)

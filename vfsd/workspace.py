@@ -18,6 +18,7 @@ A `Workspace` may be used from any thread: each call has a connection of its own
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterable
@@ -31,6 +32,7 @@ from vfsd.calls import Call
 from vfsd.control.aio import AsyncControlClient
 from vfsd.control.client import ControlClient
 from vfsd.control.messages import Progress
+from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options, running_workspace
 from vfsd.mounts import mount_at
 from vfsd.options import EngineChoice, MountOptions
@@ -208,12 +210,17 @@ class Workspace(_Base):
         return self._run(calls.status())
 
     def unmount(self, *, lazy: bool = False) -> Unmounted:
-        """Unmount; what only a memory workspace held is gone.  Once unmounted, it does nothing.
+        """Unmount, and wait for the daemon's end; what only a memory workspace held is gone.
+
+        A workspace that was unmounted already is left at that.
 
         OSError(EBUSY) names who has files open in it; `lazy` detaches it all the same.
         """
         if self._unmounted is None:
-            self._unmounted = self._run(calls.unmount(lazy=lazy))
+            with daemon_end(self._pid) as wait_ended:
+                self._unmounted = self._run(calls.unmount(lazy=lazy))
+                if not self._unmounted.holders:  # else it serves them until they are done
+                    wait_ended()
         return self._unmounted
 
     def _run(
@@ -368,7 +375,10 @@ class AsyncWorkspace(_Base):
     async def unmount(self, *, lazy: bool = False) -> Unmounted:
         """As `Workspace.unmount`."""
         if self._unmounted is None:
-            self._unmounted = await self._run(calls.unmount(lazy=lazy))
+            with daemon_end(self._pid) as wait_ended:
+                self._unmounted = await self._run(calls.unmount(lazy=lazy))
+                if not self._unmounted.holders:  # else it serves them until they are done
+                    await trio.to_thread.run_sync(wait_ended)
         return self._unmounted
 
     async def _run(
@@ -385,7 +395,9 @@ class AsyncWorkspace(_Base):
 # -- shared ---------------------------------------------------------------------------------------
 def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
     if create:
-        os.makedirs(options.mountpoint, exist_ok=True)
+        # What else is there, a dead mount that can be replaced included, `launch` knows and says better.
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(options.mountpoint)
     return launch.launch(options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -71,13 +72,22 @@ class FakeDaemon:
         return socket_path(self.name)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process that stands for the daemon's is gone."""
+        return self._process.poll() is not None
+
+    @property
     def record(self) -> WorkspaceRecord:
-        ticks = process_start_ticks(os.getpid())
+        ticks = process_start_ticks(self.pid)
         assert ticks is not None
         return WorkspaceRecord(
             name=self.name,
             mountpoint=self.mountpoint,
-            pid=os.getpid(),
+            pid=self.pid,
             pid_start_ticks=ticks,
             backend="memory",
             started_at=CREATED_AT,
@@ -86,19 +96,28 @@ class FakeDaemon:
         )
 
     def __enter__(self) -> Self:
+        # What callers take for the daemon's process, and may wait for; it ends when its input does.
+        self._process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         ensure_socket_dir()
         started = threading.Event()
         self._thread = threading.Thread(target=trio.run, args=(self._serve, started), daemon=True)
         self._thread.start()
         assert started.wait(10), "the fake daemon did not start"
-        write_record(self.record)
+        self._record = self.record
+        write_record(self._record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        remove_record(self.record)
+        remove_record(self._record)
+        self._end()
+        self._process.wait(10)
         self._token.run_sync_soon(self._scope.cancel)
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     async def _serve(self, started: threading.Event) -> None:
         methods = {name.removeprefix("do_"): self._recorded(name) for name in dir(self) if name.startswith("do_")}
@@ -149,7 +168,7 @@ class FakeDaemon:
             mountpoint=m.wire_path(os.fsencode(self.mountpoint)),
             backend="memory",
             engine="pyfuse3",
-            pid=os.getpid(),
+            pid=self.pid,
             version="0.1.0",
             started_at=CREATED_AT,
             read_only=False,
@@ -269,4 +288,5 @@ class FakeDaemon:
         if self.holders and not params.lazy:
             raise OSError(errno.EBUSY, f"busy: held by {', '.join(self.holders)}", self.mountpoint)
         self.unmounted = True
+        call.after_answer(self._end)
         return m.UnmountResult(m.wire_path(os.fsencode(self.mountpoint)), params.lazy, self.holders)

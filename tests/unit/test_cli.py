@@ -175,7 +175,9 @@ def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> Non
     ensure_socket_dir()
     write_record(record)
     try:
-        assert "not running" in fails("snapshot")
+        text = fails("snapshot", "-w", "demo")
+        assert "the daemon of demo is dead" in text
+        assert "vfsd unmount demo" in text
     finally:
         os.unlink(record.socket.removesuffix(".sock") + ".json")
 
@@ -444,6 +446,11 @@ def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
     assert not daemon.unmounted
     assert as_json("unmount", "demo", "--lazy")["unmounted"][0]["holders"] == ["pid 12 (bash)"]
     assert daemon.unmounted
+
+
+def test_when_unmount_returns_the_daemon_has_ended(daemon: FakeDaemon) -> None:
+    assert ok("unmount") == f"unmounted demo from {daemon.mountpoint}\n"
+    assert daemon.ended
 
 
 def test_unmount_all_goes_on_after_a_failure(daemon: FakeDaemon, workdir: Path) -> None:

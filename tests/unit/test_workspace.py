@@ -37,7 +37,7 @@ def launched(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> list[MountO
 
     def launch(options: MountOptions) -> Ready:
         asked.append(options)
-        return Ready(daemon.name, daemon.mountpoint, daemon.socket, os.getpid(), "native")
+        return Ready(daemon.name, daemon.mountpoint, daemon.socket, daemon.pid, "native")
 
     monkeypatch.setattr("vfsd.launch.launch", launch)
     return asked
@@ -163,18 +163,18 @@ def test_attach_leaves_the_workspace_mounted_and_mount_does_not(
     with Workspace.mount(daemon.mountpoint, name="demo", max_bytes=10) as ws:
         assert ws.path == daemon.mountpoint
     assert daemon.unmounted
+    assert daemon.ended  # its name and place are free again
     assert launched == [MountOptions(daemon.mountpoint, "demo", max_bytes=10)]
 
 
-def test_the_end_of_the_block_unmounts_after_an_exception_and_after_cancellation(
-    daemon: FakeDaemon, launched: list[MountOptions]
-) -> None:
+def test_the_end_of_the_block_unmounts_after_an_exception(daemon: FakeDaemon, launched: list[MountOptions]) -> None:
     with pytest.raises(ZeroDivisionError), Workspace.mount(daemon.mountpoint):
         raise ZeroDivisionError
-    assert daemon.unmounted
+    assert daemon.ended
 
+
+def test_the_end_of_the_block_unmounts_after_cancellation(daemon: FakeDaemon, launched: list[MountOptions]) -> None:
     async def cancelled() -> None:
-        daemon.unmounted = False
         with trio.CancelScope() as scope:
             async with AsyncWorkspace.mount(daemon.mountpoint):
                 scope.cancel()
@@ -182,6 +182,7 @@ def test_the_end_of_the_block_unmounts_after_an_exception_and_after_cancellation
 
     trio.run(cancelled)
     assert daemon.unmounted
+    assert daemon.ended
 
 
 def test_an_async_workspace_can_be_awaited_instead(daemon: FakeDaemon, launched: list[MountOptions]) -> None:
@@ -222,10 +223,11 @@ def test_a_workspace_that_somebody_else_unmounted_is_no_error(workdir: Path, mon
 def test_mount_makes_the_directory_unless_told_not_to(
     daemon: FakeDaemon, launched: list[MountOptions], workdir: Path
 ) -> None:
-    with Workspace.mount(workdir / "deep" / "er"):
-        assert (workdir / "deep" / "er").is_dir()
-    with Workspace.mount(workdir / "not", create=False):
-        assert not (workdir / "not").exists()
+    Workspace.mount(workdir / "deep" / "er")
+    assert (workdir / "deep" / "er").is_dir()
+    Workspace.mount(workdir / "deep" / "er")
+    Workspace.mount(workdir / "not", create=False)
+    assert not (workdir / "not").exists()
 
 
 def test_arguments_that_make_no_sense_are_refused_before_anything_starts(

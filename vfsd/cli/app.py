@@ -50,6 +50,11 @@ class App:
         """The daemon's answer; with `label`, a progress bar while it works."""
         from vfsd.control.client import ControlClient  # noqa: PLC0415
 
+        if not record.alive:
+            advice = f"`vfsd unmount {record.name}` clears it away, `vfsd mount` at its place replaces it"
+            raise ConnectionRefusedError(
+                errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and what it held is lost; {advice}"
+            )
         with ControlClient(record.socket) as client:
             if label is None:
                 return client.call(method, params, on_output=on_output)

@@ -31,9 +31,9 @@ def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) ->
 
 
 def count_words(counts: ChangeCounts) -> str:
-    """ "2 added, 1 modified", or "nothing"."""
+    """ "2 added, 1 modified", or "no changes"."""
     parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
-    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "nothing"
+    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
 
 def show_stat(changes: Sequence[ChangeRecord], counts: ChangeCounts, *, truncated: bool = False) -> None:

@@ -16,6 +16,7 @@ from vfsd.cli.names import complete_workspace
 from vfsd.cli.values import BACKEND, NAME, SIZE
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
+from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options
 from vfsd.mounts import clear_dead_mount, is_dead, mount_at
 from vfsd.options import ENGINES
@@ -123,7 +124,10 @@ def unmount_command(app: App, workspace_argument: str | None, lazy: bool, every:
 def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.UnmountResult:
     """Ask the daemon; where it is dead, take away what it left."""
     if record.alive:
-        result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
+        with daemon_end(record.pid) as wait_ended:
+            result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
+            if not result.holders:  # else it serves them until they are done
+                wait_ended()
         return result
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
