@@ -20,6 +20,9 @@ from protocol.volume import ROOT_INODE
 __all__ = ["Contents", "read_contents"]
 
 _TARGET_BYTES_MAX: Final = 4095  # PATH_MAX with its NUL, linux/limits.h
+# A value of three bytes costs 64 once decoded: without a bound an archive of some KB would take GB.
+_VALUES_FREE: Final = 1_000_000
+_VALUES_PER_ENTRY: Final = 64
 _DEFAULT_FILE: Final = stat.S_IFREG | 0o644
 _DEFAULT_DIRECTORY: Final = stat.S_IFDIR | 0o755
 
@@ -58,7 +61,11 @@ def _read_manifest(file: BinaryIO, members: Sequence[Member], limits: ArchiveLim
         raise ArchiveError("the manifest is malformed: it is no regular file", member.shown)
     if member.size > limits.manifest_bytes:
         raise ArchiveError(f"the manifest is larger than {limits.manifest_bytes} bytes", member.shown)
-    return decode_manifest(b"".join(decompressed(file, member)), member.shown)
+    data = b"".join(decompressed(file, member))
+    # Each value of the JSON is preceded by one of these; strings with many of them are paid for by the slack.
+    if sum(map(data.count, (b",", b"[", b"{"))) > _VALUES_FREE + _VALUES_PER_ENTRY * len(members):
+        raise ArchiveError("the manifest has more values than its entries can need", member.shown)
+    return decode_manifest(data, member.shown)
 
 
 # -- paths -------------------------------------------------------------------------------------

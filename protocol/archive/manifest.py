@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -35,6 +36,7 @@ _KINDS: Final = SPECIAL | {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
 _ID_MAX: Final = 0xFFFF_FFFF  # uid_t, gid_t
 _RDEV_MAX: Final = 0xFFFF_FFFF_FFFF_FFFF  # dev_t of glibc
 _SECONDS_MAX: Final = 1 << 63  # time_t
+_NO_XATTRS: Final[Mapping[bytes, bytes]] = MappingProxyType({})  # one for all: there may be a million
 _XATTR_BYTES_MAX: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 
 
@@ -108,7 +110,7 @@ def _check_record(record: Record) -> None:
 def record_xattrs(record: Record) -> Mapping[bytes, bytes]:
     """The xattrs of `record`, with their names as bytes.  ArchiveError."""
     if not record.xattrs:
-        return {}
+        return _NO_XATTRS
     xattrs = {}
     for text, value in record.xattrs.items():
         try:

@@ -219,6 +219,18 @@ def test_what_is_no_zip_is_refused(data: bytes) -> None:
     assert "no ZIP archive" in refusal(data).strerror
 
 
+def test_an_archive_that_changes_after_it_was_opened_is_noticed() -> None:
+    text = b"".join(b"line %d\n" % n for n in range(200_000))
+    data = io.BytesIO(archive_of(DictTree({b"f": text, b"stored": os.urandom(1000)})))
+    with open_archive(data) as tree:
+        data.truncate(20_000)
+        for _ in range(2):
+            with pytest.raises(ArchiveError):
+                tree.read(b"f", len(text) - 10, 10)
+        with pytest.raises(ArchiveError):
+            list(tree.chunks(b"stored"))
+
+
 def test_every_truncation_is_refused() -> None:
     data = archive_of(DictTree({b"a": b"x" * 500, b"b/c": b"y"}))
     for size in range(len(data)):
@@ -290,6 +302,19 @@ def test_a_size_that_deflate_cannot_reach_is_refused_by_default() -> None:
 def test_a_manifest_that_is_too_large_is_refused() -> None:
     error = refusal(archive(padding="x" * 5000), ArchiveLimits(manifest_bytes=4000))
     assert ("larger than 4000" in error.strerror, error.entry) == (True, "manifest.json")
+
+
+def test_a_manifest_of_many_small_values_is_refused_in_little_memory() -> None:
+    text = b'{"version":"1","created_at":"2026-01-01","file_count":0,"total_bytes":0,"hard_links":['
+    text += b"[]," * 3_000_000 + b"[]]}"
+    tracemalloc.start()
+    try:
+        error = refusal(zip_of([deflated(b"manifest.json", text)]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ("more values" in error.strerror, error.entry) == (True, "manifest.json")
+    assert peak < 3 * len(text)
 
 
 def test_an_entry_that_lies_about_its_size_is_stopped_in_fixed_memory() -> None:
