@@ -113,14 +113,11 @@ def _receive_descriptor(channel: socket.socket) -> int | None:
     """The descriptor that fusermount3 sent, or None when it ended without one."""
     descriptors = array.array("i")
     size = descriptors.itemsize
-    _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(size))
+    _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % size])
-    if not descriptors:
-        return None
-    os.set_inheritable(descriptors[0], False)
-    return descriptors[0]
+    return descriptors[0] if descriptors else None
 
 
 def _devices(mountpoint: str) -> list[str]:

@@ -222,8 +222,7 @@ class Operations:
         waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]] = []
         for entry in entries:
             name = entry.name
-            length = wire.FUSE_DIRENTPLUS.size + len(name)
-            size -= wire.aligned(length)
+            size -= wire.aligned(wire.FUSE_DIRENTPLUS.size + len(name))
             if size < 0:
                 break
             packed = None
@@ -237,7 +236,7 @@ class Operations:
                         waiting.append((len(parts), entry, cast("Awaitable[Attributes]", found)))
                     else:
                         packed = pack(found, entry)
-            parts += (packed or self.replies.direntplus_bare(entry), name, _ZEROS[: -length & 7])
+            parts.append(packed or self.replies.direntplus_bare(entry))
         return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
 
     async def _await_lookups(
@@ -327,7 +326,6 @@ class Operations:
 
 
 _DOTS: Final = (b".", b"..")
-_ZEROS: Final = bytes(8)
 
 
 def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
 from collections.abc import Iterable
+from struct import Struct
 from typing import Final
 
 from protocol.volume import Attributes, Buffer, DirectoryEntry, StatFs
@@ -47,6 +49,15 @@ class Replies:
     def __init__(self, validity: Validity) -> None:
         self._seconds = validity.seconds
         self._nanoseconds = validity.nanoseconds
+        if validity.seconds or validity.nanoseconds:
+            size, error = wire.ENTRY_REPLY.size, 0
+            self._absent_body = wire.FUSE_ENTRY_OUT.pack(
+                0, 0, validity.seconds, 0, validity.nanoseconds, 0, *([0] * 16)
+            )
+        else:
+            size, error = wire.OUT_HEADER_BYTES, -errno.ENOENT
+            self._absent_body = b""
+        self._absent_header = functools.partial(wire.FUSE_OUT_HEADER.pack, size, error)
 
     def entry(self, unique: int, a: Attributes) -> bytes:
         """fuse_entry_out, of which the kernel takes a lookup."""
@@ -94,31 +105,26 @@ class Replies:
 
     def absent(self, unique: int) -> bytes:
         """That a name does not exist: for the kernel to remember (node 0), or just ENOENT where it must not."""
-        if not self._seconds and not self._nanoseconds:
-            return wire.error_reply(unique, errno.ENOENT)
-        return wire.ENTRY_REPLY.pack(
-            wire.ENTRY_REPLY.size, 0, unique, 0, 0, self._seconds, 0, self._nanoseconds, 0, *([0] * 16)
-        )
+        return self._absent_header(unique) + self._absent_body
 
     def direntplus(self, a: Attributes, entry: DirectoryEntry) -> bytes:
-        """One entry of READDIRPLUS; its name follows it."""
+        """One entry of READDIRPLUS, with attributes and a lookup."""
         atime, atime_ns = divmod(a.atime_ns, _SECOND)
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
         name, inode, mode, cookie = entry
-        return wire.FUSE_DIRENTPLUS.pack(
+        length = len(name)
+        return _named(wire.FUSE_DIRENTPLUS, length).pack(
             inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
             inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
             a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
-            inode, cookie, len(name), mode >> 12,
+            inode, cookie, length, mode >> 12, name,
         )  # fmt: skip
 
     @staticmethod
     def direntplus_bare(entry: DirectoryEntry) -> bytes:
         """One entry of READDIRPLUS without attributes, and without a lookup: node 0."""
-        return bytes(wire.FUSE_ENTRY_OUT.size) + wire.FUSE_DIRENT.pack(
-            entry.inode, entry.cookie, len(entry.name), entry.mode >> 12
-        )
+        return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
 
     # -- answers that say nothing of how long they hold --------------------------------------
     @staticmethod
@@ -163,19 +169,26 @@ class Replies:
         )
 
 
+def dirent(entry: DirectoryEntry) -> bytes:
+    """One entry of READDIR."""
+    name, inode, mode, cookie = entry
+    length = len(name)
+    return _named(wire.FUSE_DIRENT, length).pack(inode, cookie, length, mode >> 12, name)
+
+
 def dirents(entries: Iterable[DirectoryEntry], size: int) -> bytes:
     """The entries that fit into `size` bytes, as READDIR answers."""
     parts: list[bytes] = []
-    pack = wire.FUSE_DIRENT.pack
-    left = size
-    for name, inode, mode, cookie in entries:
-        length = len(name)
-        padding = -length & 7
-        left -= 24 + length + padding
-        if left < 0:
+    for entry in entries:
+        packed = dirent(entry)
+        size -= len(packed)
+        if size < 0:
             break
-        parts += (pack(inode, cookie, length, mode >> 12), name, _ZEROS[:padding])
+        parts.append(packed)
     return b"".join(parts)
 
 
-_ZEROS: Final = bytes(8)
+@functools.cache
+def _named(header: Struct, length: int) -> Struct:
+    """`header` and a name of `length` bytes after it, filled up with zeros to a multiple of 8."""
+    return Struct(f"{header.format}{wire.aligned(header.size + length) - header.size}s")
