@@ -590,3 +590,35 @@ def test_no_flip_in_the_records_takes_much_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+SMALL = archive(Raw(b"files/a", b"1"))
+SMALL_END = len(SMALL) - zr.END.size
+SMALL_DIRECTORY = SMALL.index(zr.SIGNATURE_CENTRAL)
+SMALL_LOCAL = SMALL.rindex(zr.SIGNATURE_LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"),
+    [
+        (SMALL_END + 4, "one part of several"),
+        (SMALL_END + 6, "one part of several"),
+        (SMALL_END + 8, "one part of several"),
+        (SMALL_END + 12, "not where it should be"),
+        (SMALL_END + 16, "not where it should be"),
+        (SMALL_DIRECTORY, "central directory is malformed"),
+        (SMALL_DIRECTORY + 28, "central directory is malformed"),
+        (SMALL_DIRECTORY + 34, "another part of several"),
+        (SMALL_LOCAL, "no local header"),
+        (SMALL_LOCAL + 6, "contradicts the central directory"),
+        (SMALL_LOCAL + 8, "contradicts the central directory"),
+        (SMALL_LOCAL + 14, "contradicts the central directory"),
+        (SMALL_LOCAL + 18, "contradicts the central directory"),
+        (SMALL_LOCAL + 22, "contradicts the central directory"),
+        (SMALL_LOCAL + 28, "overlaps"),
+    ],
+)
+def test_records_that_contradict_each_other_are_refused(at: int, reason: str) -> None:
+    data = bytearray(SMALL)
+    data[at] ^= 2 if at != SMALL_DIRECTORY + 28 else 0x80
+    assert reason in refusal(bytes(data)).strerror
