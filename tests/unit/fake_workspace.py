@@ -66,6 +66,7 @@ class FakeDaemon:
     silent: bool = False  # takes requests and never answers
     undo_to: str | None = None
     unmounted: bool = False
+    asked: threading.Event = field(default_factory=threading.Event)  # set by the first request
 
     @property
     def socket(self) -> str:
@@ -132,6 +133,7 @@ class FakeDaemon:
 
         async def handle(params: Any, call: Any) -> Any:
             self.requests.append((method, params))
+            self.asked.set()
             if self.silent:
                 await trio.sleep_forever()
             return await getattr(self, name)(params, call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -182,14 +183,14 @@ def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> Non
         os.unlink(record.socket.removesuffix(".sock") + ".json")
 
 
-def test_an_interrupt_is_status_130(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vfsd.control.client.ControlClient.call", interrupted)
-    result = run("snapshot")
-    assert result.exit_code == 130
-    assert "Traceback" not in result.output
+def test_control_c_ends_a_command_that_waits_with_status_130_and_no_words(daemon: FakeDaemon) -> None:
+    daemon.silent = True
+    command = [sys.executable, "-m", "vfsd.cli.main", "snapshot"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert daemon.asked.wait(30)
+        child.send_signal(signal.SIGINT)
+        assert child.communicate() == (b"", b"")
+    assert child.returncode == 130
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(daemon: FakeDaemon) -> None:
@@ -301,6 +302,22 @@ def test_names_that_are_no_utf8_go_there_and_back(daemon: FakeDaemon) -> None:
     assert [m.from_wire_path(path) for path in last(daemon, "restore").paths] == [name]
 
 
+def test_names_come_out_as_utf8_also_where_the_locale_is_ascii(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.live["é".encode()] = b""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "vfsd.cli.main", "diff"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == "A é\n".encode()
+
+
+def test_a_name_that_the_encoding_cannot_say_is_no_traceback(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.live["日".encode()] = b""
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", "from vfsd.cli.main import main; main()", "diff"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == b"A \\u65e5\n"
+
+
 def test_undo_takes_paths_and_no_snapshot(daemon: FakeDaemon) -> None:
     ok("snapshot", "base")
     ok("restore", "base")
@@ -320,6 +337,7 @@ def test_an_argument_is_an_archive_when_it_looks_like_one_and_is_there(daemon: F
     (workdir / "plain").touch()
     assert "no such snapshot" in fails("restore", "plain")
     assert "not a ZIP archive" in fails("restore", "./plain")
+    assert "neither a snapshot nor an archive: missing.zip" in fails("restore", "missing.zip")
 
 
 # -- diff -------------------------------------------------------------------------------------------
@@ -460,6 +478,16 @@ def test_unmount_all_goes_on_after_a_failure(daemon: FakeDaemon, workdir: Path) 
         assert other.unmounted
         assert not daemon.unmounted
         assert run("unmount", "--all", "demo").exit_code == 2
+
+
+def test_unmount_all_in_json_tells_what_was_done_and_what_failed(daemon: FakeDaemon, workdir: Path) -> None:
+    daemon.holders = ["pid 12 (bash)"]
+    with FakeDaemon("other", str(workdir / "other")):
+        result = run("unmount", "--all", "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [one["name"] for one in answer["unmounted"]] == ["other"]
+    assert answer["error"]["errno"] == "EBUSY"
 
 
 def test_a_workspace_whose_daemon_is_dead_is_listed_and_cleared_away(workdir: Path) -> None:

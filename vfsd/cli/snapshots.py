@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import click
@@ -137,6 +138,7 @@ def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: b
     The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
 
     The first argument is an archive if it contains "/" or ends in .zip, and is a file; else a snapshot.
+
     PATHs are relative to the current directory when that is in the workspace, else to the
     workspace's root; or absolute.  Put `--` before one that begins with "-".
 
@@ -156,13 +158,22 @@ def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: b
         params.archive = wire_path(os.fsencode(os.path.abspath(source)))
     else:
         params.name = source
-    answer = app.call(record, "restore", params, label="restoring")
+    try:
+        answer = app.call(record, "restore", params, label="restoring")
+    except FileNotFoundError as error:
+        if source is None or error.filename != source or not _may_be_archive(source):
+            raise
+        raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
     app.emit(answer, _show_dry_run if dry_run else _show_restore)
+
+
+def _may_be_archive(argument: str) -> bool:
+    return "/" in argument or argument.endswith(".zip")
 
 
 def _is_archive(argument: str) -> bool:
     """Only a name that cannot well be a snapshot's, and only if the file is there: a snapshot of that name wins."""
-    return ("/" in argument or argument.endswith(".zip")) and os.path.isfile(argument)
+    return _may_be_archive(argument) and os.path.isfile(argument)
 
 
 def _show_dry_run(answer: messages.RestoreResult) -> None:
