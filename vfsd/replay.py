@@ -26,6 +26,7 @@ docs/inotify.md says what a watcher sees, and what is impossible.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -195,6 +196,8 @@ class Replay:
         self._mountpoint = mountpoint
         self._thread_id = 0
         self._one_at_a_time = trio.Lock()
+        self._finished = trio.Event()  # the latest thread has
+        self._finished.set()
 
     @property
     def thread_id(self) -> int:
@@ -213,25 +216,34 @@ class Replay:
         if not coherence.entries and not coherence.inodes:
             return
         async with self._one_at_a_time:
+            # One that was abandoned is still in a system call, which must not be answered as real.
+            await self._finished.wait()
+            self._finished = trio.Event()
             stopped = threading.Event()
+            work = (coherence, stopped, trio.lowlevel.current_trio_token(), self._finished)
+            threading.Thread(target=self._work, args=work, name="vfsd replay", daemon=True).start()
             try:
-                # Abandoned when cancelled: its system call may wait for a loop on its way out.
-                await trio.to_thread.run_sync(self._work, coherence, stopped, abandon_on_cancel=True)
+                # Can be cancelled, which abandons the thread: it may wait for a loop on its way out.
+                await self._finished.wait()
             finally:
                 stopped.set()
 
-    def _work(self, coherence: Coherence, stopped: threading.Event) -> None:
+    def _work(
+        self, coherence: Coherence, stopped: threading.Event, loop: trio.lowlevel.TrioToken, finished: trio.Event
+    ) -> None:
         self._thread_id = threading.get_native_id()
         try:
             self._replay(coherence, stopped)
         except _AbandonedError as error:
-            log.warning("changes are not shown to inotify watchers: %s", error)
+            level = logging.INFO if stopped.is_set() else logging.WARNING
+            log.log(level, "changes are not shown to inotify watchers: %s", error)
         except Exception:
             log.exception("changes are not shown to inotify watchers")
         finally:
-            if self._thread_id == threading.get_native_id():
-                self._answers.step = None
-                self._thread_id = 0
+            self._answers.step = None
+            self._thread_id = 0
+            with contextlib.suppress(trio.RunFinishedError):
+                loop.run_sync_soon(finished.set)
 
     def _replay(self, coherence: Coherence, stopped: threading.Event) -> None:
         try:

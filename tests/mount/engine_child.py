@@ -132,11 +132,11 @@ def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
         left = os.path.ismount(path)
         subprocess.run(["umount", "-l", path], check=False, capture_output=True)
     assert not left, "the mount was left behind"
-    assert process.returncode == 0, child.log()
+    assert process.returncode == 0, f"{process.returncode} {child.log()}"
     if expected:
         assert expected in child.log()
     else:
-        assert not child.log()
+        assert not child.log(), child.log()
 
 
 class _Child:
@@ -153,19 +153,23 @@ class _Child:
 
     async def run(self) -> None:
         self.engine.mount()
-        os.setegid(self.user)
-        os.seteuid(self.user)
+        if self.user:
+            os.setegid(self.user)
+            os.seteuid(self.user)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.engine.serve)
-                await self.obey()
+                await self.obey(nursery)
                 self.engine.stop()
+                nursery.cancel_scope.cancel()
         finally:
-            os.seteuid(0)
+            if self.user:
+                os.seteuid(0)  # waits for all threads: not for one that waits for this loop
             self.engine.unmount()
             self.engine.unmount()
 
-    async def obey(self) -> None:
+    async def obey(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
             message = json.loads(line)
             try:
@@ -201,9 +205,14 @@ class _Child:
             await self.replay.run(self.told)
         return len(self.told.entries) + len(self.told.inodes)
 
-    async def replay_again(self) -> None:
+    async def start_replay(self) -> None:
         assert self.told is not None
-        await self.replay.run(self.told)
+        self.nursery.start_soon(self.replay.run, self.told)
+
+    async def replay_again(self, give_up_s: float = math.inf) -> None:
+        assert self.told is not None
+        with trio.move_on_after(give_up_s):
+            await self.replay.run(self.told)
 
     async def replay_something(self) -> None:
         await self.replay.run(Coherence(entries=[EntryChange(1, b"gone", 99, 0)], paths={1: b""}))

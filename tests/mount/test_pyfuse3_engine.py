@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -452,3 +454,117 @@ def test_tools_copy_a_tree_there_and_back(mount, tmp_path):
     subprocess.run([sys.executable, "-c", "import json"], cwd=mount.path, check=True)
     subprocess.run(["rm", "-rf", mount.path + "/json"], check=True)
     assert os.listdir(mount.path) == []
+
+
+# -- changes beside the mount ------------------------------------------------------------------
+
+
+def look(root: str) -> dict[str, object]:
+    """All that a program can see of `root`, by names and by listings, and that it can put into the kernel's caches."""
+    seen: dict[str, object] = {}
+    for name in ("one", "two", "dir", "dir/inner", "dir/link", "moved", "moved/deep"):
+        path = f"{root}/{name}"
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            seen[name] = error.errno
+            continue
+        seen[name] = (found.st_ino, found.st_mode, found.st_nlink, found.st_size, found.st_mtime_ns, found.st_uid)
+        if stat.S_ISREG(found.st_mode):
+            seen[name + " content"] = read(path)
+        elif stat.S_ISLNK(found.st_mode):
+            seen[name + " target"] = os.readlink(path)
+        else:
+            seen[name + " names"] = sorted((entry.name, entry.inode()) for entry in os.scandir(path))
+    seen["names"] = sorted(os.listdir(root))
+    return seen
+
+
+def first_state(root: str) -> None:
+    write(root + "/one", b"first " * 2000)
+    os.makedirs(root + "/dir")
+    write(root + "/dir/inner", b"inner")
+    os.symlink("here", root + "/dir/link")
+    os.makedirs(root + "/moved/deep")
+
+
+def second_state(root: str) -> None:
+    write(root + "/one", b"second" * 2000)  # of the same size
+    os.chown(root + "/dir", 7, 7)
+    os.rename(root + "/dir/inner", root + "/two")
+    os.unlink(root + "/dir/link")
+    os.symlink("there", root + "/dir/link")
+    os.rename(root + "/moved/deep", root + "/dir/inner")
+    os.link(root + "/two", root + "/moved/deep")
+
+
+def test_when_a_restore_returns_no_reader_sees_the_old_state_whatever_it_does_meanwhile(mount):
+    root = mount.path
+    first_state(root)
+    mount.call("snapshot", name="first")
+    states = {"first": look(root)}
+    second_state(root)
+    mount.call("snapshot", name="second")
+    states["second"] = look(root)
+    stop = threading.Event()
+
+    def fill_caches() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):  # between two states a path may come and go
+                look(root)
+
+    readers = [threading.Thread(target=fill_caches) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(60):
+            name = ("first", "second")[turn % 2]
+            mount.call("restore", name=name, replay=turn % 3 == 0)
+            assert look(root) == states[name]
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_open_files_and_mappings_show_the_restored_content_at_once(mount):
+    path = mount.path + "/file"
+    write(path, b"first " * 1000)
+    mount.call("snapshot", name="s")
+    write(path, b"second" * 1000)
+    with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert mapped[:6] == file.read(6) == b"second"
+        assert mount.call("restore", name="s") > 0
+        assert mapped[:6] == os.pread(file.fileno(), 6, 0) == b"first "
+        os.pwrite(file.fileno(), b"third ", 0)
+        assert mapped[:6] == b"third "
+
+
+def test_a_file_that_a_restore_removed_stays_open_with_no_links(mount):
+    mount.call("snapshot", name="s")
+    with open(mount.path + "/file", "w+b", buffering=0) as file:
+        file.write(b"content")
+        assert os.fstat(file.fileno()).st_nlink == 1
+        mount.call("restore", name="s")
+        assert os.fstat(file.fileno()).st_nlink == 0
+        assert os.pread(file.fileno(), 10, 0) == b"content"
+
+
+def test_the_mount_can_be_closed_while_changes_are_being_replayed(tmp_path):
+    with served(str(tmp_path)) as child:
+        child.call("snapshot", name="s")
+        for number in range(500):
+            os.mkdir(f"{child.path}/{number}")
+        child.call("restore", name="s")
+        child.call("start_replay")
+
+
+def test_a_replay_of_more_than_the_limit_is_cut_and_says_so(tmp_path):
+    with served(str(tmp_path), expected_log="of 10050 changes 10000 were shown") as child:
+        child.call("snapshot", name="s")
+        descriptor = os.open(child.path, os.O_DIRECTORY)
+        for number in range(10_050):
+            os.mknod(str(number), dir_fd=descriptor)
+        os.close(descriptor)
+        child.call("restore", name="s", replay=True)
+        assert os.listdir(child.path) == []

@@ -237,6 +237,26 @@ def test_without_a_replay_the_kernel_raises_nothing(mount, watcher):
     assert watcher.events() == []
 
 
+def test_a_replay_that_is_given_up_changes_nothing_and_the_next_one_goes_on(mount, watcher):
+    for number in range(300):
+        write(f"{mount.path}/{number}", "first")
+    mount.call("snapshot", name="s")
+    for number in range(300):
+        write(mount.path + "/new", "second")
+        os.rename(mount.path + "/new", f"{mount.path}/{number}")
+    mount.call("restore", name="s")
+    watcher.add(mount.path, "")
+    for _ in range(20):
+        mount.call("replay_again", give_up_s=0.005)
+        for number in (0, 150, 299):
+            with open(f"{mount.path}/{number}") as file:
+                assert file.read() == "first"
+    watcher.events()
+    mount.call("replay_again")
+    assert len([event for event in watcher.events() if event.startswith("CREATE")]) == 300
+    assert len(os.listdir(mount.path)) == 300
+
+
 @contextmanager
 def hammering(check: Callable[[], None], threads: int = 2) -> Iterator[None]:
     """Runs `check` all the time, on other threads; its first failure is raised at the end."""
