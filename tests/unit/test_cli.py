@@ -85,7 +85,7 @@ def test_help_imports_nothing_that_takes_long() -> None:
     code = (
         "import sys\nfrom vfsd.cli.main import cli\n"
         "try: cli(['--help'])\nexcept SystemExit: pass\n"
-        "print(sorted({'trio', 'rich', 'pyfuse3', 'asyncio', 'vfsd.workspace', 'vfsd.daemon'} & set(sys.modules)))"
+        "print(sorted({'trio', 'rich', 'pyfuse3', 'msgspec', 'asyncio', 'vfsd.runtime'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -377,13 +377,13 @@ def test_stat_is_a_table_as_git_has_it(daemon: FakeDaemon) -> None:
         m.ChangeRecord("a.txt", "modified", "file", 10, 20, lines_added=3, lines_removed=1),
         m.ChangeRecord("longer-name", "added", "file", None, 9, binary=True),
         m.ChangeRecord("mode", "metadata", "file", 1, 1),
-        m.ChangeRecord("sub", "removed", "directory"),
+        m.ChangeRecord("sub", "removed", "directory", lines_added=0, lines_removed=0),
     ]
     assert ok("diff", "--stat").splitlines() == [
         " a.txt       |   4 +++-",
         " longer-name | Bin 0 -> 9 bytes",
-        " mode        |   - metadata file",
-        " sub/        |   - removed directory",
+        " mode        |   0 metadata file",
+        " sub/        |   0 removed directory",
         " 4 paths changed, 3 insertions(+), 1 deletion(-)",
     ]
     assert last(daemon, "diff").mode == "stat"

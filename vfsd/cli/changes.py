@@ -60,8 +60,8 @@ def _lines(change: ChangeRecord) -> int:
 def _stat_of(change: ChangeRecord, figures: int, most: int) -> str:
     if change.binary:
         return f"{'Bin'.rjust(figures)} {change.old_size or 0} -> {change.new_size or 0} bytes"
-    if change.lines_added is None and change.lines_removed is None:
-        return f"{'-'.rjust(figures)} {change.change} {change.type}"
+    if not _lines(change):
+        return f"{'0'.rjust(figures)} {change.change} {change.type}"
     graph = click.style("+" * _scaled(change.lines_added, most), fg="green")
     graph += click.style("-" * _scaled(change.lines_removed, most), fg="red")
     return f"{str(_lines(change)).rjust(figures)} {graph}"

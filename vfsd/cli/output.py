@@ -16,7 +16,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
-import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,6 +114,8 @@ def write_bytes(data: bytes) -> None:
 
 def print_json(value: Any) -> None:
     """The one JSON document of a command: a line in a pipe, indented on a terminal."""
+    import msgspec  # noqa: PLC0415 start-up: `vfsd --help` needs none
+
     encoded = msgspec.json.encode(value)
     if on_terminal():
         encoded = msgspec.json.format(encoded, indent=2)
