@@ -6,8 +6,8 @@ Invariants (held by `check`):
 - `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it holds
   zeros.  A block without such pages has no key; no block has holes only;
 - `pages` counts the pages written plus those reserved by fallocate; no page is both;
-- a block may be changed in place only if it is a bytearray and `owned` is None or has its index: every
-  other block may be shared with another version, or is immutable.
+- a block may be changed in place only if it is a bytearray and `owned` is None (all are) or has its index:
+  every other block may be shared with another version, or is immutable.
 
 Pages are what tmpfs counts in st_blocks and what SEEK_HOLE tells apart; blocks are larger, because a
 block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
@@ -34,6 +34,7 @@ _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 _BLOCK_MASK: Final = BLOCK_BYTES - 1
 
 Range = tuple[int, int]  # first page, page after the last
+_NONE_OWNED: Final[frozenset[int]] = frozenset()  # one for all: most versions never write a block
 
 
 def _page_up(offset: int) -> int:
@@ -59,6 +60,15 @@ def _without(ranges: tuple[Range, ...], first: int, after: int) -> tuple[Range, 
     return tuple((start, end) for start, end in left if end > start)
 
 
+def _same_bytes(a: bytes | bytearray, b: bytes | bytearray) -> bool:
+    """Whether two blocks read the same: zeros follow the end of each."""
+    if a is b:
+        return True
+    common = min(len(a), len(b))
+    rest = a if len(a) > common else b
+    return a[:common] == b[:common] and rest.count(0, common) == len(rest) - common
+
+
 class Content:
     """Sparse content.  Offsets and sizes in bytes; the file's size is the inode's business."""
 
@@ -66,16 +76,17 @@ class Content:
 
     def __init__(self) -> None:
         self.blocks: dict[int, bytes | bytearray] = {}
-        self.owned: set[int] | None = None
+        self.owned: set[int] | frozenset[int] | None = None
         self.holes: dict[int, int] | None = None
         self.reserved: tuple[Range, ...] = ()
         self.pages = 0
 
     def share(self) -> Content:
-        """A second version with the same content.  From here on the receiver must not be written to."""
+        """A second content with the same bytes; from here on neither changes a block of the other in place."""
+        self.owned = _NONE_OWNED
         twin = Content.__new__(Content)
         twin.blocks = self.blocks.copy()
-        twin.owned = set()
+        twin.owned = _NONE_OWNED
         twin.holes = self.holes.copy() if self.holes else None
         twin.reserved = self.reserved
         twin.pages = self.pages
@@ -83,10 +94,8 @@ class Content:
 
     def same_as(self, other: Content) -> bool:
         """Whether both read the same; cheap for versions of one file, which share blocks."""
-        if self.blocks == other.blocks:
-            return True
         return all(
-            bytes(self.blocks.get(index, b"")).rstrip(b"\0") == bytes(other.blocks.get(index, b"")).rstrip(b"\0")
+            _same_bytes(self.blocks.get(index, b""), other.blocks.get(index, b""))
             for index in self.blocks.keys() | other.blocks.keys()
         )
 
@@ -184,7 +193,7 @@ class Content:
         return _overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
 
     def write(self, offset: int, data: Buffer, growth: int) -> None:
-        """Write all of `data`; `growth` is what `growth()` said of it."""
+        """Write all of `data`, at least a byte; `growth` is what `growth()` said of it."""
         length = len(data)
         start = offset & _BLOCK_MASK
         if start + length <= BLOCK_BYTES:
@@ -221,8 +230,10 @@ class Content:
 
     def _replace_block(self, index: int, block: bytes | bytearray) -> None:
         self.blocks[index] = block
-        if self.owned is not None:
+        if isinstance(self.owned, set):
             self.owned.add(index)
+        elif self.owned is not None:
+            self.owned = {index}
 
     def _writable_block(self, index: int) -> bytearray:
         """Block `index` as a bytearray that no other version shares."""
@@ -291,27 +302,28 @@ class Content:
         touched = [i for i in self.blocks if i << _BLOCK_SHIFT < end and (i + 1) << _BLOCK_SHIFT > offset]
         for index in touched:
             base = index << _BLOCK_SHIFT
-            block_end = len(self.blocks[index])
-            start, stop = max(0, offset - base), min(block_end, end - base)
-            if start == 0 and stop == block_end:
-                self._drop_block(index)
-            elif start < stop:
-                self._punch_block(index, start, stop)
+            self._punch_block(index, max(0, offset - base), end - base)
         if self.reserved:
             self._unreserve(_page_up(offset), end >> _PAGE_SHIFT)
 
-    def _punch_block(self, index: int, start: int, stop: int) -> None:
+    def _punch_block(self, index: int, start: int, end: int) -> None:
+        """Punch from `start` to `end`, both counted from the block's first byte; `end` may lie beyond the block."""
+        length = len(self.blocks[index])
+        if start >= length:
+            return
+        reaches_end = end >= _page_up(length) << _PAGE_SHIFT
+        if reaches_end and start == 0:
+            self._drop_block(index)
+            return
         before = self._block_pages(index)
         block = self._writable_block(index)
-        if stop == len(block):  # what lies beyond a block's end is zeros already
-            # Only whole pages go: the page that `start` lies in stays, as data.
-            keep = min(len(block), _page_up(start) << _PAGE_SHIFT)
-            block[start:keep] = bytes(keep - start)
-            self._cut_block(index, keep)
-            return
+        stop = min(length, end)
         block[start:stop] = bytes(stop - start)
-        first, after = _page_up(start), stop >> _PAGE_SHIFT
-        self._add_holes(index, _bits(first, after))
+        first = _page_up(start)
+        if reaches_end and first << _PAGE_SHIFT < length:  # a shorter block says the same as holes
+            self._cut_block(index, first << _PAGE_SHIFT)
+            return
+        self._add_holes(index, _bits(first, stop >> _PAGE_SHIFT))
         remaining = self._block_pages(index)
         self.pages += remaining - before
         if not remaining:

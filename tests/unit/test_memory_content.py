@@ -1,0 +1,190 @@
+"""Content against the plainest model there is: a bytearray, and sets of the pages written and reserved."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
+
+EDGES = (0, 1, PAGE_BYTES, BLOCK_BYTES - PAGE_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
+offsets = st.builds(lambda edge, by: max(0, edge + by), st.sampled_from(EDGES), st.sampled_from((-1, 0, 1, 2048, 9000)))
+lengths = st.sampled_from((1, 2, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 20_000, BLOCK_BYTES, BLOCK_BYTES + 1))
+
+
+def page_up(offset: int) -> int:
+    return -(-offset // PAGE_BYTES)
+
+
+class PlainContent:
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.written: set[int] = set()
+        self.reserved: set[int] = set()
+
+    def copy(self) -> PlainContent:
+        twin = PlainContent()
+        twin.data, twin.written, twin.reserved = self.data[:], set(self.written), set(self.reserved)
+        return twin
+
+    def grow(self, size: int) -> None:
+        self.data.extend(bytes(max(0, size - len(self.data))))
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.grow(offset + len(data))
+        self.data[offset : offset + len(data)] = data
+        pages = set(range(offset // PAGE_BYTES, page_up(offset + len(data))))
+        self.written |= pages
+        self.reserved -= pages
+
+    def truncate(self, size: int) -> None:
+        del self.data[size:]
+        self.written = {page for page in self.written if page < page_up(size)}
+        self.reserved = {page for page in self.reserved if page < page_up(size)}
+
+    def punch(self, offset: int, length: int) -> None:
+        end = min(len(self.data), offset + length)
+        if end > offset:
+            self.data[offset:end] = bytes(end - offset)
+        pages = set(range(page_up(offset), (offset + length) // PAGE_BYTES))
+        self.written -= pages
+        self.reserved -= pages
+
+    def reserve(self, offset: int, length: int) -> None:
+        self.reserved |= set(range(offset // PAGE_BYTES, page_up(offset + length))) - self.written
+
+    def is_data(self, offset: int) -> bool:
+        return offset // PAGE_BYTES in self.written
+
+    def find(self, offset: int, *, data: bool) -> int | None:
+        while offset < len(self.data):
+            if self.is_data(offset) == data:
+                return offset
+            offset = (offset // PAGE_BYTES + 1) * PAGE_BYTES
+        return None if data else len(self.data)
+
+
+class ContentMachine(RuleBasedStateMachine):
+    """Several contents, some of them shared from one another, each with its model."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.pairs: list[tuple[Content, PlainContent]] = [(Content(), PlainContent())]
+        self.stamp = 0
+
+    def pick(self, which: int) -> tuple[Content, PlainContent]:
+        return self.pairs[which % len(self.pairs)]
+
+    @rule(which=st.integers(0, 3), offset=offsets, length=lengths)
+    def write(self, which: int, offset: int, length: int) -> None:
+        content, model = self.pick(which)
+        self.stamp = self.stamp % 255 + 1
+        data = bytes([self.stamp]) * length
+        growth = content.growth(offset, length)
+        model.write(offset, data)
+        content.write(offset, data, growth)
+
+    @rule(which=st.integers(0, 3), size=offsets)
+    def truncate(self, which: int, size: int) -> None:
+        content, model = self.pick(which)
+        content.truncate(size)
+        model.truncate(size)
+
+    @rule(which=st.integers(0, 3), offset=offsets, length=lengths)
+    def punch(self, which: int, offset: int, length: int) -> None:
+        content, model = self.pick(which)
+        content.punch(offset, length)
+        model.punch(offset, length)
+
+    @rule(which=st.integers(0, 3), offset=offsets, length=lengths)
+    def reserve(self, which: int, offset: int, length: int) -> None:
+        content, model = self.pick(which)
+        before = content.pages
+        added = content.reservation(offset, length)
+        content.reserve(offset, length)
+        model.reserve(offset, length)
+        assert content.pages == before + added
+
+    @rule(which=st.integers(0, 3), other=st.integers(0, 3))
+    def share(self, which: int, other: int) -> None:
+        content, model = self.pick(which)
+        twin = content.share(), model.copy()
+        if len(self.pairs) < 4:
+            self.pairs.append(twin)
+        elif self.pairs[other] is not self.pairs[which]:
+            self.pairs[other] = twin
+
+    @rule(which=st.integers(0, 3), offset=offsets, length=lengths)
+    def read_a_part(self, which: int, offset: int, length: int) -> None:
+        content, model = self.pick(which)
+        length = max(0, min(length, len(model.data) - offset))
+        assert content.read(offset, length) == model.data[offset : offset + length]
+
+    @rule(which=st.integers(0, 3), offset=offsets)
+    def seek(self, which: int, offset: int) -> None:
+        content, model = self.pick(which)
+        size = len(model.data)
+        if offset >= size:
+            return
+        assert content.seek_hole(offset, size) == model.find(offset, data=False)
+        expected = model.find(offset, data=True)
+        if expected is None:
+            with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+                content.seek_data(offset, size)
+        else:
+            assert content.seek_data(offset, size) == expected
+
+    @rule(which=st.integers(0, 3), other=st.integers(0, 3))
+    def compare(self, which: int, other: int) -> None:
+        (content, model), (content2, model2) = self.pick(which), self.pick(other)
+        assert content.same_as(content2) == (bytes(model.data).rstrip(b"\0") == bytes(model2.data).rstrip(b"\0"))
+
+    @invariant()
+    def all_agree(self) -> None:
+        for content, model in self.pairs:
+            content.check(len(model.data))
+            assert content.read(0, len(model.data)) == model.data
+            assert content.pages == len(model.written) + len(model.reserved)
+            pages = {
+                page
+                for offset, length in content.data_ranges(len(model.data))
+                for page in range(offset // PAGE_BYTES, page_up(offset + length))
+            }
+            assert pages == model.written
+
+
+TestContent = ContentMachine.TestCase
+
+
+def test_a_sparse_offset_costs_one_block() -> None:
+    content = Content()
+    content.write(10**15, b"x", content.growth(10**15, 1))
+    assert content.pages == 1
+    assert sum(map(len, content.blocks.values())) <= BLOCK_BYTES
+
+
+@pytest.mark.parametrize("change", [lambda c: c.write(5, b"y", 0), lambda c: c.truncate(3), lambda c: c.punch(0, 5)])
+def test_what_was_shared_is_not_changed_from_either_side(change: Callable[[Content], None]) -> None:
+    for changed in (0, 1):
+        content = Content()
+        content.write(0, b"0123", content.growth(0, 4))
+        content.write(4, b"456789", content.growth(4, 6))  # in place: the block is a bytearray now
+        pair = (content, content.share())
+        change(pair[changed])
+        assert pair[1 - changed].read(0, 10) == b"0123456789"
+
+
+def test_a_block_is_copied_once_for_many_writes() -> None:
+    content = Content()
+    content.write(0, bytes(BLOCK_BYTES), content.growth(0, BLOCK_BYTES))
+    twin = content.share()
+    twin.write(0, b"x", 0)
+    block = twin.blocks[0]
+    twin.write(1, b"y", 0)
+    assert twin.blocks[0] is block
+    assert content.blocks[0] is not block
