@@ -25,6 +25,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.volume import Coherence, EntryChange
 from vfsd.coherence import tell_kernel
 from vfsd.engines.base import EngineSettings
+from vfsd.engines.native import NativeEngine
 from vfsd.engines.pyfuse3 import Pyfuse3Engine
 from vfsd.replay import Replay
 
@@ -93,7 +94,7 @@ class Served:
 
 @contextmanager
 def served(directory: str, user: int = 0, **settings: Any) -> Iterator[Served]:
-    """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume.
+    """A mount at `directory`/mnt, gone at the end; `settings` for EngineSettings and MemoryVolume, and `engine`.
 
     `user`: what the child runs as, once it has mounted.  `expected_log`: a part of its log, which
     is empty otherwise."""
@@ -144,11 +145,12 @@ class _Child:
         self.volume = MemoryVolume(max_bytes=settings.pop("max_bytes", None))
         self.user = settings.pop("user")
         faults = settings.pop("faults", None)
+        kind = {"pyfuse3": Pyfuse3Engine, "native": NativeEngine}[settings.pop("engine", "pyfuse3")]
         self.replay = Replay(self.volume, mountpoint)
         subject: Any = _Faulty(self.volume, faults) if faults else self.volume
         settings.setdefault("cache_timeout_s", math.inf)
         engine_settings = EngineSettings(mountpoint, "test", **settings)
-        self.engine = Pyfuse3Engine(subject, engine_settings, self.replay)
+        self.engine = kind(subject, engine_settings, self.replay)
         self.told: Coherence | None = None
 
     async def run(self) -> None:

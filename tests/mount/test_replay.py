@@ -16,6 +16,7 @@ import pytest
 from tests.mount.engine_child import Served, Watcher, served
 
 pytestmark = pytest.mark.fuse
+ENGINES = ("pyfuse3", "native")
 
 
 @pytest.fixture
@@ -25,9 +26,14 @@ def watcher() -> Iterator[Watcher]:
     os.close(watcher.fd)
 
 
+@pytest.fixture(params=ENGINES)
+def engine(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def mount(tmp_path) -> Iterator[Served]:
-    with served(str(tmp_path)) as child:
+def mount(tmp_path, engine) -> Iterator[Served]:
+    with served(str(tmp_path), engine=engine) as child:
         yield child
 
 
