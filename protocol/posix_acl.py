@@ -1,0 +1,124 @@
+"""POSIX ACLs as their xattrs hold them: what a file system does with them when it makes, chmods or is given one.
+
+The kernel checks permissions by them; what is left to the file system is the mode that goes with an access
+ACL, and what a new inode inherits from its directory's default ACL.
+
+Source: include/uapi/linux/posix_acl_xattr.h (the format), fs/posix_acl.c (posix_acl_equiv_mode,
+posix_acl_create_masq, posix_acl_chmod), acl(5).
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+import struct
+from typing import Final, NamedTuple
+
+from protocol.errors import fail
+
+__all__ = ["ACCESS", "DEFAULT", "Inherited", "access_acl", "chmod", "inherit"]
+
+ACCESS: Final = b"system.posix_acl_access"
+DEFAULT: Final = b"system.posix_acl_default"
+
+_VERSION: Final = struct.pack("<I", 2)  # POSIX_ACL_XATTR_VERSION
+_ENTRY: Final = struct.Struct("<HHI")  # e_tag, e_perm, e_id
+
+_USER_OBJ: Final = 0x01
+_GROUP_OBJ: Final = 0x04
+_MASK: Final = 0x10
+_OTHER: Final = 0x20
+_TAGS: Final = frozenset({_USER_OBJ, 0x02, _GROUP_OBJ, 0x08, _MASK, _OTHER})
+_REQUIRED: Final = frozenset({_USER_OBJ, _GROUP_OBJ, _OTHER})
+_RWX: Final = 0o777
+
+
+class Entry(NamedTuple):
+    """One entry of an ACL: `tag` says of whom, `permission` is three bits, `owner` a uid or gid where it has one."""
+
+    tag: int
+    permission: int
+    owner: int
+
+
+class Inherited(NamedTuple):
+    """What a new inode gets: its mode, and its ACLs as xattr values, where it has any."""
+
+    mode: int
+    access: bytes | None
+    default: bytes | None
+
+
+def _parse(value: bytes) -> list[Entry]:
+    """The entries of an xattr's value.  EINVAL, EOPNOTSUPP (another version) where it is none."""
+    if len(value) < len(_VERSION) or (len(value) - len(_VERSION)) % _ENTRY.size:
+        raise fail(errno.EINVAL)
+    if not value.startswith(_VERSION):
+        raise fail(errno.EOPNOTSUPP)
+    entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(value[len(_VERSION) :])]
+    tags = {entry.tag for entry in entries}
+    if entries and (tags - _TAGS or _REQUIRED - tags):
+        raise fail(errno.EINVAL)
+    return entries
+
+
+def _pack(entries: list[Entry]) -> bytes:
+    return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in entries)
+
+
+def _group_tag(entries: list[Entry]) -> int:
+    """The entry that the group bits of the mode stand for: the mask where there is one."""
+    return _MASK if any(entry.tag == _MASK for entry in entries) else _GROUP_OBJ
+
+
+def _shift(tag: int, group_tag: int) -> int | None:
+    """How far left in the mode the permission of `tag` stands; None where it does not."""
+    return {_USER_OBJ: 6, group_tag: 3, _OTHER: 0}.get(tag)
+
+
+def access_acl(mode: int, value: bytes) -> tuple[int, bytes | None]:
+    """The mode after an access ACL was set, and the value to keep: None where the mode says it all.  EINVAL."""
+    entries = _parse(value)
+    if not entries:
+        return mode, None
+    group_tag = _group_tag(entries)
+    bits = 0
+    for entry in entries:
+        shift = _shift(entry.tag, group_tag)
+        if shift is not None:
+            bits |= (entry.permission & 7) << shift
+    is_plain = {entry.tag for entry in entries} == _REQUIRED
+    return (mode & ~_RWX) | bits, None if is_plain else value
+
+
+def chmod(value: bytes, mode: int) -> bytes:
+    """The access ACL after a chmod to `mode`."""
+    entries = _parse(value)
+    group_tag = _group_tag(entries)
+    changed = []
+    for entry in entries:
+        shift = _shift(entry.tag, group_tag)
+        changed.append(entry if shift is None else entry._replace(permission=mode >> shift & 7))
+    return _pack(changed)
+
+
+def inherit(default: bytes | None, mode: int, umask: int) -> Inherited:
+    """What a new inode gets in a directory whose default ACL is `default`: that takes the umask's place."""
+    if stat.S_ISLNK(mode):
+        return Inherited(mode, None, None)
+    if default is None:
+        return Inherited(mode & ~(umask & _RWX), None, None)
+    entries = _parse(default)
+    group_tag = _group_tag(entries)
+    masked = []
+    bits = 0
+    for entry in entries:
+        shift = _shift(entry.tag, group_tag)
+        if shift is not None:
+            entry = entry._replace(permission=entry.permission & mode >> shift & 7)  # noqa: PLW2901
+            bits |= entry.permission << shift
+        masked.append(entry)
+    is_plain = {entry.tag for entry in entries} == _REQUIRED
+    return Inherited(
+        (mode & ~_RWX) | bits, None if is_plain else _pack(masked), default if stat.S_ISDIR(mode) else None
+    )
