@@ -641,6 +641,15 @@ def test_a_write_asks_for_no_attribute_before_each(mount: Mounted) -> None:
             assert count() == 20
 
 
+def test_programs_write_in_large_pieces(mount: Mounted) -> None:
+    lines = [b"a line of some length\n"] * 5000
+    with mount.requests_of() as count:
+        with open(mount.path / "f", "wb") as file:
+            file.writelines(lines)
+        assert count() < 10
+    assert (mount.path / "f").read_bytes() == b"".join(lines)
+
+
 def test_an_invalidated_inode_is_seen_anew_at_once(mount: Mounted) -> None:
     (mount.path / "f").write_bytes(b"old")
     assert (mount.path / "f").read_bytes() == b"old"

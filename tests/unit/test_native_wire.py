@@ -22,6 +22,8 @@ from protocol.volume import ROOT_INODE, Caller
 from vfsd.engines.base import EngineSettings
 from vfsd.engines.native import NativeEngine, wire
 from vfsd.engines.native.negotiation import negotiate
+from vfsd.engines.native.operations import Operations
+from vfsd.engines.native.replies import NO_CACHE, Replies
 from vfsd.engines.native.wire import InitFlag, Opcode
 
 ME = Caller(0, 0)
@@ -261,6 +263,37 @@ def test_every_request_counts(volume: MemoryVolume) -> None:
         assert engine.requests == before + 5
 
     converse(volume, dialogue)
+
+
+# -- what depends on the agreement ---------------------------------------------------------------
+def perform(operations: Operations, message: bytes) -> Any:
+    """What the opcode's method answers, as the volume gave it."""
+    opcode, _, node, _ = wire.IN_HEADER_ROUTE.unpack_from(message)
+    return operations.table[opcode].method(node, bytearray(message), len(message))
+
+
+@pytest.mark.parametrize(("ours", "seen"), [(True, 0o027), (False, 0)])
+def test_the_umask_reaches_the_volume_only_where_the_kernel_leaves_it(
+    volume: MemoryVolume, monkeypatch: pytest.MonkeyPatch, ours: bool, seen: int
+) -> None:
+    callers: list[Caller] = []
+    monkeypatch.setattr(volume, "mkdir", lambda parent, name, mode, caller: callers.append(caller))
+    operations = Operations(volume, Replies(NO_CACHE), umask_is_ours=ours)
+    perform(operations, request(Opcode.MKDIR, body=wire.FUSE_MKDIR_IN.pack(0o777, 0o027) + b"new\0"))
+    assert callers == [Caller(0, 0, seen, 1)]
+
+
+@pytest.mark.parametrize(("flags", "mode"), [(wire.FUSE_SETXATTR_ACL_KILL_SGID, 0o755), (0, 0o2755)])
+def test_an_acl_set_by_a_stranger_to_the_group_clears_set_gid(
+    volume: MemoryVolume, monkeypatch: pytest.MonkeyPatch, flags: int, mode: int
+) -> None:
+    kept: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(volume, "setxattr", lambda inode, name, value, flags: kept.append((name, value)))
+    made = volume.mknod(ROOT_INODE, b"sgid", stat.S_IFREG | 0o2755, 0, ME)
+    body = wire.FUSE_SETXATTR_IN.pack(3, 0, flags, 0) + b"system.posix_acl_access\0" + b"acl"
+    perform(Operations(volume, Replies(NO_CACHE), long_setxattr=True), request(Opcode.SETXATTR, made.inode, body))
+    assert stat.S_IMODE(volume.getattr(made.inode).mode) == mode
+    assert kept == [(b"system.posix_acl_access", b"acl")]
 
 
 NO_REPLY = {Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT}

@@ -18,8 +18,8 @@ __all__ = ["NO_CACHE", "Message", "Replies", "Validity", "dirents"]
 # A reply: one buffer, or several that are written together.
 Message = bytes | tuple[Buffer, ...]
 
-# st_blksize: what stdio and Python buffer by.
-BLOCK_SIZE: Final = 4096
+# st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
+BLOCK_SIZE: Final = 128 * 1024
 _SECOND: Final = 1_000_000_000
 _STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
 
