@@ -459,6 +459,13 @@ def test_tools_copy_a_tree_there_and_back(mount, tmp_path):
 # -- changes beside the mount ------------------------------------------------------------------
 
 
+@pytest.fixture(params=["pyfuse3", "native"])
+def either(tmp_path, request) -> Iterator[Served]:
+    """What is told to the kernel is the same with both engines."""
+    with served(str(tmp_path), engine=request.param) as child:
+        yield child
+
+
 def look(root: str) -> dict[str, object]:
     """All that a program can see of `root`, by names and by listings, and that it can put into the kernel's caches."""
     seen: dict[str, object] = {}
@@ -498,8 +505,8 @@ def second_state(root: str) -> None:
     os.link(root + "/two", root + "/moved/deep")
 
 
-def test_when_a_restore_returns_no_reader_sees_the_old_state_whatever_it_does_meanwhile(mount):
-    root = mount.path
+def test_when_a_restore_returns_no_reader_sees_the_old_state_whatever_it_does_meanwhile(either):
+    mount, root = either, either.path
     first_state(root)
     mount.call("snapshot", name="first")
     states = {"first": look(root)}
@@ -527,7 +534,8 @@ def test_when_a_restore_returns_no_reader_sees_the_old_state_whatever_it_does_me
             reader.join()
 
 
-def test_open_files_and_mappings_show_the_restored_content_at_once(mount):
+def test_open_files_and_mappings_show_the_restored_content_at_once(either):
+    mount = either
     path = mount.path + "/file"
     write(path, b"first " * 1000)
     mount.call("snapshot", name="s")
@@ -540,7 +548,8 @@ def test_open_files_and_mappings_show_the_restored_content_at_once(mount):
         assert mapped[:6] == b"third "
 
 
-def test_a_file_that_a_restore_removed_stays_open_with_no_links(mount):
+def test_a_file_that_a_restore_removed_stays_open_with_no_links(either):
+    mount = either
     mount.call("snapshot", name="s")
     with open(mount.path + "/file", "w+b", buffering=0) as file:
         file.write(b"content")
@@ -550,13 +559,12 @@ def test_a_file_that_a_restore_removed_stays_open_with_no_links(mount):
         assert os.pread(file.fileno(), 10, 0) == b"content"
 
 
-def test_the_mount_can_be_closed_while_changes_are_being_replayed(tmp_path):
-    with served(str(tmp_path)) as child:
-        child.call("snapshot", name="s")
-        for number in range(500):
-            os.mkdir(f"{child.path}/{number}")
-        child.call("restore", name="s")
-        child.call("start_replay")
+def test_the_mount_can_be_closed_while_changes_are_being_replayed(either):
+    either.call("snapshot", name="s")
+    for number in range(500):
+        os.mkdir(f"{either.path}/{number}")
+    either.call("restore", name="s")
+    either.call("start_replay")
 
 
 def test_a_replay_of_more_than_the_limit_is_cut_and_says_so(tmp_path):
