@@ -156,7 +156,7 @@ class Workspace(_Base):
         return self._run(calls.snapshots(changes=changes))
 
     def drop(self, name: str) -> None:
-        """Delete snapshot `name`.  FileNotFoundError; OSError(EBUSY) while an export or diff reads it."""
+        """Delete snapshot `name`.  FileNotFoundError.  An export or diff that reads it goes on."""
         self._run(calls.drop(name))
 
     def restore(self, source: FilePath, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:

@@ -21,7 +21,7 @@ _COLOURS: Final = {"ok": "green", "missing": "red", "optional": "yellow"}
     cls=Command,
     examples="""
     vfsd doctor
-    vfsd doctor --deep                     # also mount, write, read and unmount
+    vfsd doctor --deep                     # also mount, answer one request, unmount
     vfsd doctor --json
     """,
 )

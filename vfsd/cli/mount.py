@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 from msgspec import structs, to_builtins
 
 from vfsd import launch
@@ -16,6 +18,7 @@ from vfsd.cli.names import complete_workspace
 from vfsd.cli.values import BACKEND, NAME, SIZE
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
+from vfsd.control.sockets import remove_dead_socket
 from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options
 from vfsd.mounts import clear_dead_mount, is_dead, mount_at
@@ -34,7 +37,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     vfsd mount ~/work --from backup.zip --read-only
     """,
 )
-@click.argument("mountpoint", type=click.Path(file_okay=False))
+@click.argument("mountpoint", type=click.Path(), shell_complete=lambda *_: [CompletionItem("", type="dir")])
 @click.option(
     "--backend",
     type=BACKEND,
@@ -50,7 +53,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
 )
 @click.option("--max-bytes", type=SIZE, metavar="SIZE", help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...")
 @click.option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
-@click.option("--read-only", is_flag=True, help="The mount refuses changes; restore and import still work.")
+@click.option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
 @click.option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
@@ -103,6 +106,7 @@ def unmount_command(app: App, workspace_argument: str | None, lazy: bool, every:
     app.workspace = workspace_argument or app.workspace
     records = read_records() if every else [app.record()]
     done, failed = [], None
+    os.chdir("/")  # the workspaces are chosen; this process shall not be what keeps one busy
     for record in records:
         try:
             answer = _unmount(app, record, lazy=lazy)
@@ -132,6 +136,8 @@ def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.Unmou
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
     remove_record(record)
+    with contextlib.suppress(FileExistsError):  # a new daemon of that name was faster
+        remove_dead_socket(record.socket)
     output.note(f"the daemon of {record.name} was dead: what it held is lost, its mount is cleared away")
     return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
