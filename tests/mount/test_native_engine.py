@@ -621,6 +621,31 @@ def test_a_name_known_to_be_missing_is_not_asked_for_again(mount: Mounted) -> No
         assert count() == 0
 
 
+def test_absence_is_asked_for_again_where_others_may_end_it(workdir: Path) -> None:
+    with mounted(workdir, cache_timeout_s=60.0) as mount:
+        assert not (mount.path / "f").exists()
+        mount.ask("make_file", ROOT_INODE, "f", b"there")
+        assert (mount.path / "f").read_bytes() == b"there"
+
+
+def test_creating_what_the_kernel_wrongly_believes_absent_opens_it(mount: Mounted) -> None:
+    assert not (mount.path / "f").exists()
+    mount.ask("make_file", inode_of(mount.path), "f", b"there")
+    fd = os.open(mount.path / "f", os.O_CREAT | os.O_RDWR)
+    assert os.read(fd, 10) == b"there"
+    os.close(fd)
+
+
+def test_creating_exclusively_what_the_kernel_wrongly_believes_absent_fails(mount: Mounted) -> None:
+    assert not (mount.path / "f").exists()
+    mount.ask("make_file", inode_of(mount.path), "f", b"there")
+    with pytest.raises(FileExistsError):
+        os.open(mount.path / "f", os.O_CREAT | os.O_EXCL | os.O_RDWR)
+    mount.ask("make_file", inode_of(mount.path), "g", b"there")
+    with pytest.raises(FileExistsError):
+        os.mknod(mount.path / "g")
+
+
 def test_a_listing_and_a_symlink_are_kept(mount: Mounted) -> None:
     (mount.path / "d").mkdir()
     os.symlink("d", mount.path / "l")

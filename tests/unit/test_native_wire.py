@@ -241,6 +241,18 @@ def test_an_impersonators_thread_sees_its_volume_and_the_kernel_keeps_nothing_of
     converse(volume, dialogue, impersonator=Impersonator())
 
 
+def test_the_kernels_own_requests_are_not_taken_for_those_of_an_impersonator_at_rest(volume: MemoryVolume) -> None:
+    class Resting:
+        thread_id = 0
+        volume = MemoryVolume()
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        error, body = await kernel.ask(request(Opcode.LOOKUP, body=b"file\0", pid=0))
+        assert (error, wire.FUSE_ENTRY_OUT.unpack(body)[0] > 0) == (0, True)
+
+    converse(volume, dialogue, impersonator=Resting())
+
+
 def test_an_errno_that_the_kernel_would_refuse_becomes_eio(
     volume: MemoryVolume, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import math
 import os
 from collections.abc import Iterable
 from struct import Struct
@@ -27,13 +26,14 @@ _STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
 class Validity:
     """For how long the kernel may keep a name or attributes: whole seconds and nanoseconds."""
 
-    __slots__ = ("nanoseconds", "seconds")
+    __slots__ = ("forever", "nanoseconds", "seconds")
 
     # 68 years.  The kernel turns seconds into jiffies and clamps; this is far from its limits on any HZ.
     FOREVER_S: Final = 2**31
 
     def __init__(self, timeout_s: float) -> None:
-        if math.isinf(timeout_s) or timeout_s >= self.FOREVER_S:
+        self.forever = timeout_s >= self.FOREVER_S
+        if self.forever:
             self.seconds, self.nanoseconds = self.FOREVER_S, 0
         else:
             self.seconds = int(timeout_s)
@@ -49,11 +49,10 @@ class Replies:
     def __init__(self, validity: Validity) -> None:
         self._seconds = validity.seconds
         self._nanoseconds = validity.nanoseconds
-        if validity.seconds or validity.nanoseconds:
+        # Absence is kept only where nobody but us can end it.
+        if validity.forever:
             size, error = wire.ENTRY_REPLY.size, 0
-            self._absent_body = wire.FUSE_ENTRY_OUT.pack(
-                0, 0, validity.seconds, 0, validity.nanoseconds, 0, *([0] * 16)
-            )
+            self._absent_body = wire.FUSE_ENTRY_OUT.pack(0, 0, validity.seconds, 0, 0, 0, *([0] * 16))
         else:
             size, error = wire.OUT_HEADER_BYTES, -errno.ENOENT
             self._absent_body = b""

@@ -213,7 +213,8 @@ class NativeEngine:
         self._requests += 1
         operations = self._operations
         impersonator = self._impersonator
-        if impersonator is not None and pid == impersonator.thread_id and opcode in _IMPERSONATED:
+        # Requests of the kernel itself have pid 0, as has an impersonator without a thread.
+        if impersonator is not None and pid and pid == impersonator.thread_id and opcode in _IMPERSONATED:
             operations = self._impersonate(impersonator.volume)
         handler = operations.table.get(opcode)
         if handler is None or length < handler.least:
@@ -255,6 +256,10 @@ class NativeEngine:
         code = errno_of(error)
         if code == errno.ENOENT and opcode == Opcode.LOOKUP:
             return operations.replies.absent(unique)
+        if code == errno.EEXIST and opcode == Opcode.MKNOD and operations is self._operations:
+            # The kernel believed the name absent.  An open with O_CREAT that ended here must open what is there:
+            # on ESTALE the kernel looks the name up anew, and then fails by itself where it must (fs/namei.c).
+            code = errno.ESTALE
         if code is None or not 0 < code <= wire.MAX_ERRNO:
             kind = Opcode(opcode).name
             logger.error("unexpected error in %s, answered with EIO", kind, exc_info=error)
