@@ -13,11 +13,14 @@ unmount that came by the socket is answered, socket and record go.
 from __future__ import annotations
 
 import errno
+import fcntl
+import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +28,7 @@ import trio
 
 import vfsd
 from protocol.backends.memory import MemoryVolume
-from vfsd import holders, mounts, runtime
+from vfsd import mounts, runtime
 from vfsd.control.methods import Methods, read_archive
 from vfsd.control.server import ControlServer
 from vfsd.engines.base import EngineSettings
@@ -61,14 +64,16 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     Raises what kept it from starting, with nothing left behind: OSError, ArchiveError, ValueError.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # Before the archive is read, which may take minutes, and once more when no other start can come between.
     recovered = await trio.to_thread.run_sync(_recover, options)
-    runtime.ensure_socket_dir()
     volume = await trio.to_thread.run_sync(_open_volume, options)
     settings = EngineSettings(
         options.mountpoint, options.name, read_only=options.read_only, allow_other=options.allow_other
     )
     replay = Replay(volume, options.mountpoint)
-    engine = mount_engine(options.engine, volume, settings, replay)
+    with _alone():
+        recovered = _recover(options) or recovered
+        engine = mount_engine(options.engine, volume, settings, replay)
     try:
         await _Daemon(options, engine, volume, replay).run(ready, recovered)
     finally:
@@ -153,6 +158,7 @@ class _Daemon:
                 async for number in signals:
                     _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
                     if nursery.child_tasks:
+                        _logger.warning("asked again: ending at once", extra={"operation": "unmount"})
                         self._engine.stop()
                         return
                     nursery.start_soon(self._unmount)
@@ -162,23 +168,31 @@ class _Daemon:
         self._notifier.stopping("unmounting")
         place = self._options.mountpoint
         try:
-            await trio.to_thread.run_sync(mounts.unmount, place)
+            # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.
+            await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)
         except OSError as error:
+            # A busy one's error names who holds it.
             log_failure(_logger, "unmount", error, path=place, level=logging.WARNING)
-            held = await trio.to_thread.run_sync(holders.holders, place)
-            for holder in held:
-                _logger.warning("held by %s", holder.describe(), extra={"operation": "unmount", "path": place})
             await self._detach()
         with trio.move_on_after(_LINGER_S):
             await self._served.wait()
-        self._engine.stop()
+        if not self._served.is_set():
+            _logger.warning(
+                "programs were given %g s to finish; ending without them", _LINGER_S,
+                extra={"operation": "unmount", "path": place},
+            )  # fmt: skip
+            self._engine.stop()
         await trio.sleep_forever()  # `_serve` ends everything
 
     async def _detach(self) -> None:
+        place = self._options.mountpoint
+        detach = functools.partial(mounts.unmount, place, lazy=True)
         try:
-            await trio.to_thread.run_sync(lambda: mounts.unmount(self._options.mountpoint, lazy=True))
+            await trio.to_thread.run_sync(detach, abandon_on_cancel=True)
         except OSError as error:
-            log_failure(_logger, "unmount --lazy", error, path=self._options.mountpoint)
+            log_failure(_logger, "unmount --lazy", error, path=place)
+        else:
+            _logger.info("detached lazily", extra={"operation": "unmount", "path": place})
 
     async def _feed_watchdog(self) -> None:
         """Tell systemd that the loop turns."""
@@ -200,6 +214,16 @@ def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueEr
 
 
 # -- the start ---------------------------------------------------------------------------------------
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other daemon of this user's checks a mountpoint, or mounts, meanwhile: both would find it free."""
+    path = os.path.join(runtime.ensure_socket_dir(), ".starting")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _recover(options: MountOptions) -> str | None:

@@ -22,7 +22,6 @@ import vfsd
 from protocol.archive import export_archive, open_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.diff import changes
-from protocol.errors import fail
 from protocol.patch import write_patch
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
@@ -148,6 +147,8 @@ class Methods:
     async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
         if sum((params.name is not None, params.archive is not None, params.undo)) != 1:
             raise InvalidParamsError("restore takes one of: name, archive, undo")
+        if not params.dry_run:
+            self._check_writable()
         paths = _paths(params.paths)
         if params.archive is not None:
             return await self._restore_archive(params.archive, paths, call, dry_run=params.dry_run)
@@ -177,8 +178,6 @@ class Methods:
 
     async def _put(self, tree: Tree, *, replace: bool, paths: list[bytes]) -> str:
         """Put `tree` in place; the name of the safety snapshot taken before."""
-        if self._options.read_only:
-            raise fail(errno.EROFS)
         async with self._served.changing:
             await self._served.settle()
             safety = self._take_safety()
@@ -190,6 +189,10 @@ class Methods:
     async def _restored(self, source: str, safety: str, call: Call) -> RestoreResult:
         found = await self._compare(safety, None, [], call)
         return RestoreResult(source, safety, found.counts, found.records, found.truncated)
+
+    def _check_writable(self) -> None:
+        if self._options.read_only:
+            raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
 
     def _take_safety(self, keep: str | None = None) -> str:
         """Keep the present state under a name of its own, and let go of the oldest of its kind."""
@@ -262,6 +265,7 @@ class Methods:
         return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
+        self._check_writable()
         staged = await _in_thread(read_archive, _absolute(params.path))
         with staged.tree() as tree:
             safety = await self._put(tree, replace=False, paths=[])

@@ -19,7 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["BoundSocket", "PeerCredentials", "bind", "connect", "is_closed_by_peer", "peer_credentials"]
+__all__ = [
+    "BoundSocket",
+    "PeerCredentials",
+    "bind",
+    "connect",
+    "is_closed_by_peer",
+    "peer_credentials",
+    "remove_dead_socket",
+]
 
 _SUN_PATH_BYTES: Final = 108  # linux/un.h UNIX_PATH_MAX, the closing NUL included
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -119,6 +127,12 @@ def bind(path: str) -> BoundSocket:
     with _locked_directory(path):
         _remove_dead(path)
         return _bind_unseen(path)
+
+
+def remove_dead_socket(path: str) -> None:
+    """Remove the socket at `path` where its daemon is dead.  FileExistsError where somebody listens."""
+    with _locked_directory(path):
+        _remove_dead(path)
 
 
 def _remove_dead(path: str) -> None:

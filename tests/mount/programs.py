@@ -1,0 +1,157 @@
+"""Programs beside a workspace: other processes told what to do step by step, and the real command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from vfsd.control.client import ControlClient
+from vfsd.launch import log_path
+from vfsd.runtime import record_path, socket_path
+
+_TIMEOUT_S = 60.0
+# Run a line as an expression, or else as statements; answer with the value, or with the error that it raised.
+_PROGRAM = """
+import errno, fcntl, json, mmap, os, signal, socket, sys, threading
+names = dict(globals())
+for line in sys.stdin:
+    code = json.loads(line)
+    try:
+        try:
+            compiled, run = compile(code, "<told>", "eval"), eval
+        except SyntaxError:
+            compiled, run = compile(code, "<told>", "exec"), exec
+        answer = {"value": repr(run(compiled, names))}
+    except OSError as error:
+        answer = {"errno": error.errno, "text": str(error)}
+    except BaseException as error:
+        answer = {"text": repr(error)}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Program:
+    """Another process that does what it is told: `program("fd = os.open('f', 0)")`, `program("os.read(fd, 9)")`.
+
+    Its current directory is "/" unless it is told to change that.
+    """
+
+    def __init__(self, **popen: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **{"cwd": "/", **popen},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __call__(self, code: str, **values: Any) -> Any:
+        """What `code` yields.  `values` are set as names before.  OSError as the program saw it."""
+        self.begin(code, **values)
+        return self.result()
+
+    def begin(self, code: str, **values: Any) -> None:
+        """Have it start with `code`; `result` waits for the end of it."""
+        assert self._process.stdin is not None
+        if values:
+            self("; ".join(f"{name} = {value!r}" for name, value in values.items()))
+        self._process.stdin.write(json.dumps(code) + "\n")
+        self._process.stdin.flush()
+
+    def result(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the program has died"
+        answer = json.loads(line)
+        if "errno" in answer:
+            raise OSError(answer["errno"], answer["text"])
+        if "value" not in answer:
+            raise AssertionError(answer["text"])
+        return ast.literal_eval(answer["value"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+# -- the command line ---------------------------------------------------------------------------------
+VFSD = (sys.executable, "-P", "-m", "vfsd.cli.main")
+
+
+def vfsd(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    command = [*VFSD, *map(str, arguments)]
+    settings = {"capture_output": True, "text": True, "timeout": _TIMEOUT_S, "cwd": "/"}
+    return subprocess.run(command, check=False, **{**settings, **options})
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    """The standard output of what ended with status 0."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that says why it ended with status 1."""
+    assert done.returncode == 1, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout == ""
+    first, *notes = done.stderr.splitlines()
+    assert first.startswith("vfsd: error: "), done.stderr
+    assert notes == []
+    return first
+
+
+# -- daemons ------------------------------------------------------------------------------------------
+def wait_ended(pid: int) -> None:
+    """Return when process `pid` has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], _TIMEOUT_S)[0], f"process {pid} does not end"
+    finally:
+        os.close(descriptor)
+
+
+def log_of(name: str) -> str:
+    with open(log_path(name), encoding="utf-8") as file:
+        return file.read()
+
+
+def wait_logged(name: str, text: str, pid: int) -> None:
+    """Return when the log of workspace `name` contains `text`; its daemon `pid` must not end before that."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        while text not in log_of(name):
+            # No notification tells of a line in a file; the daemon's end would be seen at once.
+            ended = bool(select.select([descriptor], [], [], 0.02)[0])
+            assert not ended or text in log_of(name), f"it ended without logging {text!r}:\n{log_of(name)}"
+    finally:
+        os.close(descriptor)
+
+
+def left_behind(name: str) -> list[str]:
+    """What of a workspace's socket and record is still there."""
+    return [path for path in (socket_path(name), record_path(name)) if os.path.lexists(path)]
+
+
+@contextmanager
+def control(name: str) -> Iterator[ControlClient]:
+    with ControlClient(socket_path(name)) as client:
+        yield client
