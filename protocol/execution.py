@@ -1,0 +1,281 @@
+"""Executor: what runs a command beside a filesystem; `HostExecutor` does so on this host.
+
+Threading: `run` blocks its thread; `Running.kill` may be called from any other.  Starting a command never
+touches the directory that it is to run in (see `protocol.supervisor`), so a thread of the process that serves
+that directory may do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+from protocol import supervisor
+from protocol.errors import fail
+
+__all__ = ["DEFAULT_OUTPUT_BYTES", "DEFAULT_TIMEOUT_S", "ExecResult", "Executor", "HostExecutor", "Running"]
+
+DEFAULT_TIMEOUT_S: Final = 120.0
+DEFAULT_OUTPUT_BYTES: Final = 256 * 1024  # of standard output, and as much again of standard error
+_PIPE_BYTES: Final = 64 * 1024
+# The supervisor kills what is left in milliseconds; longer, and the kernel itself holds a process back.
+_END_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command ended.  `exit_status` is negative for one that a signal killed (-9: SIGKILL).
+
+    `timed_out`: it was killed because its time was over.  `truncated`: it wrote more than the limit, and the
+    rest was thrown away.
+    """
+
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    truncated: bool = False
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs commands that see the filesystem's state."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Run `argv` in `cwd` (relative to the filesystem's root) and wait for its end.
+
+        `env` is added to the environment that the executor gives.  When `run` returns nothing that the command
+        started is running.  OSError where it cannot be started: FileNotFoundError for a program, or a `cwd`,
+        that is not there.
+        """
+        ...
+
+
+class HostExecutor:
+    """Runs commands on this host, as this process's user, below the directory `root`."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(root)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """See `Executor`."""
+        running = self.start(
+            argv, cwd=cwd, env=env, timeout_s=timeout_s, output_limit_bytes=output_limit_bytes, stdin=stdin
+        )
+        try:
+            return running.wait()
+        finally:
+            running.kill()
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> Running:
+        """Start a command; `wait` for it, in one thread, whatever happens: that is where its end is seen to."""
+        if not argv or not argv[0]:
+            raise fail(errno.EINVAL, "no command")
+        if any("\0" in word for word in argv):
+            raise fail(errno.EINVAL, "a NUL in a command")
+        if timeout_s <= 0:
+            raise fail(errno.EINVAL, "a timeout must be positive")
+        directory = os.path.join(self._root, cwd)
+        return Running(argv, directory, dict(env or {}), timeout_s, output_limit_bytes, stdin)
+
+
+class Running:
+    """A command that was started."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        directory: str,
+        env: Mapping[str, str],
+        timeout_s: float,
+        output_limit_bytes: int,
+        stdin: bytes,
+    ) -> None:
+        self._argv = argv
+        self._directory = directory
+        self._stdin = memoryview(stdin)
+        self._deadline = time.monotonic() + timeout_s
+        self._outputs = (_Output(output_limit_bytes), _Output(output_limit_bytes))
+        self._status = _Output(_PIPE_BYTES)
+        self._timed_out = False
+        self._control_lock = threading.Lock()
+        control, self._control = os.pipe()
+        self._status_fd, status = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, directory, str(control), str(status), *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(control, status),
+                cwd="/",  # see the module's docstring
+                start_new_session=True,
+                env={**os.environ, **env},
+            )
+        except BaseException:
+            os.close(self._status_fd)
+            os.close(self._control)
+            raise
+        finally:
+            os.close(control)
+            os.close(status)
+
+    def kill(self) -> None:
+        """Have the command, and all that it started, killed; `wait` then returns soon.  Idempotent."""
+        with self._control_lock:
+            if self._control >= 0:
+                os.close(self._control)
+                self._control = -1
+
+    def wait(self) -> ExecResult:
+        """Wait for its end.  OSError where it could not be started."""
+        try:
+            self._exchange()
+        finally:
+            self.kill()
+            self._reap()
+        return self._result()
+
+    def _exchange(self) -> None:
+        """Feed standard input, and collect everything, until the supervisor has ended."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            for descriptor, sink in (
+                (process.stdout.fileno(), self._outputs[0]),
+                (process.stderr.fileno(), self._outputs[1]),
+                (self._status_fd, self._status),
+            ):
+                selector.register(descriptor, selectors.EVENT_READ, sink)
+            os.set_blocking(process.stdin.fileno(), False)
+            selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, None)
+            self._feed(selector)
+            # The supervisor holds the status pipe until all is over; somebody else might hold the others.
+            while self._status_fd in selector.get_map():
+                for key, _ in selector.select(self._patience_s()):
+                    if key.data is None:
+                        self._feed(selector)
+                    elif not key.data.take(key.fd):
+                        selector.unregister(key.fd)
+                self._look_at_the_clock()
+            self._drain(selector)
+
+    def _patience_s(self) -> float | None:
+        return None if self._timed_out else max(0.0, self._deadline - time.monotonic())
+
+    def _look_at_the_clock(self) -> None:
+        if not self._timed_out and time.monotonic() >= self._deadline:
+            self._timed_out = True
+            self.kill()
+
+    def _feed(self, selector: selectors.BaseSelector) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        if stdin.closed:
+            return
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while self._stdin:
+                    self._stdin = self._stdin[os.write(stdin.fileno(), self._stdin[:_PIPE_BYTES]) :]
+            except BrokenPipeError:
+                pass  # it does not read it
+            selector.unregister(stdin.fileno())
+            stdin.close()
+
+    @staticmethod
+    def _drain(selector: selectors.BaseSelector) -> None:
+        """What is still in the pipes: all writers have ended."""
+        for key in list(selector.get_map().values()):
+            if key.data is not None:
+                os.set_blocking(key.fd, False)
+                with contextlib.suppress(BlockingIOError):
+                    while key.data.take(key.fd):
+                        pass
+
+    def _reap(self) -> None:
+        process = self._process
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        os.close(self._status_fd)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _result(self) -> ExecResult:
+        kind, _, number = bytes(self._status.data).decode().strip().partition(" ")
+        if kind == "error":
+            self._raise_start_failure(int(number))
+        if kind != "exit":
+            raise fail(errno.EIO, "the command's supervisor was killed")
+        stdout, stderr = self._outputs
+        return ExecResult(
+            exit_status=int(number),
+            stdout=bytes(stdout.data),
+            stderr=bytes(stderr.data),
+            timed_out=self._timed_out,
+            truncated=stdout.truncated or stderr.truncated,
+        )
+
+    def _raise_start_failure(self, code: int) -> None:
+        raise fail(code, self._argv[0] if os.path.isdir(self._directory) else self._directory)
+
+
+class _Output:
+    """What comes out of a pipe, up to a limit; the rest is read and thrown away, so that its writer goes on."""
+
+    __slots__ = ("_limit", "data", "truncated")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self.data = bytearray()
+        self.truncated = False
+
+    def take(self, descriptor: int) -> bool:
+        """Read once; False at the end."""
+        piece = os.read(descriptor, _PIPE_BYTES)
+        room = self._limit - len(self.data)
+        self.data += piece[:room] if room > 0 else b""
+        self.truncated = self.truncated or len(piece) > room
+        return bool(piece)

@@ -1,0 +1,136 @@
+"""What stands between vfsd and a command that it runs on the host: starts it, and leaves nothing of it running.
+
+A program of its own, run as `python -I -S supervisor.py DIRECTORY CONTROL_FD STATUS_FD COMMAND...` by
+`protocol.execution`, and importing nothing but what start-up has anyway: it is started for every command.
+
+- It changes into DIRECTORY itself.  Were that done between vfork and exec, as `subprocess` does, the starter
+  would stand still, interpreter lock held, for an answer that its own loop may have to give: DIRECTORY can lie in
+  the mount that it serves.
+- Everything that the command starts, and leaves behind, is this process's: it is a subreaper (prctl(2),
+  PR_SET_CHILD_SUBREAPER), so that a grandchild in a session of its own comes here when its parent ends.
+- When the command ends, or CONTROL_FD says EOF (the starter closed it, or died), all of them are killed.
+
+On STATUS_FD it says `exit N`, with N as `subprocess` counts (-9: killed by SIGKILL), or `error ERRNO`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SCAN_PAUSE_S = 0.01
+
+
+def main(arguments: list[bytes]) -> None:
+    """Run the command, tell how it ended, kill what is left of it."""
+    directory, control, status = arguments[0], int(arguments[1]), int(arguments[2])
+    command = arguments[3:]
+    for descriptor in (control, status):
+        os.set_inheritable(descriptor, False)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        _tell(status, f"error {ctypes.get_errno()}")
+        return
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _become(directory, command, writer)
+    os.close(writer)
+    # The command's own pipes are not ours: they must end when it does.
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    failure = _read_until(reader, control)
+    if failure:
+        _kill_all()
+        _tell(status, f"error {failure.decode()}")
+        return
+    ended = _wait(child, control)
+    code = _kill_all(child)
+    _tell(status, f"exit {ended if ended is not None else code}")
+
+
+def _become(directory: bytes, command: list[bytes], failed: int) -> None:
+    """In the child: turn into the command; its errno goes to `failed`, which a successful exec closes."""
+    try:
+        os.setsid()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        os.chdir(directory)
+        os.environb[b"PWD"] = directory
+        os.execvp(command[0], command)  # noqa: S606 (there is no shell on purpose)
+    except OSError as error:
+        os.write(failed, str(error.errno).encode())
+    except BaseException:  # noqa: BLE001 (nothing of the parent's may run twice)
+        os.write(failed, b"22")
+    finally:
+        os._exit(127)
+
+
+def _read_until(reader: int, control: int) -> bytes:
+    """The errno of a failed start, b"" of one that worked, or that nobody wants any more."""
+    ready, _, _ = select.select([reader, control], [], [])
+    return os.read(reader, 16) if reader in ready else b""
+
+
+def _wait(child: int, control: int) -> int | None:
+    """The command's exit status; None when it is to be killed first."""
+    handle = os.pidfd_open(child)
+    ready, _, _ = select.select([handle, control], [], [])
+    if handle not in ready:
+        return None
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _kill_all(command: int = 0) -> int:
+    """Kill every descendant, until there is none; the exit status of `command`, if it was still there."""
+    code = -int(signal.SIGKILL)
+    me = os.getpid()
+    while True:
+        for pid in _children(me):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+        try:
+            while True:
+                # What a killed one leaves behind becomes our child, and is found by the next scan.
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == command:
+                    code = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            return code
+        select.select([], [], [], _SCAN_PAUSE_S)
+
+
+def _children(parent: int) -> list[int]:
+    """The processes whose parent is `parent` (proc_pid_stat(5): the fields after the name in parentheses)."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(name))
+    return found
+
+
+def _tell(status: int, text: str) -> None:
+    try:
+        os.write(status, text.encode() + b"\n")
+    except OSError:
+        pass  # the starter is gone
+
+
+if __name__ == "__main__":
+    main([os.fsencode(argument) for argument in sys.argv[1:]])
