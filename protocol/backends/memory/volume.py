@@ -203,7 +203,9 @@ class MemoryVolume(Snapshots):
         if node.is_dir:
             raise fail(errno.EPERM)
         directory = self._room_for(parent, name, inodes=0)
-        return self._enter(directory, name, self._state.own(node))
+        node = self._state.own(node)
+        node.ctime_ns = self._clock()
+        return self._enter(directory, name, node)
 
     def unlink(self, parent: int, name: bytes) -> None:
         directory, node = self._victim(parent, name)
@@ -520,12 +522,12 @@ class MemoryVolume(Snapshots):
         return self._state.create(mode, caller.uid, gid)
 
     def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:
+        """Give `node` (owned) a name.  The directory gets its ctime: a new inode's times are all one, as on tmpfs."""
         state = self._state
         if directory.epoch != state.epoch:
             directory = state.own(directory)
         state.add_entry(directory, name, node)
-        now = self._clock()
-        directory.mtime_ns = directory.ctime_ns = node.ctime_ns = now
+        _modified(directory, node.ctime_ns)
         node.lookups += 1
         return node
 
