@@ -1,0 +1,66 @@
+"""What a mount shows otherwise than tmpfs, and why: the only differences that the harness lets pass.
+
+`avoided` names the operations that an engine cannot carry: they are not part of its runs (a difference would
+go on to all that follows), and a test of its own holds what they answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tests.differential.calls import Call
+
+__all__ = ["Difference", "Known", "avoided", "reason"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that `tmpfs` and the mount answer differently.  `index` is the call's, -1 for the tree at the end.
+
+    `what` names it: "answer", an attribute of a place ("path 1: mtime"), or a path of the tree.
+    """
+
+    index: int
+    operation: str
+    what: str
+    tmpfs: object
+    mount: object
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """What stays the same when the calls before it are reduced."""
+        place, _, attribute = self.what.rpartition(": ")
+        return self.operation, f"{place.split()[0] if place else ''}: {attribute}"
+
+    def __str__(self) -> str:
+        return f"{self.operation}, {self.what}: tmpfs {self.tmpfs!r}, the mount {self.mount!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A difference that stays.  `why` says what imposes it; docs/semantics.md tells users of it in `section`."""
+
+    engines: tuple[str, ...]
+    matches: Callable[[Call, Difference], bool]
+    why: str
+    section: str
+
+
+KNOWN: Final[tuple[Known, ...]] = ()
+
+_AVOIDED: Final[dict[str, frozenset[str]]] = {
+    "native": frozenset(),
+    "pyfuse3": frozenset({"tmpfile", "fallocate", "seek_sparse"}),
+}
+
+
+def avoided(engine: str) -> frozenset[str]:
+    """The operations that are left out of an engine's runs."""
+    return _AVOIDED[engine]
+
+
+def reason(engine: str, call: Call, difference: Difference) -> Known | None:
+    """The entry of the table that lets `difference` pass."""
+    return next((known for known in KNOWN if engine in known.engines and known.matches(call, difference)), None)

@@ -1,0 +1,144 @@
+"""Observer: makes a call and reports its answer, and what it did to the inodes that it touched.
+
+An observation is (answer, touched): the answer ("ok", value) or ("error", errno's name), and for each path and
+slot of the call, and each path's directory, its attributes after the call.  Times are told in words, since two
+file systems never do a thing at the same nanosecond: "same" as before the call, "now" where the call changed
+it to the present, the value itself where it was set to one far away.
+Inode numbers, and st_blksize, a hint that an engine chooses, are not told.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from typing import Any, Final
+
+from tests.differential.calls import OPERATIONS
+from tests.differential.operations import Process, digest, extended_attributes
+
+__all__ = ["Observer"]
+
+_NEAR_NS: Final = 12 * 3600 * 10**9  # times that a call sets are further from the present than that
+_CHUNK: Final = 1 << 16
+_HEAD_BYTES: Final = 1 << 19
+# Where a sparse file may have content beyond its head: the offsets of `calls.OFFSET`.
+_FAR_OFFSETS: Final = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 70_000)
+# These read, so that they may update atime, or not: relatime counts the reads that reach the file system.
+_READING: Final = frozenset(
+    {"read", "pread", "listdir", "flistdir", "map_read", "map_write", "map_private", "copy_file_range", "sendfile"}
+)
+
+Attributes = tuple[Any, ...]
+
+
+class Observer:
+    """Runs calls in `process`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._present_ns = time.time_ns()
+
+    def observe(self, operation: str, args: tuple[Any, ...]) -> Any:
+        if operation == "tree":
+            return self._tree(*args)
+        places = list(_places(operation, args))
+        before = [self._stat(place) for place in places]
+        known = {found.st_ino: found for found in before if isinstance(found, os.stat_result)}
+        answer: tuple[str, Any]
+        try:
+            answer = "ok", self._process.run(operation, args)
+        except OSError as error:
+            answer = "error", errno.errorcode.get(error.errno or 0, str(error.errno))
+        except (ValueError, OverflowError) as error:
+            answer = "refused", str(error)
+        reads = operation in _READING
+        after = [self._stat(place) for place in places]
+        return answer, [
+            (label, self._show(found, known.get(found.st_ino), reads) if isinstance(found, os.stat_result) else found)
+            for (label, *_), found in zip(places, after, strict=True)
+        ]
+
+    def _stat(self, place: tuple[str, Any, bool]) -> os.stat_result | str:
+        _, where, follow = place
+        try:
+            if isinstance(where, int):
+                return os.fstat(self._process.fd(where))
+            return os.stat(where, follow_symlinks=follow)
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+    def _show(self, now: os.stat_result, before: os.stat_result | None, reads: bool) -> Attributes:
+        if reads or before is None or stat.S_ISLNK(now.st_mode):
+            atime = "-"
+        else:
+            atime = self._time(now.st_atime_ns, before.st_atime_ns)
+        return (
+            stat.filemode(now.st_mode),
+            now.st_nlink,
+            now.st_uid,
+            now.st_gid,
+            now.st_size,
+            now.st_blocks,
+            now.st_rdev,
+            atime,
+            self._time(now.st_mtime_ns, before.st_mtime_ns if before else None),
+            self._time(now.st_ctime_ns, before.st_ctime_ns if before else None),
+            _order(now.st_mtime_ns, now.st_ctime_ns),
+        )
+
+    def _time(self, now_ns: int, before_ns: int | None = None) -> int | str:
+        if now_ns == before_ns:
+            return "same"
+        return "now" if abs(now_ns - self._present_ns) < _NEAR_NS else now_ns
+
+    # -- the whole tree --------------------------------------------------------------------------
+    def _tree(self) -> list[tuple[bytes, Any]]:
+        """Everything, in order: path, and (attributes, first path of the inode, target, xattrs, content)."""
+        found: list[tuple[bytes, Any]] = []
+        self._walk(b"/", found, {})
+        status = os.statvfs("/")
+        # What the content takes; the inodes free are not alike, tmpfs counts by another measure.
+        found.append((b"statfs", (status.f_bsize, status.f_blocks, status.f_bfree, status.f_bavail)))
+        return found
+
+    def _walk(self, path: bytes, found: list[tuple[bytes, Any]], names: dict[int, bytes]) -> None:
+        attributes = os.lstat(path)
+        kind = stat.S_IFMT(attributes.st_mode)
+        first = names.setdefault(attributes.st_ino, path)
+        shown = self._show(attributes, None, True)
+        target = os.readlink(path) if kind == stat.S_IFLNK else b""
+        content = _content(path, attributes.st_size) if kind == stat.S_IFREG and first == path else ()
+        found.append((path, (shown, first, target, extended_attributes(path), content)))
+        if kind == stat.S_IFDIR:
+            for name in sorted(os.listdir(path)):
+                self._walk(os.path.join(path, name), found, names)
+
+
+def _content(path: bytes, size: int) -> tuple[Any, ...]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
+    try:
+        pieces: list[Any] = [(0, digest(os.pread(descriptor, _HEAD_BYTES, 0)))]
+        pieces += [(far, digest(os.pread(descriptor, _CHUNK * 4, far))) for far in _FAR_OFFSETS if far < size]
+        return tuple(pieces)
+    finally:
+        os.close(descriptor)
+
+
+def _places(operation: str, args: tuple[Any, ...]) -> list[tuple[str, Any, bool]]:
+    """(label, path or slot, whether to follow) of what the call touches."""
+    places: list[tuple[str, Any, bool]] = []
+    for number, (kind, value) in enumerate(zip(OPERATIONS[operation].kinds, args, strict=True), 1):
+        if kind.name == "slot":
+            places.append((f"slot {value}", value, True))
+        elif kind.name == "path":
+            places.append((f"path {number}", value, False))
+            places.append((f"path {number} followed", value, True))
+            parent, slash, _ = value.rstrip(b"/").rpartition(b"/")
+            places.append((f"directory {number}", parent or (b"/" if slash else b"."), True))
+    return places
+
+
+def _order(one: int, other: int) -> str:
+    return "mtime < ctime" if one < other else "mtime = ctime" if one == other else "mtime > ctime"
