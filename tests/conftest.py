@@ -149,4 +149,4 @@ def workdir(no_leaks: None, session_dir: str) -> Path:
 
     It is removed with the session, when nothing can be mounted in it any more.
     """
-    return Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix=""))
+    return Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="t"))

@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -44,9 +44,10 @@ class Program:
     Its current directory is "/" unless it is told to change that.
     """
 
-    def __init__(self, **popen: Any) -> None:
+    def __init__(self, *, before: Sequence[str] = (), **popen: Any) -> None:
+        """`before` is a command that starts it, such as setpriv(1)."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            [*before, sys.executable, "-I", "-S", "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,9 +94,9 @@ class Program:
 VFSD = (sys.executable, "-P", "-m", "vfsd.cli.main")
 
 
-def vfsd(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    command = [*VFSD, *map(str, arguments)]
+def vfsd(*arguments: object, before: Sequence[str] = (), **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end; `before` is a command that starts it, such as setpriv(1)."""
+    command = [*before, *VFSD, *map(str, arguments)]
     settings = {"capture_output": True, "text": True, "timeout": _TIMEOUT_S, "cwd": "/"}
     return subprocess.run(command, check=False, **{**settings, **options})
 

@@ -1,0 +1,319 @@
+"""The options of a mount, on the mount: limits, read-only, other users, an archive to begin with."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import mounts
+from tests.mount.programs import Program, failed, succeeded, vfsd
+from vfsd.control.client import ControlClient
+from vfsd.workspace import Workspace
+
+MountIt = Callable[..., Workspace]
+NOBODY = 65534
+# The interpreter may lie where only its owner comes: the user is let through to it, and to nothing else of root's.
+_AS_NOBODY = (
+    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
+    "--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search", "--",
+)  # fmt: skip
+MIB = 1 << 20
+
+
+@pytest.fixture
+def as_nobody(workdir: Path) -> Iterator[Program]:
+    """A program of another user, standing beside the mounts."""
+    workdir.chmod(0o755)
+    with Program(cwd=workdir) as program:
+        program(f"os.setgroups([]); os.setresgid({NOBODY}, {NOBODY}, {NOBODY})")
+        program(f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})")
+        yield program
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask until it holds: what was removed is free when the kernel's FORGET for it has been read."""
+    while not condition():
+        os.sched_yield()
+
+
+# -- limits -------------------------------------------------------------------------------------------
+def test_max_bytes_bounds_what_is_written_and_df_shows_it(mount: MountIt) -> None:
+    root = Path(mount(max_bytes=4 * MIB).path)
+    found = os.statvfs(root)
+    assert found.f_frsize * found.f_blocks == 4 * MIB
+    assert subprocess.run(
+        ["df", "-B1", "--output=size", root], capture_output=True, text=True, check=True
+    ).stdout.split() == [
+        "1B-blocks",
+        str(4 * MIB),
+    ]
+    (root / "three").write_bytes(b"x" * 3 * MIB)
+    assert os.statvfs(root).f_bavail * found.f_frsize == MIB
+    with pytest.raises(OSError, match="No space left") as raised:
+        (root / "more").write_bytes(b"x" * 2 * MIB)
+    assert raised.value.errno == errno.ENOSPC
+    (root / "three").unlink()
+    (root / "more").unlink()
+    until(lambda: os.statvfs(root).f_bavail == found.f_blocks)
+    (root / "more").write_bytes(b"x" * 2 * MIB)
+
+
+def test_what_a_snapshot_alone_holds_is_not_counted_against_max_bytes(mount: MountIt) -> None:
+    workspace = mount(max_bytes=4 * MIB)
+    root = Path(workspace.path)
+    (root / "a").write_bytes(b"a" * 3 * MIB)
+    workspace.snapshot("one")
+    (root / "a").unlink()
+    (root / "b").write_bytes(b"b" * 3 * MIB)
+    workspace.restore("one")
+    assert (root / "a").read_bytes() == b"a" * 3 * MIB
+    assert os.listdir(root) == ["a"]
+
+
+def test_max_inodes_bounds_what_is_made_and_df_shows_it(mount: MountIt) -> None:
+    root = Path(mount(max_inodes=4).path)  # the root is one
+    assert os.statvfs(root).f_files == 4
+    (root / "d").mkdir()
+    (root / "f").touch()
+    (root / "l").symlink_to("f")
+    assert os.statvfs(root).f_ffree == 0
+    for make in ((root / "x").touch, (root / "x").mkdir, lambda: (root / "x").symlink_to("y")):
+        with pytest.raises(OSError, match="No space left"):
+            make()
+    os.link(root / "f", root / "f2")
+    (root / "d").rmdir()
+    until(lambda: os.statvfs(root).f_ffree == 1)
+    (root / "x").touch()
+
+
+def test_an_import_beyond_the_limits_changes_nothing(mount: MountIt, workdir: Path) -> None:
+    big = mount()
+    (Path(big.path) / "big").write_bytes(os.urandom(3 * MIB))
+    big.export(workdir / "big.zip")
+    small = mount(max_bytes=2 * MIB)
+    (Path(small.path) / "kept").write_text("kept")
+    with pytest.raises(OSError, match="No space left") as raised:
+        small.import_archive(workdir / "big.zip")
+    assert raised.value.errno == errno.ENOSPC
+    assert os.listdir(small.path) == ["kept"]
+    assert small.snapshots() == []
+
+
+# -- read-only ----------------------------------------------------------------------------------------
+def test_nothing_changes_a_read_only_workspace(mount: MountIt, workdir: Path) -> None:
+    writable = mount()
+    (Path(writable.path) / "file").write_text("content")
+    writable.export(workdir / "a.zip")
+
+    workspace = mount(archive=workdir / "a.zip", read_only=True)
+    root = Path(workspace.path)
+    before = os.stat(root / "file")
+    assert (root / "file").read_text() == "content"
+    changes: list[Callable[[], object]] = [
+        (root / "new").touch,
+        (root / "new").mkdir,
+        lambda: (root / "file").write_text("other"),
+        (root / "file").unlink,
+        lambda: (root / "file").chmod(0o600),
+        lambda: (root / "file").rename(root / "other"),
+        lambda: os.utime(root / "file"),
+        lambda: os.setxattr(root / "file", "user.x", b"y"),
+    ]
+    workspace.snapshot("one")
+    changes += [
+        lambda: workspace.restore("one"),
+        lambda: workspace.restore(workdir / "a.zip"),
+        lambda: workspace.import_archive(workdir / "a.zip"),
+    ]
+    for change in changes:
+        with pytest.raises(OSError, match=r"[Rr]ead-only") as raised:
+            change()
+        assert raised.value.errno == errno.EROFS
+    assert os.listdir(root) == ["file"]
+    assert os.stat(root / "file") == before
+    assert [info.name for info in workspace.snapshots()] == ["one"]
+    assert workspace.status().read_only
+
+
+def test_the_command_line_says_that_a_workspace_is_read_only(mount: MountIt) -> None:
+    workspace = mount(read_only=True)
+    workspace.snapshot("one")
+    said = failed(vfsd("-w", workspace.name, "restore", "one"))
+    assert "read-only" in said
+    assert succeeded(vfsd("-w", workspace.name, "restore", "one", "--dry-run")) == ""
+
+
+# -- other users --------------------------------------------------------------------------------------
+def test_another_user_is_not_let_in(mount: MountIt, as_nobody: Program) -> None:
+    root = Path(mount().path)
+    root.chmod(0o777)
+    (root / "file").write_text("content")
+    for attempt in ("os.stat(name + '/file')", "os.listdir(name)", "open(name + '/new', 'w')"):
+        with pytest.raises(PermissionError):
+            as_nobody(attempt, name=root.name)
+
+
+def test_with_allow_other_another_user_is_let_in_as_far_as_permissions_go(mount: MountIt, as_nobody: Program) -> None:
+    root = Path(mount(allow_other=True).path)
+    root.chmod(0o755)
+    (root / "public").write_text("content")
+    (root / "secret").write_text("secret")
+    (root / "secret").chmod(0o600)
+    (root / "theirs").mkdir()
+    (root / "theirs").chmod(0o1777)
+    assert as_nobody("open(name + '/public').read()", name=root.name) == "content"
+    for attempt in (
+        "open(name + '/secret').read()",
+        "open(name + '/public', 'w')",
+        "open(name + '/new', 'w')",
+        "os.unlink(name + '/public')",
+        "os.chmod(name + '/public', 0o777)",
+    ):
+        with pytest.raises(PermissionError):
+            as_nobody(attempt)
+    as_nobody("f = open(name + '/theirs/new', 'w'); f.write('mine'); f.close()")
+    found = os.stat(root / "theirs" / "new")
+    assert (found.st_uid, found.st_gid) == (NOBODY, NOBODY)
+    (root / "theirs" / "roots").touch()
+    with pytest.raises(PermissionError):  # the sticky bit
+        as_nobody("os.unlink(name + '/theirs/roots')")
+
+
+# -- an unprivileged mount ----------------------------------------------------------------------------
+@pytest.fixture
+def everybodys_fuse() -> Iterator[None]:
+    """/dev/fuse as udev makes it (50-udev-default.rules), where a machine without udev has it otherwise."""
+    before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    yield
+    os.chmod("/dev/fuse", before)
+
+
+@pytest.fixture
+def home_of_nobody() -> Iterator[Path]:
+    """A directory of nobody's, which every path leads to."""
+    home = Path(tempfile.mkdtemp(prefix="vfsd-nobody-"))
+    os.chown(home, NOBODY, NOBODY)
+    yield home
+    for mount in mounts():
+        if mount.mountpoint.startswith(str(home)):
+            subprocess.run(["umount", "-l", mount.mountpoint], check=False)
+    shutil.rmtree(home)
+
+
+def test_a_user_without_privileges_mounts_works_and_unmounts(
+    everybodys_fuse: None, home_of_nobody: Path, engine: str
+) -> None:
+    home = home_of_nobody
+    environment = {**os.environ, "VFSD_RUNTIME_DIR": f"{home}/run", "HOME": str(home)}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return vfsd(*arguments, before=_AS_NOBODY, env=environment)
+
+    with Program(before=_AS_NOBODY) as program:
+        assert program("os.getuid(), os.access('/etc', os.W_OK)") == (NOBODY, False)
+        program("os.mkdir(home + '/work'); os.mkdir(home + '/other')", home=str(home))
+        succeeded(run("mount", home / "work", "--engine", engine))
+        found = [mount for mount in mounts() if mount.mountpoint == f"{home}/work"]
+        assert [(it.fs_type, it.source) for it in found] == [("fuse.vfsd", "vfsd:work")]
+        program("f = open(home + '/work/file', 'w'); f.write('one'); f.close()")
+        assert program("os.stat(home + '/work/file').st_uid") == NOBODY
+        succeeded(run("snapshot", "one"))
+        program("f = open(home + '/work/file', 'w'); f.write('two'); f.close()")
+        succeeded(run("restore", "one"))
+        assert program("open(home + '/work/file').read()") == "one"
+        succeeded(run("export", home / "out.zip"))
+        program("fd = os.open(home + '/work/file', os.O_RDONLY)")
+        assert f"pid {program.pid}" in failed(run("unmount"))
+        program("os.close(fd)")
+        if "user_allow_other" not in _fuse_conf():
+            refused = run("mount", home / "other", "--allow-other", "--engine", engine)
+            assert refused.returncode == 1
+            assert "user_allow_other" in refused.stderr
+        succeeded(run("unmount"))
+        assert [mount for mount in mounts() if mount.mountpoint.startswith(str(home))] == []
+        left = program("os.listdir(home + '/run/vfsd')")
+        assert [name for name in left if name.endswith((".sock", ".json"))] == []
+
+
+def _fuse_conf() -> list[str]:
+    path = Path("/etc/fuse.conf")
+    return [line.strip() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_root_controls_another_users_workspace_and_a_third_user_does_not(
+    everybodys_fuse: None, home_of_nobody: Path
+) -> None:
+    home = home_of_nobody
+    environment = {**os.environ, "VFSD_RUNTIME_DIR": f"{home}/run"}
+    (home / "work").mkdir()
+    os.chown(home / "work", NOBODY, NOBODY)
+    succeeded(vfsd("mount", home / "work", before=_AS_NOBODY, env=environment))
+    address = f"{home}/run/vfsd/work.sock"
+    os.chmod(address, 0o666)  # so that only the check of the peer is in the way
+    for path in (home, f"{home}/run", f"{home}/run/vfsd"):
+        os.chmod(path, 0o755)
+    with ControlClient(address) as client:
+        client.call("snapshot")
+    with Program() as third:
+        third("os.setresuid(12345, 12345, 12345); s = socket.socket(socket.AF_UNIX); s.connect(path)", path=address)
+        assert b"only its owner and root" in third("s.recv(4096)")
+    succeeded(vfsd("unmount", before=_AS_NOBODY, env=environment))
+
+
+# -- an archive to begin with -------------------------------------------------------------------------
+def test_a_workspace_begins_with_an_archive_of_another(mount: MountIt, workdir: Path) -> None:
+    first = mount()
+    root = Path(first.path)
+    (root / "dir").mkdir()
+    (root / "dir" / "file").write_bytes(os.urandom(200_000))
+    os.link(root / "dir" / "file", root / "hard")
+    (root / "soft").symlink_to("dir/file")
+    os.mkfifo(root / "fifo", 0o640)
+    os.setxattr(root / "hard", "user.note", b"\x00value")
+    os.utime(root / "hard", ns=(1, 1_234_567_890_123_456_789))
+    (root / "dir").chmod(0o2750)
+    (root / os.fsdecode(b"not-\xff-utf8")).write_text("x")
+    first.export(workdir / "a.zip")
+
+    second = mount(archive=workdir / "a.zip")
+    copy = Path(second.path)
+    assert _described(copy) == _described(root)
+    assert os.stat(copy / "hard").st_ino == os.stat(copy / "dir" / "file").st_ino
+    second.export(workdir / "b.zip")
+    with zipfile.ZipFile(workdir / "a.zip") as a, zipfile.ZipFile(workdir / "b.zip") as b:
+        assert {it.filename: it.CRC for it in a.infolist() if it.filename != "manifest.json"} == {
+            it.filename: it.CRC for it in b.infolist() if it.filename != "manifest.json"
+        }
+
+
+def _described(root: Path) -> dict[str, tuple[object, ...]]:
+    """Everything below `root` that a program can see, but inode numbers."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in root.rglob("*"):
+        info = path.lstat()
+        content: object = None
+        if path.is_symlink():
+            content = os.readlink(path)
+        elif path.is_file():
+            content = path.read_bytes()
+        xattrs = {} if path.is_symlink() else {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        mtime = info.st_mtime_ns if not path.is_symlink() else None
+        found[str(path.relative_to(root))] = (
+            info.st_mode,
+            info.st_nlink,
+            info.st_uid,
+            mtime,
+            content,
+            tuple(xattrs.items()),
+        )
+    return found
