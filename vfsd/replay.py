@@ -96,11 +96,17 @@ class _Ghost:
 
 @dataclass(slots=True)
 class _Step:
-    """What the thread is doing to one name.  `asked`: the kernel has looked the name up in this system call."""
+    """What the thread is doing to one name: removing `ghost`, or making what is there (`ghost` is None).
+
+    `ghosts` are all that this step has shown.  `detour` is a name, or b""; `detours` counts its lookups.
+    """
 
     change: EntryChange
-    ghost: _Ghost | None  # None while the name is being made
-    asked: bool = False
+    ghost: _Ghost | None
+    detour: bytes = b""
+    detours: int = 0
+    ghosts: dict[int, _Ghost] = field(default_factory=dict)
+    asked: bool = False  # the kernel has looked the name up in this system call
     overtaken: bool = False  # somebody has changed the name since the restore
 
 
@@ -112,25 +118,44 @@ class _Answers:
         self.probe = b""  # the name by which the thread finds out that it is on our mount
         self.reached = False  # and whether it is
         self._volume = volume
+        self._ghosts = _FIRST_GHOST
 
     def lookup(self, parent: int, name: bytes) -> Attributes:
         if name == self.probe and parent == ROOT_INODE:
             self.reached = True
             raise fail(errno.ENOENT)
-        step = self._step_at(parent, name)
-        if step is None:
+        step = self.step
+        if step is None or step.change.parent != parent:
             return _now(self._volume.lookup(parent, name))
-        if not self._as_restored(step):
+        if name == step.detour:
+            step.detours += 1
+            if step.detours == 1:
+                raise fail(errno.ESTALE)
+            return self._ghost(step, stat.S_IFDIR)
+        if name != step.change.name or not self._as_restored(step):
             return _now(self._volume.lookup(parent, name))
+        if step.detours > 1:
+            step.detours = 0
+            return self._ghost(step, stat.S_IFDIR)
         step.asked = True
         if step.ghost is None:
             raise fail(errno.ENOENT)
+        step.ghosts[step.ghost.inode] = step.ghost
         return step.ghost
+
+    def new_ghost(self, kind: int) -> _Ghost:
+        self._ghosts += 1
+        return _Ghost(self._ghosts, kind | 0o700)
+
+    def _ghost(self, step: _Step, kind: int) -> _Ghost:
+        ghost = self.new_ghost(kind)
+        step.ghosts[ghost.inode] = ghost
+        return ghost
 
     def getattr(self, inode: int) -> Attributes:
         step = self.step
-        if step is not None and step.ghost is not None and step.ghost.inode == inode:
-            return step.ghost
+        if step is not None and inode in step.ghosts:
+            return step.ghosts[inode]
         return _now(self._volume.getattr(inode))
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Attributes:  # noqa: ARG002
@@ -282,13 +307,18 @@ class _Walk:
         self._coherence = coherence
         self._answers = answers
         self._stopped = stopped
-        self._ghosts = _FIRST_GHOST
         self._left = MAX_CHANGES
+        paths = coherence.paths
+        self._created = {
+            b"/".join(filter(None, (paths[change.parent], change.name)))
+            for change in coherence.entries
+            if change.new and change.parent in paths
+        }
         self._failures: dict[int, int] = defaultdict(int)
 
     def run(self) -> None:
         parents = self._by_parent()
-        in_place = [i for i in self._coherence.inodes if i.inode not in parents and i.inode in self._coherence.paths]
+        in_place = [change for change in self._coherence.inodes if self._counts(change.inode, parents)]
         total = sum(map(len, parents.values())) + len(in_place)
         try:
             for parent, changes in parents.items():
@@ -301,6 +331,15 @@ class _Walk:
                 log.warning("of %d changes %d were shown to inotify watchers", total, MAX_CHANGES)
             for code, count in self._failures.items():
                 log.info("%d changes are not shown to inotify watchers: %s", count, os.strerror(code))
+
+    def _counts(self, inode: int, parents: dict[int, list[EntryChange]]) -> bool:
+        """Whether an inode that was changed in place gets an event of its own.
+
+        Not without a name; not a directory whose entries get theirs; not what is created under the name
+        that it would be shown by.
+        """
+        path = self._coherence.paths.get(inode)
+        return path is not None and inode not in parents and path not in self._created
 
     def _by_parent(self) -> dict[int, list[EntryChange]]:
         """The changes of names, by directory: parents first, so that a new directory is made before what is in it.
@@ -365,25 +404,26 @@ class _Walk:
     def _remove(self, directory: int, change: EntryChange) -> None:
         kind = stat.S_IFMT(self._coherence.modes.get(change.old, stat.S_IFREG)) or stat.S_IFREG
         remove = os.rmdir if kind == stat.S_IFDIR else os.unlink
-        self._ghosts += 1
-        step = _Step(change, _Ghost(self._ghosts, kind | 0o700))
-        self._answers.step = step
+        self._answers.step = step = _Step(change, self._answers.new_ghost(kind))
+        path = change.name
         for _ in range(_ATTEMPTS):
-            step.asked = False
+            step.asked, step.detours = False, 0
             try:
-                remove(change.name, dir_fd=directory)
+                remove(path, dir_fd=directory)
             except OSError as error:
                 if step.overtaken:
                     return
-                if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESTALE}:
+                if error.errno == errno.ENOENT:
+                    step.detour = f".vfsd-{os.urandom(8).hex()}".encode()
+                    path = b"/".join((step.detour, b"..", change.name, b"..", change.name))
+                elif error.errno in {errno.ENOTDIR, errno.EISDIR, errno.ESTALE}:
+                    # The kernel has what is there now, of another type: creating exclusively makes it ask.
+                    with contextlib.suppress(FileExistsError):
+                        os.mknod(change.name, stat.S_IFREG | 0o600, dir_fd=directory)
+                else:
                     raise
             else:
                 return
-            # What the kernel has cached of the name stands in the way: its absence, or what is there now.
-            try:
-                os.mknod(change.name, stat.S_IFREG | 0o600, dir_fd=directory)
-            except FileExistsError:
-                continue
         raise fail(errno.EBUSY)
 
     def _make(self, directory: int, change: EntryChange) -> None:
