@@ -46,6 +46,7 @@ _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
+_XATTR_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
 
 
 class MemoryVolume(Snapshots):
@@ -449,6 +450,7 @@ class MemoryVolume(Snapshots):
         return StatFs(_PAGE, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
+        _check_xattr_name(name)
         xattrs = self.getattr(inode).xattrs
         if xattrs is None or name not in xattrs:
             raise fail(errno.ENODATA)
@@ -475,6 +477,7 @@ class MemoryVolume(Snapshots):
 
     def removexattr(self, inode: int, name: bytes) -> None:
         self._check_writable()
+        _check_xattr_name(name)
         node = self.getattr(inode)
         if node.xattrs is None or name not in node.xattrs:
             raise fail(errno.ENODATA)
@@ -588,9 +591,13 @@ def _check_name(name: bytes) -> None:
 
 
 def _check_xattr_name(name: bytes) -> None:
-    if name.startswith(b"system."):
+    """As xattr_resolve_name (fs/xattr.c) does for a file system with these namespaces."""
+    namespace, _, rest = name.partition(b".")
+    if namespace not in _XATTR_NAMESPACES or len(namespace) == len(name):
         raise fail(errno.EOPNOTSUPP)
-    if not name or len(name) > NAME_MAX:
+    if not rest:
+        raise fail(errno.EINVAL)
+    if len(name) > NAME_MAX:
         raise fail(errno.ERANGE)
 
 
