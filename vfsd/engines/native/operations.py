@@ -139,14 +139,16 @@ class Operations:
             valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
         owner_changes = valid & (wire.FATTR_UID | wire.FATTR_GID)
+        # One moment for all that is set to the present, ctime too, as the kernel's own setattr_copy has it.
+        now_ns = time.time_ns() if valid & (wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW) else None
         changes = AttributeChanges(
             mode=stat.S_IMODE(mode) if valid & wire.FATTR_MODE else None,
             uid=uid if valid & wire.FATTR_UID else None,
             gid=gid if valid & wire.FATTR_GID else None,
             size=size if valid & wire.FATTR_SIZE else None,
-            atime_ns=_time(valid, wire.FATTR_ATIME, wire.FATTR_ATIME_NOW, atime, atime_ns),
-            mtime_ns=_time(valid, wire.FATTR_MTIME, wire.FATTR_MTIME_NOW, mtime, mtime_ns),
-            ctime_ns=_time(valid, wire.FATTR_CTIME, 0, ctime, ctime_ns),
+            atime_ns=now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),
+            mtime_ns=now_ns if valid & wire.FATTR_MTIME_NOW else _time(valid & wire.FATTR_MTIME, mtime, mtime_ns),
+            ctime_ns=_time(valid & wire.FATTR_CTIME, ctime, ctime_ns) if valid & wire.FATTR_CTIME else now_ns,
             # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
             kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
         )
@@ -355,7 +357,5 @@ def _sized(value: bytes, size: int) -> bytes:
     return value
 
 
-def _time(valid: int, given: int, now: int, seconds: int, nanoseconds: int) -> int | None:
-    if not valid & given:
-        return None
-    return time.time_ns() if valid & now else seconds * 1_000_000_000 + nanoseconds
+def _time(given: int, seconds: int, nanoseconds: int) -> int | None:
+    return seconds * 1_000_000_000 + nanoseconds if given else None
