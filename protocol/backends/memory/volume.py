@@ -24,6 +24,7 @@ from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
+    RENAME_WHITEOUT,
     ROOT_INODE,
     AttributeChanges,
     Caller,
@@ -228,7 +229,9 @@ class MemoryVolume(Snapshots):
 
     # -- rename ------------------------------------------------------------------------------------
     def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
-        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT):
+            raise fail(errno.EINVAL)
+        if flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
         source, node = self._victim(parent, name)
         target = self._directory(new_parent)
@@ -252,7 +255,11 @@ class MemoryVolume(Snapshots):
             raise _missing(new_name)
         if victim is not None:
             self._check_replaceable(node, victim, new_name)
+        if flags & RENAME_WHITEOUT and victim is None:
+            self._check_room(0, 1)
         self._move(source, name, node, target, new_name, victim)
+        if flags & RENAME_WHITEOUT:
+            self._leave_whiteout(parent, name)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
         if not node.is_dir:
@@ -288,6 +295,11 @@ class MemoryVolume(Snapshots):
         _modified(source, now)
         _modified(target, now)
         node.ctime_ns = now
+
+    def _leave_whiteout(self, parent: int, name: bytes) -> None:
+        """What overlayfs reads as "nothing here": a character device 0:0 of root's, who alone may ask for it."""
+        directory = self._directory(parent)
+        self._enter(directory, name, self._new(directory, stat.S_IFCHR, Caller(0, 0))).lookups = 0
 
     def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
         if a_node is b_node:
