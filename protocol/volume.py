@@ -196,7 +196,7 @@ class Volume(Protocol):
         ...
 
     def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> Answer[None]:
-        """Rename, by rename(2); `flags` are RENAME_NOREPLACE or RENAME_EXCHANGE (others: EINVAL)."""
+        """Rename, by rename(2); `flags` are RENAME_NOREPLACE, RENAME_EXCHANGE or RENAME_WHITEOUT (others: EINVAL)."""
         ...
 
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
