@@ -39,7 +39,8 @@ __all__ = ["MemoryVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
-XATTRS_MAX_BYTES: Final = 64 * 1024  # of one inode, names and values: XATTR_LIST_MAX bounds the names alone
+# Of one inode, names and values; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.
+XATTRS_MAX_BYTES: Final = 1024 * 1024
 _PAGE: Final = 4096
 _UNLIMITED_INODES: Final = 2**31 - 1
 _DAY_NS: Final = 24 * 3600 * 10**9
