@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import State
     from protocol.tree import Tree
 
-__all__ = ["Snapshots"]
+__all__ = ["Changes", "Snapshots"]
+
+
+class Changes:
+    """What was changed in a `Snapshots.changes` context: known when that has ended."""
+
+    __slots__ = ("coherence",)
+
+    def __init__(self) -> None:
+        self.coherence = Coherence()
 
 
 class Snapshots:
@@ -82,6 +91,17 @@ class Snapshots:
             for path in paths or (b"",):
                 converger.run(path)
             return _coherence(self._state, transaction)
+
+    @contextmanager
+    def changes(self) -> Iterator[Changes]:
+        """Make changes beside the mount, all or nothing: when the body raises, what it did is undone.
+
+        After it `coherence` says what it changed, for the kernel to be told.  The body must not await.
+        """
+        with self._transaction() as transaction:
+            made = Changes()
+            yield made
+            made.coherence = _coherence(self._state, transaction)
 
     @contextmanager
     def tree(self, name: str | None = None) -> Iterator[SnapshotTree]:
