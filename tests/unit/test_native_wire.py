@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import math
+import select
 import socket
 import stat
 import struct
@@ -16,6 +17,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from trio.testing import wait_all_tasks_blocked
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, Caller
@@ -275,6 +277,85 @@ def test_every_request_counts(volume: MemoryVolume) -> None:
         assert engine.requests == before + 5
 
     converse(volume, dialogue)
+
+
+# -- volumes that must wait ----------------------------------------------------------------------
+class Gated:
+    """A volume whose `getattr`, `readlink` and `write` answer once the gate is open."""
+
+    def __init__(self, volume: MemoryVolume) -> None:
+        self._volume = volume
+        self.gate = trio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._volume, name)
+        if name not in ("getattr", "readlink", "write"):
+            return method
+
+        async def answer(*arguments: Any, **options: Any) -> Any:
+            await self.gate.wait()
+            return method(*arguments, **options)
+
+        return answer
+
+
+def test_drained_returns_when_what_was_asked_before_is_answered(volume: MemoryVolume) -> None:
+    gated = Gated(volume)
+
+    async def dialogue(kernel: Kernel, engine: NativeEngine) -> None:
+        drained = trio.Event()
+
+        async def drain() -> None:
+            await engine.drained()
+            drained.set()
+
+        await kernel.channel.send(request(Opcode.GETATTR, body=bytes(16)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain)
+            await wait_all_tasks_blocked()
+            assert engine.requests == 1
+            assert not drained.is_set()
+            gated.gate.set()
+        # The answer was there before `drained` returned.
+        assert select.select([kernel.channel], [], [], 0)[0]
+
+    converse(gated, dialogue)
+
+
+def test_data_of_writes_that_wait_is_not_overwritten_by_the_next_request(volume: MemoryVolume) -> None:
+    gated = Gated(volume)
+    made = volume.lookup(ROOT_INODE, b"file")
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        pieces = [bytes([number]) * 5000 for number in range(1, 5)]
+        for number, piece in enumerate(pieces):
+            body = wire.FUSE_WRITE_IN.pack(0, number * 5000, 5000, 0, 0, 0, 0) + piece
+            await kernel.channel.send(request(Opcode.WRITE, made.inode, body, unique=number))
+        await wait_all_tasks_blocked()
+        gated.gate.set()
+        replies = [wire.WRITE_REPLY.unpack(await kernel.channel.recv(4096)) for _ in pieces]
+        assert {(error, unique, count) for _, error, unique, count, _ in replies} == {(0, n, 5000) for n in range(4)}
+        assert bytes(volume.read(made.inode, 0, 30_000)) == b"".join(pieces)
+
+    converse(gated, dialogue)
+
+
+def test_what_goes_wrong_while_waiting_is_answered_like_anything_else(
+    volume: MemoryVolume, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = Gated(volume)
+    gated.gate.set()
+
+    def broken(_: int) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    async def dialogue(kernel: Kernel, _: NativeEngine) -> None:
+        assert await kernel.ask(request(Opcode.READLINK)) == (errno.EINVAL, b"")
+        monkeypatch.setattr(volume, "readlink", broken)
+        assert await kernel.ask(request(Opcode.READLINK)) == (errno.EIO, b"")
+
+    converse(gated, dialogue)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
 
 
 # -- what depends on the agreement ---------------------------------------------------------------

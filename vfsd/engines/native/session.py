@@ -280,13 +280,18 @@ class NativeEngine:
         if opcode == Opcode.WRITE:
             # The data lies in the buffer until the volume has taken it: give the buffer away.
             self._buffer = bytearray(MAX_REQUEST_BYTES)
-        self._waiting[unique] = _Waiting()
-        self._nursery.start_soon(self._finish, descriptor, operations, opcode, unique, answer)
+        self._waiting[unique] = waiting = _Waiting()
+        self._nursery.start_soon(self._finish, waiting, descriptor, operations, opcode, unique, answer)
 
     async def _finish(
-        self, descriptor: int, operations: Operations, opcode: int, unique: int, answer: Awaitable[Any]
+        self,
+        waiting: _Waiting,
+        descriptor: int,
+        operations: Operations,
+        opcode: int,
+        unique: int,
+        answer: Awaitable[Any],
     ) -> None:
-        waiting = self._waiting[unique]
         message: Message = wire.error_reply(unique, errno.EINTR)
         try:
             with waiting.scope:
@@ -296,7 +301,7 @@ class NativeEngine:
         finally:
             # Also when `serve` is being stopped: nobody is left waiting.
             self._send(descriptor, unique, message)
-            del self._waiting[unique]
+            self._waiting.pop(unique, None)
             waiting.done.set()
 
     def _interrupt(self, unique: int) -> None:
