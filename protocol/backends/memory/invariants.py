@@ -102,6 +102,7 @@ def _check_log(state: State) -> None:
     epochs = log.epochs()
     assert all(a.serial < b.serial for a, b in itertools.pairwise(epochs))
     assert [a.next for a in epochs] == [*epochs[1:], None][: len(epochs)]
+    assert [b.previous for b in epochs] == [None, *epochs[:-1]][: len(epochs)]
     assert log.newest is (epochs[-1] if epochs else None)
     assert state.epoch == log.serial
     names = [epoch.info.name for epoch in epochs if epoch.info is not None]

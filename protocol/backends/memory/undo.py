@@ -39,7 +39,7 @@ class Epoch:
     `info` is None for an epoch that no user sees: opened for a view or a transaction, or dropped.
     """
 
-    __slots__ = ("info", "inodes", "names", "next", "serial")
+    __slots__ = ("info", "inodes", "names", "next", "previous", "serial")
 
     def __init__(self, serial: int, info: SnapshotInfo | None) -> None:
         self.serial = serial
@@ -47,6 +47,7 @@ class Epoch:
         self.inodes: PreInodes = {}
         self.names: PreNames = {}
         self.next: Epoch | None = None
+        self.previous: Epoch | None = None
 
     def chain(self) -> Iterator[Epoch]:
         """This epoch and all after it, oldest first."""
@@ -79,6 +80,7 @@ class UndoLog:
         if info is not None:
             self._by_name[info.name] = epoch
         if self.newest is not None:
+            epoch.previous = self.newest
             self.newest.next = epoch  # before `newest` moves: a reader must find the new pre-images
         self.newest = epoch
         return epoch
@@ -126,22 +128,15 @@ class UndoLog:
             self._merge_away(epoch)
 
     def _merge_away(self, epoch: Epoch) -> None:
-        older = self._older(epoch)
+        older = epoch.previous
         del self._epochs[epoch.serial]
+        if epoch.next is not None:
+            epoch.next.previous = older
         if older is not None:
             older.next = epoch.next
             _merge_into(older, epoch)
         if self.newest is epoch:
             self.newest = older
-
-    def _older(self, epoch: Epoch) -> Epoch | None:
-        # Usually the newest but one is asked for (a view, a transaction): look from that end.
-        before: Epoch | None = None
-        for serial in reversed(self._epochs):
-            if serial < epoch.serial:
-                before = self._epochs[serial]
-                break
-        return before
 
 
 def _merge_into(older: Epoch, newer: Epoch) -> None:
