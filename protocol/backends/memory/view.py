@@ -95,16 +95,23 @@ class SnapshotTree:
             inode = found
         return inode
 
-    def path(self, inode: Inode) -> list[bytes]:
-        """All paths that `inode` had."""
+    def paths(self, inode: Inode) -> list[bytes]:
+        """All paths that `inode` had: a directory has one at most."""
         if inode.inode == ROOT_INODE:
             return [b""]
-        paths = []
-        for directory, name in inode.links:
+        paths = (self._path(*link) for link in inode.links)
+        return [path for path in paths if path is not None]
+
+    def _path(self, directory: int, name: bytes) -> bytes | None:
+        """The path of an entry; None where the directory had none.  No recursion: trees may be deep."""
+        names = [name]
+        while directory != ROOT_INODE:
             parent = self.version(directory)
-            if parent is not None:
-                paths += [prefix + b"/" + name if prefix else name for prefix in self.path(parent)]
-        return paths
+            if parent is None or not parent.links:
+                return None
+            directory, name = parent.links[0]
+            names.append(name)
+        return b"/".join(reversed(names))
 
     # -- Tree ----------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
@@ -172,7 +179,7 @@ class SnapshotTree:
     def paths_of(self, number: int) -> list[bytes]:
         """All paths that inode `number` had; none where there was no such inode."""
         version = self.version(number)
-        return [] if version is None else self.path(version)
+        return [] if version is None else self.paths(version)
 
     def _file(self, path: bytes) -> Inode:
         inode = self.find(path)
