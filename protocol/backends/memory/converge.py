@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.view import SnapshotTree
+from protocol.diff import is_below
 from protocol.errors import fail
 from protocol.volume import NAME_MAX
 
@@ -30,19 +31,38 @@ _PERMISSIONS: Final = 0o7777
 
 
 class Converger:
-    """One run over one tree.  `check_room(pages, inodes)` raises ENOSPC where the quota does not allow more."""
+    """One run over one tree.  `check_quota(pages, inodes)` raises ENOSPC where so much in all is too much.
 
-    def __init__(self, state: State, tree: Tree, *, replace: bool, check_room: Callable[[int, int], None]) -> None:
+    The quota is for the state at the end, since room may be made as late as room is taken; on the way
+    only that stops which cannot fit any more, whatever is removed yet.
+    """
+
+    def __init__(self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int], None]) -> None:
         self._state = state
         self._tree = tree
         self._replace = replace
-        self._check_room = check_room
+        self._check_quota = check_quota
+        self._pages, self._inodes = state.pages, len(state.inodes)  # before
+        self._scopes: Sequence[bytes] = ()
         self._view = tree if isinstance(tree, SnapshotTree) else None
         self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
         self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
 
-    def run(self, path: bytes) -> None:
-        """Make `path`, and what is below it, as it is in the tree.  ENOENT: it is in neither."""
+    def run(self, paths: Sequence[bytes]) -> None:
+        """Make each of `paths`, and what is below it, as it is in the tree.  ENOENT: one is in neither; ENOSPC."""
+        self._scopes = paths
+        for path in paths:
+            self._run(path)
+        pages, inodes = self._state.pages, len(self._state.inodes)
+        # A state over its quota (a restored one may be) is no reason to refuse what does not add to it.
+        self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0)
+
+    def _check_growth(self, pages: int, inodes: int = 0) -> None:
+        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes."""
+        state = self._state
+        self._check_quota(state.pages - self._pages + pages, len(state.inodes) - self._inodes + inodes)
+
+    def _run(self, path: bytes) -> None:
         entry = self._entry(path)
         if entry is None:
             self._remove_path(path)
@@ -129,37 +149,54 @@ class Converger:
         """Make a file, symlink or special file as `entry` says."""
         name = entry.name
         node = self._child(above, name)
-        wanted = self._linked.get(entry.inode) if entry.inode and entry.nlink > 1 else None
-        if wanted is None and self._own_view is not None:
-            wanted = self._same_file(entry)
-        if wanted is not None:
-            if node is None or node.inode != wanted:
-                if node is not None:
-                    self._remove(above, name)
-                node = self._link(self._state.inodes[above.inode], name, self._state.inodes[wanted])
-        elif node is not None and (
-            stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode)
-            or (self._own_view is not None and node.inode != entry.inode)
-            or (node.nlink > 1 and entry.nlink == 1)
-        ):
+        wanted = self._wanted(entry, node)
+        if node is not None and node.inode != wanted:
             self._remove(above, name)
             node = None
         if node is None:
-            node = self._make(self._state.inodes[above.inode], name, entry)
+            above = self._state.inodes[above.inode]
+            node = self._make(above, name, entry) if wanted is None else self._link(above, name, self._inode(wanted))
         if entry.inode and entry.nlink > 1:
             self._linked[entry.inode] = node.inode
         self._set_content(node, entry)
-        self._set_metadata(self._state.inodes[node.inode], entry)
+        self._set_metadata(self._inode(node.inode), entry)
 
-    def _same_file(self, entry: TreeEntry) -> int | None:
-        """The live inode that still is the file of `entry`, under one of the names that it had then."""
+    def _wanted(self, entry: TreeEntry, node: Inode | None) -> int | None:
+        """The live inode that `entry` is to be, `node` being the one there now; None: it must be made."""
+        if entry.nlink > 1 and entry.inode in self._linked:
+            return self._linked[entry.inode]
+        if self._own_view is not None and entry.inode:
+            live = self._state.inodes.get(entry.inode)
+            if live is None or not live.nlink:
+                return None  # it is to be revived
+            if self._is_same_file(live, entry):
+                return live.inode
+        return node.inode if node is not None and self._serves(node, entry) else None
+
+    def _is_same_file(self, live: Inode, entry: TreeEntry) -> bool:
+        """Whether `live` still is the file of `entry`, and was not moved away: one of its paths is one it had."""
         assert self._own_view is not None
-        live = self._state.inodes.get(entry.inode)
-        if live is None or not live.nlink:
-            return None
-        version = self._own_view.version(entry.inode)
-        assert version is not None
-        return entry.inode if set(live.links) & set(version.links) else None
+        now = {self._state.link_path(link) for link in live.links}
+        return entry.path in now or (entry.nlink > 1 and not now.isdisjoint(self._own_view.paths_of(entry.inode)))
+
+    def _serves(self, node: Inode, entry: TreeEntry) -> bool:
+        """Whether `node` can be changed in place to be `entry`: no name that is to stay apart shares it."""
+        # A kernel never asks again for the device number of an inode that it knows.
+        if stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode) or node.rdev != entry.rdev:
+            return False
+        return node.nlink == 1 or all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
+
+    def _is_linked(self, path: bytes, entry: TreeEntry) -> bool:
+        """Whether `path` becomes the same file as `entry`."""
+        if path == entry.path:
+            return True
+        if not entry.inode or not any(is_below(path, scope) for scope in self._scopes):
+            return False
+        other = self._entry(path)
+        return other is not None and other.inode == entry.inode
+
+    def _inode(self, number: int) -> Inode:
+        return self._state.inodes[number]
 
     def _child(self, directory: Inode, name: bytes) -> Inode | None:
         children = self._state.inodes[directory.inode].children
@@ -175,7 +212,7 @@ class Converger:
         state = self._state
         node = self._revived(entry)
         if node is None:
-            self._check_room(0, 1)
+            self._check_growth(0, 1)
             node = state.create(entry.mode, entry.uid, entry.gid)
             if entry.is_symlink:
                 node.target = entry.target
@@ -191,7 +228,7 @@ class Converger:
             return None
         version = self._own_view.version(entry.inode)
         assert version is not None
-        self._check_room(version.pages, 0 if live is not None else 1)
+        self._check_growth(version.pages)
         return self._state.revive(version)
 
     def _link(self, directory: Inode, name: bytes, node: Inode) -> Inode:
@@ -235,7 +272,7 @@ class Converger:
         assert version is not None
         if version.same_content(node) and version.pages == node.pages:
             return
-        self._check_room(version.pages - node.pages, 0)
+        self._check_growth(version.pages - node.pages)
         self._swap_content(node, version.content.share() if version.content else None, version.size)
 
     def _equal(self, node: Inode, entry: TreeEntry) -> bool:
@@ -255,7 +292,7 @@ class Converger:
         for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
             if chunk.count(0) < len(chunk):  # zeros stay a hole
                 growth = content.growth(offset, len(chunk))
-                self._check_room(max(0, content.pages + growth - node.pages), 0)
+                self._check_growth(content.pages + growth - node.pages)
                 content.write(offset, chunk, growth)
             offset += len(chunk)
         self._swap_content(node, content, offset)
@@ -281,7 +318,7 @@ class Converger:
         node.ctime_ns = state.clock()
         if self._own_view is not None:
             version = self._own_view.version(entry.inode)
-            if version is not None and version.inode == node.inode and version.links == node.links:
+            if version is not None and version.inode == node.inode and set(version.links) == set(node.links):
                 node.ctime_ns = version.ctime_ns
 
 

@@ -87,9 +87,7 @@ class Snapshots:
     def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
         """Put `tree` here, all or nothing.  See `protocol.volume.SnapshotableVolume`.  ENOSPC, ENOTDIR, ENOENT."""
         with self._transaction() as transaction:
-            converger = Converger(self._state, tree, replace=replace, check_room=self._check_room)
-            for path in paths or (b"",):
-                converger.run(path)
+            Converger(self._state, tree, replace=replace, check_quota=self._check_quota).run(paths or (b"",))
             return _coherence(self._state, transaction)
 
     @contextmanager
@@ -138,8 +136,8 @@ class Snapshots:
             counts[following] = (info.files + info.directories, 0, 0)
         return counts
 
-    def _check_room(self, pages: int, inodes: int) -> None:
-        """ENOSPC where so much more is over the quota; the volume knows."""
+    def _check_quota(self, pages: int, inodes: int) -> None:
+        """ENOSPC where so much in all is over the quota; the volume knows."""
 
     @contextmanager
     def _transaction(self) -> Iterator[Epoch]:
@@ -149,9 +147,13 @@ class Snapshots:
         try:
             yield epoch
         except BaseException:
+            revived = state.revived.copy()
             _restore(state, epoch)
+            for orphan in revived.values():
+                state.bury_again(orphan)
             raise
         finally:
+            state.revived.clear()
             state.log.close(epoch)
 
 
@@ -172,7 +174,7 @@ def _count(state: State, before: PreInodes, later: PreInodes) -> tuple[int, int,
 
 def _differs(old: Inode, new: Inode) -> bool:
     """Whether a user would say that it changed: a directory does not by what is in it."""
-    if old.links != new.links or old.mode != new.mode or (old.uid, old.gid) != (new.uid, new.gid):
+    if set(old.links) != set(new.links) or old.mode != new.mode or (old.uid, old.gid) != (new.uid, new.gid):
         return True
     if (old.xattrs or {}) != (new.xattrs or {}):
         return True
@@ -209,10 +211,9 @@ def _put_back_inodes(state: State, inodes: PreInodes) -> list[int]:
                     for name in list(live.children):
                         state.set_name(live, name, 0)
                     live.size = DIRECTORY_BASE_BYTES
-
                 gone.append(number)
             continue
-        if live is None or (live.nlink == 0 and version.is_dir):
+        if live is None or live.nlink == 0:
             revived = state.revive(version)
             revived.nlink, revived.links, revived.size = version.nlink, version.links, version.size
             state.count(revived, +1)
@@ -258,6 +259,8 @@ def _coherence(state: State, epoch: Epoch) -> Coherence:
             inodes.append(InodeChange(number, content=True))
         elif not version.same_metadata(live):
             inodes.append(InodeChange(number, content=False))
+    # Whoever has one of these open sees another content than before; no pre-image holds what was unlinked.
+    inodes += [InodeChange(number, content=True) for number in state.revived]
     numbers = {number for change in entries for number in (change.parent, change.old, change.new)}
     numbers.update(change.inode for change in inodes)
     numbers.discard(0)

@@ -42,6 +42,7 @@ class State:
         self.files = 0  # with links, no directories
         self.directories = 0  # with links
         self.size_bytes = 0  # of regular files with links
+        self.revived: dict[int, Inode] = {}  # in this transaction, though still open: what they were before it
         root = self.create(_DIRECTORY_MODE, uid, gid)
         root.lookups = 1  # the kernel's, never forgotten
         root.nlink = 2
@@ -88,14 +89,15 @@ class State:
     def revive(self, version: Inode) -> Inode:
         """Make an inode that has no links live again, with the content and attributes of `version`, still unlinked.
 
-        It may still be open; then it goes on with the version's content.  A directory that the kernel
-        still holds is marked dead there for good, so it comes back as another generation.
+        It may still be open; then it goes on with the version's content.  The newest epoch must be a
+        transaction's.  A directory that was removed before it, and that the kernel still holds, is marked
+        dead there for good, so it comes back as another generation.
         """
         number = version.inode
         live = self.inodes.get(number)
         newest = self.log.newest
-        if newest is not None:
-            newest.inodes.setdefault(number, None)
+        assert newest is not None
+        before = newest.inodes.setdefault(number, None)
         inode = version.clone(self.epoch)
         inode.nlink = 0
         inode.links = ()
@@ -103,9 +105,10 @@ class State:
         inode.listing = None
         if live is not None:
             assert live.nlink == 0
+            self.revived.setdefault(number, live)
             self.pages -= live.pages
             inherit(inode, live)
-            if inode.is_dir:
+            if inode.is_dir and before is None:
                 inode.generation += 1
         if inode.is_dir:
             inode.size = DIRECTORY_BASE_BYTES
@@ -126,6 +129,13 @@ class State:
         if inode.nlink:
             self.count(inode, +1)
         return inode
+
+    def bury_again(self, orphan: Inode) -> None:
+        """Undo `revive`: an inode that lost its links once more is what it was, for those who have it open."""
+        live = self.inodes[orphan.inode]
+        assert live.nlink == 0
+        self.pages += orphan.pages - live.pages
+        self.inodes[orphan.inode] = orphan
 
     def orphan(self, inode: Inode) -> Inode:
         """Take all links from an inode at once; entries are the caller's business."""
@@ -176,14 +186,14 @@ class State:
         old = children.get(name, 0)
         self._record(directory, name, old, number)
         listing = directory.listing
-        if old:
+        if number:
+            children[name] = number
+            if listing is not None and not old:
+                listing.add(name)  # a name that only stands for something else keeps its place
+        elif old:
             del children[name]
             if listing is not None:
                 listing.remove(name)
-        if number:
-            children[name] = number
-            if listing is not None:
-                listing.add(name)
 
     def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
         """Make `name` in `directory` (both owned) stand for `inode`; there is no such name yet."""
@@ -255,13 +265,17 @@ class State:
     # -- paths ---------------------------------------------------------------------------------
     def path(self, inode: Inode) -> bytes | None:
         """One path of a live inode, or None when it has none."""
-        names: list[bytes] = []
-        while inode.inode != ROOT_INODE:
-            if not inode.links:
-                return None
-            directory, name = inode.links[0]
+        if inode.inode == ROOT_INODE:
+            return b""
+        return self.link_path(inode.links[0]) if inode.links else None
+
+    def link_path(self, link: Link) -> bytes:
+        """The path of one name of a live inode."""
+        directory, name = link
+        names = [name]
+        while directory != ROOT_INODE:
+            directory, name = self.inodes[directory].links[0]
             names.append(name)
-            inode = self.inodes[directory]
         return b"/".join(reversed(names))
 
 

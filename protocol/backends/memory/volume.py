@@ -49,6 +49,7 @@ _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
 _XATTR_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
+_CAPABILITY: Final = b"security.capability"
 
 
 class MemoryVolume(Snapshots):
@@ -140,9 +141,12 @@ class MemoryVolume(Snapshots):
             self._check_size(node, changes.size)
         node = self._state.own(node)
         now = self._clock()
-        if changes.size is not None and changes.size != node.size:
+        if changes.size is not None:
             self._resize(node, changes.size)
-            node.mtime_ns = now
+            node.mtime_ns = now  # also where the size stays: so do O_TRUNC and ftruncate on tmpfs
+            _drop_capability(node)
+        if changes.uid is not None or changes.gid is not None:
+            _drop_capability(node)
         if changes.kill_privileges:
             node.mode = _without_privileges(node.mode)
         if changes.mode is not None:
@@ -249,11 +253,11 @@ class MemoryVolume(Snapshots):
             return
         if victim is not None and flags & RENAME_NOREPLACE:
             raise fail(errno.EEXIST, _show(new_name))
+        if target.nlink == 0:
+            raise _missing(new_name)
         self._check_not_below(node, target)
         if victim is node:
             return  # two names of one file: rename(2) does nothing
-        if target.nlink == 0:
-            raise _missing(new_name)
         if victim is not None:
             self._check_replaceable(node, victim, new_name)
         if flags & RENAME_WHITEOUT and victim is None:
@@ -359,6 +363,8 @@ class MemoryVolume(Snapshots):
         length = len(data)
         if offset < 0:
             raise fail(errno.EINVAL)
+        if not length:
+            return 0
         if offset + length > MAX_FILE_BYTES:
             raise fail(errno.EFBIG)
         state = self._state
@@ -377,6 +383,8 @@ class MemoryVolume(Snapshots):
         node.mtime_ns = node.ctime_ns = self._clock()
         if kill_privileges:
             node.mode = _without_privileges(node.mode)
+        if node.xattrs:
+            _drop_capability(node)
         return length
 
     def _fitting(self, node: Inode, offset: int, length: int) -> int:
@@ -563,7 +571,7 @@ class MemoryVolume(Snapshots):
             node.atime_ns = atime if self.read_only else self._clock()
 
     def _resize(self, node: Inode, size: int) -> None:
-        if size < node.size and node.content is not None:
+        if size <= node.size and node.content is not None:  # at the same size what was reserved beyond it goes
             content = node.content
             self._change_pages(node, lambda: content.truncate(size))
         self._state.resize(node, size)
@@ -588,11 +596,17 @@ class MemoryVolume(Snapshots):
         if size > MAX_FILE_BYTES:
             raise fail(errno.EFBIG)
 
+    def _check_quota(self, pages: int, inodes: int) -> None:
+        if self._max_pages is not None and pages > self._max_pages:
+            raise fail(errno.ENOSPC)
+        if self.max_inodes is not None and inodes > self.max_inodes:
+            raise fail(errno.ENOSPC)
+
     def _check_room(self, pages: int, inodes: int) -> None:
         """ENOSPC where `pages` and `inodes` more are over the quota."""
-        if pages and self._max_pages is not None and self._state.pages + pages > self._max_pages:
+        if pages > 0 and self._max_pages is not None and self._state.pages + pages > self._max_pages:
             raise fail(errno.ENOSPC)
-        if inodes and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
+        if inodes > 0 and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
             raise fail(errno.ENOSPC)
 
 
@@ -632,6 +646,12 @@ def _without_privileges(mode: int) -> int:
         return mode
     mode &= ~stat.S_ISUID
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _drop_capability(node: Inode) -> None:
+    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us."""
+    if node.xattrs is not None and node.xattrs.pop(_CAPABILITY, None) is not None and not node.xattrs:
+        node.xattrs = None
 
 
 def _pages(offset: int, length: int) -> int:
