@@ -170,6 +170,7 @@ def _differences(number: int, call: Call, tmpfs: Any, mount: Any) -> Iterator[Di
     (expected, places), (found, others) = tmpfs, mount
     if expected != found:
         yield Difference(number, call.operation, "answer", expected, found)
+    succeeded = expected[0] == found[0] == "ok"
     for (label, one), (_, other) in zip(places, others, strict=True):
         if one == other:
             continue
@@ -178,7 +179,7 @@ def _differences(number: int, call: Call, tmpfs: Any, mount: Any) -> Iterator[Di
             continue
         for name, left, right in zip(_ATTRIBUTES, one, other, strict=True):
             if left != right:
-                yield Difference(number, call.operation, f"{label}: {name}", left, right)
+                yield Difference(number, call.operation, f"{label}: {name}", left, right, succeeded)
 
 
 def _tree_differences(index: int, tmpfs: dict[bytes, Any], mount: dict[bytes, Any]) -> Iterator[Difference]:

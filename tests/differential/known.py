@@ -27,6 +27,7 @@ class Difference:
     what: str
     tmpfs: object
     mount: object
+    succeeded: bool = False  # the call, on both
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -48,7 +49,41 @@ class Known:
     section: str
 
 
-KNOWN: Final[tuple[Known, ...]] = ()
+_LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
+_BOTH: Final = ("native", "pyfuse3")
+_MOVES: Final = frozenset({"unlink", "rmdir", "rename", "renameat2", "link", "link_open"})
+
+
+def _coarse_clock(_: Call, difference: Difference) -> bool:
+    changed = difference.what.endswith((": mtime", ": ctime")) and (difference.tmpfs, difference.mount) == (
+        "same",
+        "now",
+    )
+    return changed and difference.succeeded and difference.operation in _MOVES
+
+
+def _symlink_pages(_: Call, difference: Difference) -> bool:
+    if difference.what != "statfs":
+        return False
+    (*fixed, free, _), (*others, more, _) = difference.tmpfs, difference.mount  # type: ignore[misc]
+    return fixed == others and 0 < more - free < _LONG_SYMLINKS_MAX
+
+
+KNOWN: Final[tuple[Known, ...]] = (
+    Known(
+        _BOTH,
+        _coarse_clock,
+        "tmpfs gives directories the time that the moved inode gets, by a clock that ticks every 4 ms: two changes "
+        "in one tick look like one (simple_rename_timestamp, fs/libfs.c).  A workspace's clock tells them apart",
+        "Times",
+    ),
+    Known(
+        _BOTH,
+        _symlink_pages,
+        "the page that a symlink of 128 bytes or more takes is in its st_blocks, but not in what statfs says is used",
+        "statfs",
+    ),
+)
 
 _AVOIDED: Final[dict[str, frozenset[str]]] = {
     "native": frozenset(),

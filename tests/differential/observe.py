@@ -9,19 +9,18 @@ Inode numbers, and st_blksize, a hint that an engine chooses, are not told.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import time
 from typing import Any, Final
 
 from tests.differential.calls import OPERATIONS
-from tests.differential.operations import Process, digest, extended_attributes
+from tests.differential.operations import Process, digest, errno_name, extended_attributes
 
 __all__ = ["Observer"]
 
 _NEAR_NS: Final = 12 * 3600 * 10**9  # times that a call sets are further from the present than that
-_CHUNK: Final = 1 << 16
+_CHUNK: Final = 1 << 18
 _HEAD_BYTES: Final = 1 << 19
 # Where a sparse file may have content beyond its head: the offsets of `calls.OFFSET`.
 _FAR_OFFSETS: Final = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 70_000)
@@ -50,7 +49,7 @@ class Observer:
         try:
             answer = "ok", self._process.run(operation, args)
         except OSError as error:
-            answer = "error", errno.errorcode.get(error.errno or 0, str(error.errno))
+            answer = "error", errno_name(error)
         except (ValueError, OverflowError) as error:
             answer = "refused", str(error)
         reads = operation in _READING
@@ -67,7 +66,7 @@ class Observer:
                 return os.fstat(self._process.fd(where))
             return os.stat(where, follow_symlinks=follow)
         except OSError as error:
-            return errno.errorcode.get(error.errno or 0, str(error.errno))
+            return errno_name(error)
 
     def _show(self, now: os.stat_result, before: os.stat_result | None, reads: bool) -> Attributes:
         if reads or before is None or stat.S_ISLNK(now.st_mode):
@@ -104,7 +103,11 @@ class Observer:
         return found
 
     def _walk(self, path: bytes, found: list[tuple[bytes, Any]], names: dict[int, bytes]) -> None:
-        attributes = os.lstat(path)
+        try:
+            attributes = os.lstat(path)
+        except OSError as error:
+            found.append((path, ((errno_name(error),), b"", b"", (), ())))
+            return
         kind = stat.S_IFMT(attributes.st_mode)
         first = names.setdefault(attributes.st_ino, path)
         shown = self._show(attributes, None, True)
@@ -120,7 +123,7 @@ def _content(path: bytes, size: int) -> tuple[Any, ...]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
     try:
         pieces: list[Any] = [(0, digest(os.pread(descriptor, _HEAD_BYTES, 0)))]
-        pieces += [(far, digest(os.pread(descriptor, _CHUNK * 4, far))) for far in _FAR_OFFSETS if far < size]
+        pieces += [(far, digest(os.pread(descriptor, min(_CHUNK, size - far), far))) for far in _FAR_OFFSETS if far < size]
         return tuple(pieces)
     finally:
         os.close(descriptor)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tests.differential.calls import data
 
-__all__ = ["Process", "digest", "extended_attributes"]
+__all__ = ["Process", "digest", "errno_name", "extended_attributes"]
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -59,6 +59,10 @@ def _checked(result: int) -> int:
     return result
 
 
+def errno_name(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+
 def digest(content: bytes | memoryview) -> bytes | tuple[int, bytes]:
     """Content as it is where it is short, else its length and a digest."""
     if len(content) <= _SHORT_BYTES:
@@ -66,10 +70,17 @@ def digest(content: bytes | memoryview) -> bytes | tuple[int, bytes]:
     return len(content), hashlib.blake2b(content, digest_size=8).digest()
 
 
-def extended_attributes(path: bytes) -> list[tuple[bytes, bytes | tuple[int, bytes]]]:
+def extended_attributes(path: bytes) -> list[tuple[bytes, Any]]:
     """All extended attributes of `path`, which is not followed."""
     names = sorted(os.fsencode(name) for name in os.listxattr(path, follow_symlinks=False))
-    return [(name, digest(os.getxattr(path, name, follow_symlinks=False))) for name in names]
+    return [(name, _extended_attribute(path, name)) for name in names]
+
+
+def _extended_attribute(path: bytes, name: bytes) -> Any:
+    try:
+        return digest(os.getxattr(path, name, follow_symlinks=False))
+    except OSError as error:
+        return errno_name(error)
 
 
 class Process:
