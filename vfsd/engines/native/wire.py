@@ -14,7 +14,6 @@ from typing import Final
 
 FUSE_KERNEL_VERSION: Final = 7
 FUSE_KERNEL_MINOR_VERSION: Final = 45
-FUSE_ROOT_ID: Final = 1
 
 
 class Opcode(IntEnum):
