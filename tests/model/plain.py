@@ -174,15 +174,7 @@ class Plain:
         if node is None:
             raise fail(errno.ENOENT)
         if flags == RENAME_EXCHANGE:
-            if victim is None:
-                raise fail(errno.ENOENT)
-            if target in [n for _, n in walk(node)] or source in [n for _, n in walk(victim)]:
-                raise fail(errno.EINVAL)
-            if node is victim:
-                return
-            source.entries[name], target.entries[new_name] = victim, node
-            self.touch(source, target)
-            node.ctime = victim.ctime = self.now
+            self._exchange(source, name, target, new_name)
             return
         if victim is not None and flags == RENAME_NOREPLACE:
             raise fail(errno.EEXIST)
@@ -204,6 +196,18 @@ class Plain:
             self._unlinked(victim)
         self.touch(source, target)
         node.ctime = self.now
+
+    def _exchange(self, source: Node, name: bytes, target: Node, new_name: bytes) -> None:
+        node, other = source.entries[name], target.entries.get(new_name)
+        if other is None:
+            raise fail(errno.ENOENT)
+        if target in [n for _, n in walk(node)] or source in [n for _, n in walk(other)]:
+            raise fail(errno.EINVAL)
+        if node is other:
+            return
+        source.entries[name], target.entries[new_name] = other, node
+        self.touch(source, target)
+        node.ctime = other.ctime = self.now
 
     # -- content -------------------------------------------------------------------------------
     def write(self, node: Node, offset: int, data: bytes) -> int:

@@ -170,7 +170,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for run in (real, model):
             try:
                 outcomes.append(("returned", run()))
-            except OSError as error:  # noqa: PERF203
+            except OSError as error:
                 outcomes.append(("failed", errno.errorcode[error.errno or 0]))
         first, second = outcomes
         if isinstance(first, tuple) and isinstance(second, tuple) and first[0] == second[0] == "returned":
@@ -458,18 +458,17 @@ class MemoryMachine(RuleBasedStateMachine):
     ) -> None:
         """Run `real`, which puts `source` in place, and let the model adopt what it does not foresee."""
         kernel = self.kernel()
-        before = {path: node for path, node in walk(self.model.root)}
+        before = dict(walk(self.model.root))
         pages, inodes = self.model.pages(), len(self.model.every())
         try:
             trial.converge(source, paths, replace=replace, same=same)
             expected = None
         except OSError as error:
             expected = error.errno
-        try:
-            coherence = real()
-        except OSError as error:
+        coherence, failed = self.attempt(real)
+        if failed:
             limited = self.model.max_pages is not None or self.model.max_inodes is not None
-            assert error.errno == expected or (error.errno == errno.ENOSPC and limited)
+            assert failed == expected or (failed == errno.ENOSPC and limited)
             self.tick()
             return
         assert expected is None
@@ -485,6 +484,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert len(self.model.every()) <= max(inodes, self.model.max_inodes)
         self.check_kernel(kernel, coherence)
         self.tick()
+
+    def attempt(self, run: Callable[[], object]) -> tuple[object, int | None]:
+        try:
+            return run(), None
+        except OSError as error:
+            return None, error.errno
 
     def adopt(self, trial: Plain, before: dict[bytes, Node], parents: set[bytes]) -> None:
         """Take over inode numbers, ctimes and what was written; `parents` may have got a new mtime, or not."""
