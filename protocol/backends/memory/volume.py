@@ -49,6 +49,7 @@ _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
 _XATTR_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
+_SUPERUSER: Final = Caller(0, 0)
 _CAPABILITY: Final = b"security.capability"
 
 
@@ -142,8 +143,9 @@ class MemoryVolume(Snapshots):
         node = self._state.own(node)
         now = self._clock()
         if changes.size is not None:
+            if changes.size != node.size:
+                node.mtime_ns = now  # where the size stays, ftruncate and O_TRUNC set mtime, but truncate does not
             self._resize(node, changes.size)
-            node.mtime_ns = now  # also where the size stays: so do O_TRUNC and ftruncate on tmpfs
             _drop_capability(node)
         if changes.uid is not None or changes.gid is not None:
             _drop_capability(node)
@@ -233,7 +235,15 @@ class MemoryVolume(Snapshots):
         self._remove(directory, name, node)
 
     # -- rename ------------------------------------------------------------------------------------
-    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = _SUPERUSER,
+    ) -> None:
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT):
             raise fail(errno.EINVAL)
         if flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE:
@@ -264,7 +274,7 @@ class MemoryVolume(Snapshots):
             self._check_room(0, 1)
         self._move(source, name, node, target, new_name, victim)
         if flags & RENAME_WHITEOUT:
-            self._leave_whiteout(parent, name)
+            self._leave_whiteout(parent, name, caller)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
         if not node.is_dir:
@@ -301,10 +311,10 @@ class MemoryVolume(Snapshots):
         _modified(target, now)
         node.ctime_ns = now
 
-    def _leave_whiteout(self, parent: int, name: bytes) -> None:
-        """What overlayfs reads as "nothing here": a character device 0:0 of root's, who alone may ask for it."""
+    def _leave_whiteout(self, parent: int, name: bytes, caller: Caller) -> None:
+        """What overlayfs reads as "nothing here": a character device 0:0, which anybody may make."""
         directory = self._directory(parent)
-        self._enter(directory, name, self._new(directory, stat.S_IFCHR, Caller(0, 0))).lookups = 0
+        self._enter(directory, name, self._new(directory, stat.S_IFCHR, caller)).lookups = 0
 
     def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
         if a_node is b_node:
@@ -649,9 +659,12 @@ def _without_privileges(mode: int) -> int:
 
 
 def _drop_capability(node: Inode) -> None:
-    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us."""
-    if node.xattrs is not None and node.xattrs.pop(_CAPABILITY, None) is not None and not node.xattrs:
-        node.xattrs = None
+    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us.
+
+    (An empty value grants nothing, and stays: cap_inode_need_killpriv, security/commoncap.c.)
+    """
+    if node.xattrs is not None and node.xattrs.get(_CAPABILITY):
+        node.xattrs = {name: value for name, value in node.xattrs.items() if name != _CAPABILITY} or None
 
 
 def _pages(offset: int, length: int) -> int:
