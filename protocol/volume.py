@@ -195,8 +195,19 @@ class Volume(Protocol):
         """Remove an empty directory.  ENOENT, ENOTDIR, ENOTEMPTY."""
         ...
 
-    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> Answer[None]:
-        """Rename, by rename(2); `flags` are RENAME_NOREPLACE, RENAME_EXCHANGE or RENAME_WHITEOUT (others: EINVAL)."""
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = Caller(0, 0),  # noqa: B008  (a named tuple)
+    ) -> Answer[None]:
+        """Rename, by rename(2); `flags` are RENAME_NOREPLACE, RENAME_EXCHANGE or RENAME_WHITEOUT (others: EINVAL).
+
+        `caller` gets the whiteout.
+        """
         ...
 
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
