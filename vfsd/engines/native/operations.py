@@ -139,6 +139,9 @@ class Operations:
             valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
         owner_changes = valid & (wire.FATTR_UID | wire.FATTR_GID)
+        if valid & (wire.FATTR_SIZE | wire.FATTR_FH) == wire.FATTR_SIZE | wire.FATTR_FH:
+            # ftruncate(2) and O_TRUNC set mtime also where the size stays (do_truncate, fs/open.c).
+            valid |= wire.FATTR_MTIME_NOW
         # One moment for all that is set to the present, ctime too, as the kernel's own setattr_copy has it.
         now_ns = time.time_ns() if valid & (wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW) else None
         changes = AttributeChanges(
@@ -149,8 +152,9 @@ class Operations:
             atime_ns=now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),
             mtime_ns=now_ns if valid & wire.FATTR_MTIME_NOW else _time(valid & wire.FATTR_MTIME, mtime, mtime_ns),
             ctime_ns=_time(valid & wire.FATTR_CTIME, ctime, ctime_ns) if valid & wire.FATTR_CTIME else now_ns,
-            # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
-            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
+            # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.  What sets nothing
+            # is a kernel that found something to clear (file_remove_privs, fs/inode.c), or a chown to nobody.
+            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID or not valid & ~wire.FATTR_FH),
         )
         return self._volume.setattr(node, changes)
 
