@@ -132,6 +132,7 @@ FATTR_GID: Final = 1 << 2
 FATTR_SIZE: Final = 1 << 3
 FATTR_ATIME: Final = 1 << 4
 FATTR_MTIME: Final = 1 << 5
+FATTR_FH: Final = 1 << 6
 FATTR_ATIME_NOW: Final = 1 << 7
 FATTR_MTIME_NOW: Final = 1 << 8
 FATTR_CTIME: Final = 1 << 10
