@@ -196,7 +196,7 @@ class Operations:
     def _rename2(self, node: int, message: Request, length: int) -> object:
         new_parent, flags, _ = wire.FUSE_RENAME2_IN.unpack_from(message, BODY)
         name, new_name = _strings(message, BODY + wire.FUSE_RENAME2_IN.size, length)
-        return self._volume.rename(node, name, new_parent, new_name, flags)
+        return self._volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
 
     def _tmpfile(self, node: int, message: Request, _length: int) -> object:
         _, mode, umask, _ = wire.FUSE_CREATE_IN.unpack_from(message, BODY)
