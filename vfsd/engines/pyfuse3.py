@@ -9,7 +9,6 @@ What pyfuse3 cannot carry, so that a mount of this engine lacks it or shows it o
 
 - O_TMPFILE (EOPNOTSUPP), fallocate (EOPNOTSUPP; glibc's posix_fallocate writes zeros instead),
   SEEK_DATA and SEEK_HOLE (a file is all data), copy_file_range (the kernel copies), statx's birth time.
-- RENAME_WHITEOUT is the volume's to refuse.
 - libfuse negotiates FUSE_HANDLE_KILLPRIV, by which the kernel leaves the clearing of suid and sgid to us,
   but says with a write not who writes.  So what counts is who opened the file: a write through a
   descriptor that an unprivileged process opened clears them, through one that root opened does not;
@@ -254,7 +253,7 @@ class _Handlers(pyfuse3.Operations):
         ctx: pyfuse3.RequestContext,
     ) -> None:
         volume = self._asked_by(ctx)[0]
-        await _result(volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags))
+        await _result(volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx)))
 
     @_handler
     async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:  # noqa: ARG002
