@@ -100,11 +100,10 @@ class _Daemon:
         record: WorkspaceRecord | None = None
         try:
             async with trio.open_nursery() as nursery:
-                methods = Methods(
-                    Served(self._volume, self._engine, self._replay, options.mountpoint, nursery), options, started_at
-                )
+                served = Served(self._volume, self._engine, self._replay, options.mountpoint, nursery)
+                methods = Methods(served, options, started_at)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
-                await nursery.start(self._handle_signals)
+                await nursery.start(self._handle_signals, served)
                 nursery.start_soon(self._feed_watchdog)
                 nursery.start_soon(self._serve, methods, nursery)
                 # The loop must be serving already: this asks it.
@@ -150,7 +149,9 @@ class _Daemon:
         )
 
     # -- the end -------------------------------------------------------------------------------
-    async def _handle_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _handle_signals(
+        self, served: Served, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
@@ -161,12 +162,13 @@ class _Daemon:
                         _logger.warning("asked again: ending at once", extra={"operation": "unmount"})
                         self._engine.stop()
                         return
-                    nursery.start_soon(self._unmount)
+                    nursery.start_soon(self._unmount, served)
 
-    async def _unmount(self) -> None:
+    async def _unmount(self, served: Served) -> None:
         """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
         self._notifier.stopping("unmounting")
         place = self._options.mountpoint
+        await served.left()
         try:
             # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.
             await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)

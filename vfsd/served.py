@@ -13,9 +13,11 @@ between them, so the mount sees it whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import trio
@@ -30,6 +32,7 @@ from vfsd.replay import Replay
 __all__ = ["Served"]
 
 _logger = logging.getLogger(__name__)
+_LEAVING_S: Final = 5.0  # the longest replay takes about one
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)  # os has sync(), but no syncfs()
 
 
@@ -45,11 +48,14 @@ class Served:
         self.changing = trio.Lock()
         self._replay = replay
         self._nursery = nursery
+        self._visits = 0  # threads of ours that have something open on the mount
+        self._left = trio.Event()
 
     async def settle(self) -> None:
         """Have the dirty pages of shared mappings written to the volume, as far as they were dirty at the call."""
         try:
-            await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
+            with self._visiting():
+                await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
             # Detached lazily, or a root directory that the daemon's own user may not open.
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
@@ -58,7 +64,58 @@ class Served:
     async def changed(self, coherence: Coherence) -> None:
         """Return when no program can see the state before the change; inotify watchers are told after that."""
         await tell_kernel(self.engine, coherence)
-        self._nursery.start_soon(self._replay.run, coherence)
+        known = [
+            coherence.paths[inode]
+            for inode, content in coherence.inodes
+            if content and self._is_known(inode, coherence)
+        ]
+        if known:
+            with self._visiting():
+                await trio.to_thread.run_sync(_ask_for_sizes, self.mountpoint, known, abandon_on_cancel=True)
+        self._nursery.start_soon(self._tell_watchers, coherence)
+
+    async def left(self) -> None:
+        """Return when no thread of ours keeps the mount busy, or in some seconds: before an unmount."""
+        with trio.move_on_after(_LEAVING_S):
+            while self._visits:
+                await self._left.wait()
+
+    async def _tell_watchers(self, coherence: Coherence) -> None:
+        with self._visiting():
+            await self._replay.run(coherence)
+
+    @contextlib.contextmanager
+    def _visiting(self) -> Iterator[None]:
+        self._visits += 1
+        try:
+            yield
+        finally:
+            self._visits -= 1
+            self._left.set()
+            self._left = trio.Event()
+
+    def _is_known(self, inode: int, coherence: Coherence) -> bool:
+        """Whether the kernel may have it open, at a path."""
+        return inode in coherence.paths and self.volume.getattr(inode).lookups > 0
+
+
+def _ask_for_sizes(mountpoint: str, paths: Sequence[bytes]) -> None:
+    """Have the kernel ask for the sizes of changed files.
+
+    FUSE_NOTIFY_INVAL_INODE leaves an inode's size as the kernel knew it until the next GETATTR, and O_APPEND and
+    page faults go by that without asking (generic_write_checks in fs/read_write.c, filemap_fault in mm/filemap.c).
+    """
+    try:
+        root = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return  # detached meanwhile
+    try:
+        for path in paths:
+            # Changed again meanwhile, or in a directory that the daemon's user may not enter.
+            with contextlib.suppress(OSError):
+                os.stat(path, dir_fd=root, follow_symlinks=False)
+    finally:
+        os.close(root)
 
 
 def _syncfs(mountpoint: str) -> None:

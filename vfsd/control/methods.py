@@ -275,7 +275,9 @@ class Methods:
     # -- the end -----------------------------------------------------------------------------------------
     async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
         mountpoint = self._options.mountpoint
-        held = [holder.describe() for holder in await _in_thread(holders.holders, mountpoint)]
+        await self._served.left()
+        found = await _in_thread(holders.holders, mountpoint)
+        held = [holder.describe() for holder in found if holder.pid != os.getpid()]
         # The daemon ends as soon as the mount has gone; it waits for this answer (see `vfsd.daemon`).
         self.answering_unmount += 1
         call.after_answer(self._unmount_answered)
