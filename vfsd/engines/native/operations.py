@@ -139,8 +139,9 @@ class Operations:
             valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
         owner_changes = valid & (wire.FATTR_UID | wire.FATTR_GID)
-        if valid & (wire.FATTR_SIZE | wire.FATTR_FH) == wire.FATTR_SIZE | wire.FATTR_FH:
-            # ftruncate(2) and O_TRUNC set mtime also where the size stays (do_truncate, fs/open.c).
+        if valid & wire.FATTR_SIZE and (valid & wire.FATTR_FH or not size):
+            # ftruncate(2) and O_TRUNC set mtime also where the size stays (do_truncate, fs/open.c), truncate(2)
+            # does not; O_TRUNC comes without a handle, so that truncate(2) to 0 looks the same.
             valid |= wire.FATTR_MTIME_NOW
         # One moment for all that is set to the present, ctime too, as the kernel's own setattr_copy has it.
         now_ns = time.time_ns() if valid & (wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW) else None
