@@ -144,7 +144,9 @@ class MemoryVolume(Snapshots):
         now = self._clock()
         if changes.size is not None:
             if changes.size != node.size:
-                node.mtime_ns = now  # where the size stays, ftruncate and O_TRUNC set mtime, but truncate does not
+                node.mtime_ns = now
+            elif changes == AttributeChanges(size=node.size, kill_privileges=changes.kill_privileges):
+                now = node.ctime_ns  # truncate(2) to the size that is changes nothing (shmem_setattr, mm/shmem.c)
             self._resize(node, changes.size)
             _drop_capability(node)
         if changes.uid is not None or changes.gid is not None:
