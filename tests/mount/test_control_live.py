@@ -1,0 +1,311 @@
+"""The control socket of a daemon that serves a busy mount: bad clients, many clients, long work."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
+from vfsd.runtime import socket_path
+from vfsd.workspace import Workspace
+
+MountIt = Callable[..., Workspace]
+
+# Asks and answers on the mount, one thing after the other, and counts; "count" says how far it is.
+_VISITOR = """
+stopping = threading.Event(); counted = [0]; errors = []
+def visit():
+    number = 0
+    while not stopping.is_set():
+        number += 1
+        try:
+            path = f"{root}/visited-{number % 50}"
+            with open(path, "wb") as file: file.write(b"%d" % number)
+            os.stat(path)
+            with open(path, "rb") as file: assert file.read() == b"%d" % number
+            os.rename(path, path + "-moved"); os.unlink(path + "-moved")
+            counted[0] = number
+        except Exception as error:
+            errors.append(repr(error)); break
+thread = threading.Thread(target=visit, daemon=True); thread.start()
+"""
+
+
+@contextmanager
+def visited(root: Path) -> Iterator[Callable[[], None]]:
+    """A program works on the mount meanwhile; yields a call that returns once it got further."""
+    with Program() as program:
+        program("pass", root=str(root))
+        program(_VISITOR)
+
+        def goes_on() -> None:
+            before = program("counted[0]")
+            while program("counted[0]") < before + 2:
+                assert program("errors") == []
+
+        goes_on()
+        yield goes_on
+        goes_on()
+        program("stopping.set(); thread.join()")
+        assert program("errors") == []
+
+
+def connected(workspace: Workspace) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(60)
+    client.connect(socket_path(workspace.name))
+    return client
+
+
+# -- bad clients --------------------------------------------------------------------------------------
+def test_garbage_leaves_the_mount_live_and_other_clients_served(workspace: Workspace, root: Path) -> None:
+    rubbish = [
+        os.urandom(100_000),
+        b"\n" * 50_000,
+        b"{" * 200_000 + b"\n",
+        b'{"jsonrpc":"2.0","method":"restore","params":{"name":5},"id":1}\n' * 100,
+        b'{"jsonrpc":"2.0","method":"snapshot","params":{"name":"\\u0000"},"id":1}\n',
+        b"x" * (3 << 20),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+    with visited(root) as goes_on:
+        for data in rubbish:
+            with connected(workspace) as client:
+                try:
+                    client.sendall(data)
+                except OSError:
+                    pass  # it has hung up on us
+                goes_on()
+                assert workspace.status().name == workspace.name
+    assert workspace.snapshots() == []
+
+
+def test_a_client_that_never_reads_a_big_patch_holds_up_nobody(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    for number in range(30):
+        (root / f"big{number}").write_text("a line of some length\n" * 20_000)
+    with visited(root) as goes_on:
+        with connected(workspace) as deaf:
+            deaf.sendall(b'{"jsonrpc":"2.0","method":"diff","params":{"a":"one","mode":"patch"},"id":1}\n')
+            assert deaf.recv(1, socket.MSG_PEEK)  # it has begun, and will not get on
+            goes_on()
+            workspace.snapshot("two")
+            (root / "big0").write_text("other")
+            workspace.restore("two", ["big0"])
+            assert (root / "big0").stat().st_size > 100_000
+            goes_on()
+        workspace.drop("two")
+    workspace.drop("one")
+
+
+def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(workspace: Workspace, root: Path) -> None:
+    request = b'{"jsonrpc":"2.0","method":"snapshot","params":{"name":"slow"},"id":7}\n'
+    with visited(root) as goes_on, connected(workspace) as slow:
+        for at in range(len(request)):
+            slow.sendall(request[at : at + 1])
+            if at % 20 == 0:
+                goes_on()
+                assert [info.name for info in workspace.snapshots()] == []
+        assert b'"slow"' in slow.recv(4096)
+    assert [info.name for info in workspace.snapshots()] == ["slow"]
+
+
+def test_a_hundred_clients_at_once_are_all_served_while_a_program_works(workspace: Workspace, root: Path) -> None:
+    # All are connected before the first asks.
+    barrier = threading.Barrier(100, timeout=60)
+
+    def client(number: int) -> str:
+        with connected(workspace) as sock:
+            barrier.wait()
+            for request in ("status", "snapshot", "snapshots"):
+                sock.sendall(b'{"jsonrpc":"2.0","method":"%s","id":%d}\n' % (request.encode(), number))
+                answer = b""
+                while not answer.endswith(b"\n"):
+                    piece = sock.recv(1 << 16)
+                    assert piece, answer
+                    answer += piece
+                assert b'"result"' in answer, answer
+                if request == "snapshot":
+                    name = answer.split(b'"name":"')[1].split(b'"')[0].decode()
+        return name
+
+    with visited(root), ThreadPoolExecutor(100) as pool:
+        names = list(pool.map(client, range(100)))
+    assert len(set(names)) == 100
+    assert sorted(info.name for info in workspace.snapshots()) == sorted(names)
+
+
+# -- long work ----------------------------------------------------------------------------------------
+@pytest.fixture
+def big(root: Path) -> Path:
+    """A workspace that takes a moment to export."""
+    for number in range(40):
+        (root / f"data{number}").write_bytes(os.urandom(1 << 20))
+    return root
+
+
+def test_an_export_whose_client_is_killed_leaves_no_file(workspace: Workspace, big: Path, workdir: Path) -> None:
+    out = workdir / "out"
+    out.mkdir()
+    code = f"""
+import os, signal
+from vfsd.control.client import ControlClient
+from vfsd.control.messages import ExportParams
+with ControlClient({socket_path(workspace.name)!r}) as client:
+    params = ExportParams({str(out / "a.zip")!r})
+    client.call("export", params, on_progress=lambda p: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    with visited(big) as goes_on:
+        killed = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False, cwd="/")
+        assert killed.returncode == -9, killed.stderr
+        goes_on()
+        # The name is free and the tree is no longer read when it can be exported again.
+        while os.listdir(out):
+            goes_on()
+        workspace.export(out / "a.zip")
+    assert os.listdir(out) == ["a.zip"]
+
+
+def test_an_export_is_the_state_at_the_call_whatever_is_written_meanwhile(
+    workspace: Workspace, big: Path, workdir: Path
+) -> None:
+    taken = threading.Event()
+
+    def on_progress(_: object) -> None:
+        taken.set()
+
+    workspace.snapshot("before")
+    with ThreadPoolExecutor(1) as pool:
+        exporting = pool.submit(workspace.export, workdir / "live.zip", on_progress=on_progress)
+        assert taken.wait(60)
+        for number in range(40):
+            path = big / f"data{number}"
+            if number % 3 == 0:
+                path.unlink()
+            elif number % 3 == 1:
+                path.write_bytes(b"changed" * 100_000)
+            else:
+                os.truncate(path, 17)
+            (big / f"new{number}").touch()
+        exporting.result(60)
+    workspace.export(workdir / "snapshot.zip", snapshot="before")
+    assert contents(workdir / "live.zip") == contents(workdir / "snapshot.zip")
+
+
+def contents(path: Path) -> dict[str, str]:
+    with zipfile.ZipFile(path) as archive:
+        return {
+            name: hashlib.sha256(archive.read(name)).hexdigest()
+            for name in archive.namelist()
+            if name != "manifest.json"
+        }
+
+
+def test_a_snapshot_that_is_read_may_be_dropped_or_is_busy_but_the_export_is_whole(
+    workspace: Workspace, big: Path, workdir: Path
+) -> None:
+    expected = {f"files/data{n}": hashlib.sha256((big / f"data{n}").read_bytes()).hexdigest() for n in range(40)}
+    workspace.snapshot("one")
+    dropped = []
+
+    def drop(_: object) -> None:
+        if not dropped:
+            try:
+                workspace.drop("one")
+            except OSError as error:
+                dropped.append(str(error))
+            else:
+                dropped.append("")
+
+    workspace.export(workdir / "a.zip", snapshot="one", on_progress=drop)
+    assert dropped
+    found = contents(workdir / "a.zip")
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_daemon_that_is_told_to_end_during_an_export_ends_and_leaves_no_file(workdir: Path, engine: str) -> None:
+    out = workdir / "out"
+    out.mkdir()
+    with Workspace.mount(workdir / "m", engine=engine) as workspace:
+        for number in range(40):
+            (Path(workspace.path) / f"data{number}").write_bytes(os.urandom(1 << 20))
+        asked = []
+
+        def unmount(_: object) -> None:
+            if not asked:
+                asked.append(vfsd("unmount", workspace.name, "--lazy"))
+
+        with pytest.raises(ConnectionError):
+            workspace.export(out / "a.zip", on_progress=unmount)
+    assert os.listdir(out) == []
+
+
+def test_a_big_patch_comes_in_pieces_and_whole(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    lines = [f"line {number} of some length\n" for number in range(300_000)]
+    (root / "big").write_text("".join(lines))
+    (root / "small").write_text("x\n")
+    with subprocess.Popen(
+        [*VFSD, "-w", workspace.name, "diff", "one", "--patch"], stdout=subprocess.PIPE, cwd="/"
+    ) as reader:
+        assert reader.stdout is not None
+        added = 0
+        for line in reader.stdout:
+            added += line.startswith(b"+line ")
+    assert reader.returncode == 0
+    assert added == len(lines)
+
+
+# -- names --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["", " x", "-x", "a/b", "a\nb", "safety-1", "x" * 129, "\x7f"])
+def test_what_is_no_name_for_a_snapshot_is_refused(workspace: Workspace, name: str) -> None:
+    with pytest.raises((ValueError, OSError), match="not a name"):
+        workspace.snapshot(name)
+    assert workspace.snapshots() == []
+
+
+def test_names_of_snapshots_may_be_in_any_language(workspace: Workspace, root: Path) -> None:
+    for name in ("x" * 128, "vor dem Umbau", "\u524d", "a.b", "1", "_"):
+        (root / "file").write_text(name)
+        workspace.snapshot(name, tag=f"tag of {name}")
+    for name in ("vor dem Umbau", "\u524d", "x" * 128):
+        workspace.restore(name)
+        assert (root / "file").read_text() == name
+    assert [info.tag for info in workspace.snapshots() if info.kind == "user"][2] == "tag of \u524d"
+
+
+def test_a_name_in_use_is_refused_and_the_snapshot_stays_as_it_was(workspace: Workspace, root: Path) -> None:
+    (root / "file").write_text("first")
+    workspace.snapshot("one")
+    (root / "file").write_text("second")
+    with pytest.raises(FileExistsError):
+        workspace.snapshot("one")
+    assert "exists: one" in failed(vfsd("-w", workspace.name, "snapshot", "one"))
+    assert len(workspace.snapshots()) == 1
+    workspace.restore("one")
+    assert (root / "file").read_text() == "first"
+
+
+def test_made_up_names_are_never_given_twice_while_they_are_in_use(workspace: Workspace) -> None:
+    assert [workspace.snapshot().name for _ in range(3)] == ["snap-1", "snap-2", "snap-3"]
+    workspace.drop("snap-2")
+    workspace.snapshot("snap-10")
+    assert workspace.snapshot().name == "snap-11"
+    assert succeeded(vfsd("-w", workspace.name, "snapshot")) == "snap-12\n"
+
+
+def test_there_is_no_snapshot_and_no_name_where_the_capture_failed(workspace: Workspace) -> None:
+    done = vfsd("-w", workspace.name, "snapshot", "a/b")
+    assert (done.stdout, done.returncode != 0) == ("", True)
+    assert workspace.snapshots() == []
