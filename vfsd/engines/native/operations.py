@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import stat
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import trio
@@ -33,6 +33,7 @@ Request = bytearray  # the buffer, of which the first `length` bytes are the mes
 Method = Callable[[int, Request, int], Any]
 
 BODY: Final = wire.IN_HEADER_BYTES
+_TRUSTED: Final = b"trusted."
 _ACL_ACCESS: Final = b"system.posix_acl_access"
 # A copy runs to its end before the next request is answered; copy_file_range(2) may be short.
 _MAX_COPY_BYTES: Final = 64 * 1024 * 1024
@@ -300,7 +301,14 @@ class Operations:
 
     def _listxattr(self, node: int, message: Request, _length: int) -> object:
         size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
-        return _then(self._volume.listxattr(node), lambda names: _sized(b"".join(name + b"\0" for name in names), size))
+        uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+
+        def visible(names: Sequence[bytes]) -> bytes:
+            # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
+            shown = names if uid == 0 else [name for name in names if not name.startswith(_TRUSTED)]
+            return _sized(b"".join(name + b"\0" for name in shown), size)
+
+        return _then(self._volume.listxattr(node), visible)
 
     def _setxattr(self, node: int, message: Request, length: int) -> object:
         size, flags, *more = self._setxattr_in.unpack_from(message, BODY)
