@@ -367,8 +367,10 @@ class _Handlers(pyfuse3.Operations):
         await _result(self._volume.setxattr(inode, name, value, 0))
 
     @_handler
-    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:  # noqa: ARG002
-        return await _result(self._volume.listxattr(inode))
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        names = await _result(self._volume.listxattr(inode))
+        # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
+        return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
 
     @_handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
