@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-__all__ = ["OPERATIONS", "PATTERN", "WORKERS", "Call", "Kind", "Operation", "data", "random_calls"]
+__all__ = ["NOW", "OPERATIONS", "PATTERN", "WORKERS", "Call", "Kind", "Operation", "data", "random_calls"]
 
 # uid, gid, supplementary groups of each worker.
 WORKERS: Final = ((0, 0, ()), (1001, 1001, (2000,)), (1002, 1002, (2000, 3000)))

@@ -6,11 +6,12 @@ go on to all that follows), and a test of its own holds what they answer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tests.differential.calls import Call
+from tests.differential.calls import NOW, Call
 
 __all__ = ["Difference", "Known", "avoided", "reason"]
 
@@ -28,6 +29,7 @@ class Difference:
     tmpfs: object
     mount: object
     succeeded: bool = False  # the call, on both
+    kind: str = ""  # of the first place of the call: the first letter of its mode
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -47,6 +49,7 @@ class Known:
     matches: Callable[[Call, Difference], bool]
     why: str
     section: str
+    ends_episode: bool = False  # what follows from it is different too
 
 
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
@@ -60,6 +63,39 @@ def _coarse_clock(_: Call, difference: Difference) -> bool:
         "now",
     )
     return changed and difference.succeeded and difference.operation in _MOVES
+
+
+def _coarse_atime(call: Call, difference: Difference) -> bool:
+    sets_now = call.operation == "utimes_now" or (call.operation in {"utimens", "futimens"} and call.args[1] == NOW)
+    changed = difference.what.endswith(": atime") and (difference.tmpfs, difference.mount) == ("same", "now")
+    return changed and difference.succeeded and sets_now
+
+
+def _seek_in_directory(call: Call, difference: Difference) -> bool:
+    return (
+        call.operation in {"seek_sparse", "lseek"}
+        and difference.what == "answer"
+        and difference.kind == "d"
+        and call.args[2] not in (os.SEEK_SET, os.SEEK_CUR)
+    )
+
+
+def _truncate_empty(call: Call, difference: Difference) -> bool:
+    times = (": mtime", ": ctime", ": order of times")
+    return call.operation == "truncate" and call.args[1] == 0 and difference.what.endswith(times)
+
+
+def _failed_fallocate(call: Call, difference: Difference) -> bool:
+    place, _, attribute = difference.what.rpartition(": ")
+    return call.operation == "fallocate" and not difference.succeeded and bool(place) and attribute in {"mode", "ctime"}
+
+
+def _fifo_times(call: Call, difference: Difference) -> bool:
+    return (
+        difference.kind == "p"
+        and difference.what.endswith((": mtime", ": ctime", ": atime"))
+        and (call.operation in {"write", "writev", "read", "sendfile", "copy_file_range"})
+    )
 
 
 def _symlink_pages(_: Call, difference: Difference) -> bool:
@@ -76,6 +112,37 @@ KNOWN: Final[tuple[Known, ...]] = (
         "tmpfs gives directories the time that the moved inode gets, by a clock that ticks every 4 ms: two changes "
         "in one tick look like one (simple_rename_timestamp, fs/libfs.c).  A workspace's clock tells them apart",
         "Times",
+    ),
+    Known(_BOTH, _coarse_atime, "tmpfs sets atime by a clock that ticks every 4 ms", "Times"),
+    Known(
+        _BOTH,
+        _seek_in_directory,
+        "the kernel's FUSE layer seeks in directories by itself, as in files (fuse_dir_operations, fs/fuse/dir.c), "
+        "where tmpfs refuses SEEK_END, SEEK_DATA and SEEK_HOLE",
+        "Directories",
+    ),
+    Known(
+        _BOTH,
+        _truncate_empty,
+        "truncate(2) of an empty file to 0 sets mtime and ctime: the kernel's FUSE layer sends the same request for "
+        "open(2) with O_TRUNC, which has to (fuse_do_setattr, fs/fuse/dir.c)",
+        "Times",
+    ),
+    Known(
+        _BOTH,
+        _failed_fallocate,
+        "fallocate(2) by an unprivileged user clears suid and sgid also where it then fails: the kernel's FUSE layer "
+        "has them cleared before it asks (fuse_file_fallocate, fs/fuse/file.c)",
+        "Privileges",
+        ends_episode=True,
+    ),
+    Known(
+        _BOTH,
+        _fifo_times,
+        "what goes through a fifo leaves its times alone: the kernel's FUSE layer marks all inodes S_NOCMTIME "
+        "(fuse_iget, fs/fuse/inode.c), and a fifo's content never reaches the file system",
+        "Times",
+        ends_episode=True,
     ),
     Known(
         _BOTH,

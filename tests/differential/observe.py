@@ -123,7 +123,9 @@ def _content(path: bytes, size: int) -> tuple[Any, ...]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOATIME)
     try:
         pieces: list[Any] = [(0, digest(os.pread(descriptor, _HEAD_BYTES, 0)))]
-        pieces += [(far, digest(os.pread(descriptor, min(_CHUNK, size - far), far))) for far in _FAR_OFFSETS if far < size]
+        pieces += [
+            (far, digest(os.pread(descriptor, min(_CHUNK, size - far), far))) for far in _FAR_OFFSETS if far < size
+        ]
         return tuple(pieces)
     finally:
         os.close(descriptor)

@@ -174,6 +174,18 @@ class Process:
         mapped = mmap.mmap(descriptor, offset - base + size, flags=share, prot=protection, offset=base)
         return mapped, offset - base, size
 
+    def _refuse_holes(self, slot: int) -> None:
+        """To read a hole through a mapping gives it a page on tmpfs, and on no other file system."""
+        descriptor = self.fd(slot)
+        found = os.fstat(descriptor)
+        whole = stat.S_ISREG(found.st_mode) and found.st_blocks * 512 >= found.st_size
+        if whole and found.st_size:
+            kept = os.lseek(descriptor, 0, os.SEEK_CUR)
+            whole = os.lseek(descriptor, 0, os.SEEK_HOLE) == found.st_size
+            os.lseek(descriptor, kept, os.SEEK_SET)
+        if not whole:
+            raise OSError(errno.EINVAL, "holes are not mapped here")
+
     def do_map_write(self, slot: int, offset: int, piece: tuple[int, int]) -> int:
         content = data(*piece)
         mapped, start, size = self._map(slot, offset, len(content), mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -184,11 +196,13 @@ class Process:
         return len(content)
 
     def do_map_read(self, slot: int, offset: int, size: int) -> Any:
+        self._refuse_holes(slot)
         mapped, start, size = self._map(slot, offset, size, mmap.MAP_SHARED, mmap.PROT_READ)
         with mapped:
             return digest(mapped[start : start + size])
 
     def do_map_private(self, slot: int, offset: int, piece: tuple[int, int]) -> Any:
+        self._refuse_holes(slot)
         content = data(*piece)
         mapped, start, size = self._map(slot, offset, len(content), mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         with mapped:
