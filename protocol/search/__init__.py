@@ -1,0 +1,20 @@
+"""Search: files of a tree by name (`glob_paths`) and lines of its files by content (`grep_tree`).
+
+Threading: for a worker thread, over a tree of its own.  `keep_going` is called at every directory, file and
+block; what it raises ends the search, so that is how to cancel one.
+"""
+
+from protocol.search.glob import GlobResult, glob_paths
+from protocol.search.grep import GrepResult, grep_tree
+from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules
+
+__all__ = [
+    "SKIP_NOTHING",
+    "USUAL_SKIPS",
+    "GlobResult",
+    "GrepResult",
+    "NodeTree",
+    "SkipRules",
+    "glob_paths",
+    "grep_tree",
+]

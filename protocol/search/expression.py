@@ -1,0 +1,187 @@
+r"""Expression: a regular expression that is searched for line by line, in time linear in the text.
+
+The engine is RE2.  Beside Python's `re`:
+
+- no backreferences, look-around, atomic groups, possessive repeats, comments and (?x): ValueError says which;
+- a repeat counts to 1,000 at most; `\Z` is written `\z`; `\C` (one byte) is refused, it can cut a character;
+- `\w`, `\d`, `\s` and `\b` know ASCII only; `\pL`, `\p{Greek}`, `[[:alpha:]]` are there;
+- `(?i)` and `ignore_case` fold the case of any script.
+
+Each line is searched for itself: `^`, `\A`, `$` and `\z` are the line's ends, nothing matches a "\n", and an
+expression that asks for one matches nothing.  A "\r" before it belongs to the line.
+
+Where it can, the whole text is searched at once, and only lines that match are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import re2  # type: ignore[import-untyped]
+
+from protocol.search.tokens import Token, required_literal, tokens_of
+
+__all__ = ["Expression", "Hit"]
+
+
+class Hit(NamedTuple):
+    """The first match in a line, as offsets of bytes in the text.  `newlines`: how many are before the line."""
+
+    newlines: int
+    line_start: int
+    line_end: int
+    start: int
+    end: int
+
+
+class Expression:
+    """Compiled.  ValueError, which names the position, for what RE2 does not take."""
+
+    def __init__(self, pattern: str, *, ignore_case: bool = False) -> None:
+        try:
+            pattern.encode()
+        except UnicodeEncodeError as error:
+            raise _invalid(error.start, "not text that can be encoded", pattern) from None
+        tokens = list(tokens_of(pattern))
+        for token in tokens:
+            if token.text == r"\C":
+                raise _invalid(token.start, r"\C is not supported: it can match a part of a character", pattern)
+        _compiled(pattern, tokens, ignore_case)
+        # Checked without the prefix, so that positions are those of `pattern`.
+        self._search = _compiled("(?m)" + pattern, tokens, ignore_case).search
+        self._is_of_one_line = any(_is_of_one_line(token) for token in tokens)
+        self._required = b"" if ignore_case else required_literal(pattern).encode()
+
+    def may_match(self, text: bytes) -> bool:
+        """False where no line of `text` can match: cheaper than `hits`, and usual."""
+        return self._required in text
+
+    def hits(self, text: bytes, end: int | None = None) -> Iterator[Hit]:
+        """The lines of `text` that match, in order.
+
+        A "\\n" at the end of `text` begins no line.  Only what is before `end` is searched, but a "$" does not
+        match there unless the line ends there.
+        """
+        if not text:
+            return iter(())
+        if end is None:
+            end = len(text) - text.endswith(b"\n")
+        return self._hits_by_line(text, end) if self._is_of_one_line else self._hits(text, end)
+
+    def _hits(self, text: bytes, end: int) -> Iterator[Hit]:
+        search = self._search
+        at = newlines = 0  # of a line's start, always
+        while at <= end:
+            found = search(text, at, end)
+            if found is None:
+                return
+            start, stop = found.span()
+            line_start = text.rfind(b"\n", at, start) + 1 or at
+            line_end = text.find(b"\n", stop, end)
+            if line_end < 0:
+                line_end = end
+            newlines += text.count(b"\n", at, line_start)
+            yield Hit(newlines, line_start, line_end, start, stop)
+            at = line_end + 1
+            newlines += 1
+
+    def _hits_by_line(self, text: bytes, end: int) -> Iterator[Hit]:
+        at = newlines = 0
+        while at <= end:
+            line_end = text.find(b"\n", at, end)
+            if line_end < 0:
+                line_end = end
+            # Where `end` cuts the line, what follows is kept, so that `\z` does not match there.
+            rest = text.find(b"\n", line_end)
+            line = text[at : rest if rest >= 0 else len(text)]
+            found = self._search(line, 0, line_end - at)
+            if found is not None:
+                start, stop = found.span()
+                yield Hit(newlines, at, line_end, at + start, at + stop)
+            at = line_end + 1
+            newlines += 1
+
+
+def _is_of_one_line(token: Token) -> bool:
+    r"""Whether it means something else in a whole text than in a line: `\A`, `\z`, `(?-m)`."""
+    return token.text in {r"\A", r"\z"} or (token.kind in {"flags", "open"} and "-" in token.text)
+
+
+# -- compiling ---------------------------------------------------------------------------------------
+def _compiled(pattern: str, tokens: list[Token], ignore_case: bool) -> Any:
+    options = re2.Options()
+    options.case_sensitive = not ignore_case
+    options.never_nl = True
+    options.never_capture = True  # nobody asks for groups, and without them RE2 needs only its fastest engine
+    options.log_errors = False
+    try:
+        return re2.compile(pattern.encode(), options)
+    except re2.error as error:
+        message = error.args[0]
+        text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
+    finally:
+        # Its cache holds 128 expressions, of 8 MiB each at worst: too much for a daemon.
+        re2.purge()
+    reason, _, fragment = text.partition(": ")
+    position = _position(pattern, tokens, reason, fragment)
+    raise _invalid(position, _reason(pattern, position, reason, fragment), pattern)
+
+
+def _invalid(position: int, reason: str, pattern: str) -> ValueError:
+    return ValueError(f"invalid regular expression at position {position}: {reason}: {pattern!r}")
+
+
+def _position(pattern: str, tokens: list[Token], reason: str, fragment: str) -> int:
+    """Where `fragment`, which RE2 complains of, stands."""
+    if reason in {"missing )", "unexpected )"}:
+        return _unbalanced(tokens)
+    if reason.startswith("trailing"):
+        return len(pattern) - 1
+    if reason == "invalid perl operator":  # the fragment is cut: "(?P" of "(?P=name)"
+        for token in tokens:
+            if token.text == "(" and pattern.startswith("(?", token.start):
+                return token.start
+    for token in tokens:
+        if token.kind == "class" and fragment in token.text:
+            return token.start + token.text.index(fragment)
+        if fragment and token.kind != "literal" and pattern.startswith(fragment, token.start):
+            return token.start
+    return max(pattern.find(fragment), 0)
+
+
+def _unbalanced(tokens: list[Token]) -> int:
+    opened: list[int] = []
+    for token in tokens:
+        if token.kind == "open":
+            opened.append(token.start)
+        elif token.kind == "close":
+            if not opened:
+                return token.start
+            opened.pop()
+    return opened[-1] if opened else 0
+
+
+_KNOWN_ELSEWHERE: Final = (
+    ("(?=", "look-around is not supported"),
+    ("(?!", "look-around is not supported"),
+    ("(?<=", "look-around is not supported"),
+    ("(?<!", "look-around is not supported"),
+    ("(?>", "atomic groups are not supported"),
+    ("(?P=", "backreferences are not supported"),
+    ("(?#", "comments are not supported"),
+    (r"\Z", r"\Z is not supported, write \z"),
+)
+
+
+def _reason(pattern: str, position: int, reason: str, fragment: str) -> str:
+    """RE2's own reason, or a clearer one for what works with Python's `re`."""
+    for start, better in _KNOWN_ELSEWHERE:
+        if pattern.startswith(start, position):
+            return better
+    if reason == "invalid escape sequence" and fragment[1:2].isdigit():
+        return "backreferences are not supported"
+    if reason == "invalid repetition size":
+        return f"{reason} {fragment} (the most is 1000)"
+    # The whole pattern is shown anyway.
+    return f"{reason} {fragment}" if fragment and fragment != pattern else reason

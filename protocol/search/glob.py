@@ -1,0 +1,74 @@
+"""glob_paths: the files whose paths match a pattern (see `patterns`)."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from dataclasses import dataclass
+
+from protocol.errors import fail
+from protocol.paths import decode
+from protocol.search.patterns import GlobPattern
+from protocol.search.walk import (
+    BINARY_SNIFF_BYTES,
+    SKIP_NOTHING,
+    KeepGoing,
+    Node,
+    NodeTree,
+    SkipRules,
+    go_on,
+    is_binary,
+    is_gone,
+    matching_files,
+    nodes_of,
+)
+from protocol.tree import Tree
+
+__all__ = ["GlobResult", "glob_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobResult:
+    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all of them later in that order."""
+
+    paths: tuple[bytes, ...]
+    truncated: bool = False
+
+
+def glob_paths(
+    tree: Tree,
+    pattern: str,
+    *,
+    path: bytes = b"",
+    limit: int | None = None,
+    skip: SkipRules = SKIP_NOTHING,
+    keep_going: KeepGoing = go_on,
+) -> GlobResult:
+    """The regular files below directory `path` that match `pattern`, at most `limit`.
+
+    Symlinks are neither followed nor found.  `keep_going` is called for every directory and file.
+    ValueError for a pattern that cannot be one, FileNotFoundError, NotADirectoryError for `path`.
+    """
+    if limit is not None and limit < 0:
+        raise ValueError(f"limit must not be negative: {limit}")
+    compiled = GlobPattern(pattern)
+    nodes = nodes_of(tree)
+    if not stat.S_ISDIR(nodes.node(path).mode):
+        raise fail(errno.ENOTDIR, decode(path))
+    found: list[bytes] = []
+    for file, node in matching_files(nodes, path, compiled.start(path), skip, keep_going):
+        if skip.binary_files and _starts_binary(nodes, node):
+            continue
+        if len(found) == limit:
+            return GlobResult(tuple(found), truncated=True)
+        found.append(file)
+    return GlobResult(tuple(found))
+
+
+def _starts_binary(nodes: NodeTree, node: Node) -> bool:
+    try:
+        return is_binary(nodes.read_node(node, 0, BINARY_SNIFF_BYTES))
+    except OSError as error:
+        if is_gone(error):
+            return False  # its name is still what was asked for
+        raise

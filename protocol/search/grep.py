@@ -1,0 +1,243 @@
+"""grep_tree: the lines of a tree's files that match a regular expression (see `expression`)."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from protocol.errors import fail
+from protocol.paths import decode
+from protocol.search.expression import Expression, Hit
+from protocol.search.patterns import ALL_FILES, GlobPattern
+from protocol.search.walk import (
+    SKIP_NOTHING,
+    KeepGoing,
+    Node,
+    NodeTree,
+    SkipRules,
+    go_on,
+    is_binary,
+    is_gone,
+    matching_files,
+    nodes_of,
+)
+from protocol.tree import Tree
+from protocol.types import GrepMatch
+
+__all__ = ["BLOCK_BYTES", "GrepResult", "grep_tree"]
+
+BLOCK_BYTES: Final = 1 << 20  # what is held of a file at once, and how much at least of a line is searched
+_MAX_UTF8_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GrepResult:
+    """Matches in the order of their paths, as bytes, and lines.
+
+    `truncated`: there are more.  `files_searched` were read as far as that took; `files_skipped` are binary, not
+    UTF-8, or could not be read.
+    """
+
+    matches: tuple[GrepMatch, ...]
+    truncated: bool
+    files_searched: int
+    files_skipped: int
+
+
+def grep_tree(
+    tree: Tree,
+    pattern: str,
+    *,
+    path: bytes = b"",
+    glob: str | None = None,
+    max_matches: int = 1_000,
+    max_line_characters: int = 1_000,
+    skip: SkipRules = SKIP_NOTHING,
+    ignore_case: bool = False,
+    keep_going: KeepGoing = go_on,
+) -> GrepResult:
+    """The first match of each line that has one, in the regular files below directory `path`, or in the file `path`.
+
+    `glob` says which files, as in `glob_paths`.  Of a line longer than `max_line_characters` only so many are
+    given: its start, or a part around the match where that lies beyond; match_start and match_end count in
+    what is given.  Files of any size take a few MiB of memory: of one over BLOCK_BYTES a line is searched
+    for its first BLOCK_BYTES, and a match of it may end there.
+
+    Skipped and counted: files with a NUL in their first 8 KiB, and what is not UTF-8 (of a file over
+    BLOCK_BYTES, as far as it was read before the matches were enough).
+
+    `keep_going` is called for every directory, file and block.  ValueError for an invalid expression or glob;
+    FileNotFoundError, NotADirectoryError for `path`.
+    """
+    if max_matches < 0 or max_line_characters < 1:
+        raise ValueError("max_matches must not be negative, and max_line_characters not below 1")
+    search = _Search(Expression(pattern, ignore_case=ignore_case), max_matches, max_line_characters)
+    compiled = GlobPattern(glob) if glob is not None else ALL_FILES
+    nodes = nodes_of(tree)
+    for file, node in _files(nodes, path, compiled, skip, keep_going):
+        try:
+            search.run(nodes, file, node, keep_going)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            search.files_skipped += 1
+        if search.is_truncated:
+            break
+    return search.result()
+
+
+def _files(
+    nodes: NodeTree, path: bytes, pattern: GlobPattern, skip: SkipRules, keep_going: KeepGoing
+) -> Iterator[tuple[bytes, Node]]:
+    node: Node = nodes.node(path)
+    if stat.S_ISDIR(node.mode):
+        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going)
+    elif not stat.S_ISREG(node.mode):
+        raise fail(errno.ENOTDIR, decode(path))
+    else:
+        above, _, name = path.rpartition(b"/")
+        place = pattern.start(above)
+        if place is not None and place.accepts(name):
+            keep_going()
+            yield path, node
+
+
+@dataclass(slots=True)
+class _Search:
+    """One grep under way."""
+
+    expression: Expression
+    max_matches: int
+    max_line_characters: int
+    matches: list[GrepMatch] = field(default_factory=list)
+    is_truncated: bool = False
+    files_searched: int = 0
+    files_skipped: int = 0
+
+    def result(self) -> GrepResult:
+        return GrepResult(tuple(self.matches), self.is_truncated, self.files_searched, self.files_skipped)
+
+    def run(self, nodes: NodeTree, path: bytes, node: Node, keep_going: KeepGoing) -> None:
+        """Search one file."""
+        if node.size > BLOCK_BYTES:
+            self._stream(nodes, path, node, keep_going)
+            return
+        text = nodes.read_node(node, 0, node.size)
+        if is_binary(text) or not _is_utf8(text):
+            self.files_skipped += 1
+            return
+        self.files_searched += 1
+        if self.expression.may_match(text):
+            self._add(path, text, self.expression.hits(text), 1)
+
+    def _stream(self, nodes: NodeTree, path: bytes, node: Node, keep_going: KeepGoing) -> None:
+        known = len(self.matches)
+        try:
+            for block in _blocks(nodes, node, keep_going):
+                if self.expression.may_match(block.text):
+                    self._add(path, block.text, self.expression.hits(block.text, block.end), block.line_number)
+                if self.is_truncated:
+                    break
+        except (UnicodeDecodeError, _BinaryError):
+            del self.matches[known:]
+            self.files_skipped += 1
+        else:
+            self.files_searched += 1
+
+    def _add(self, path: bytes, text: bytes, hits: Iterator[Hit], first_line: int) -> None:
+        for hit in hits:
+            if len(self.matches) == self.max_matches:
+                self.is_truncated = True
+                return
+            line = text[hit.line_start : hit.line_end].decode()
+            start = len(text[hit.line_start : hit.start].decode())
+            end = start + len(text[hit.start : hit.end].decode())
+            shown = _shown(line, start, end, self.max_line_characters)
+            self.matches.append(GrepMatch(decode(path), first_line + hit.newlines, *shown))
+
+
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _shown(line: str, start: int, end: int, width: int) -> tuple[str, int, int]:
+    """At most `width` characters of a line, and the match in them; of a match that is longer, its start."""
+    if end <= width:
+        return line[:width], start, end
+    # A quarter before the match: what follows says more, but a match alone says too little.
+    first = max(0, min(start - width // 4, len(line) - width))
+    return line[first : first + width], start - first, min(end - first, width)
+
+
+# -- files too big to hold ---------------------------------------------------------------------------
+class _BinaryError(Exception):
+    """A NUL near the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some lines of a file; the first has `line_number`.  `end`: only so much is searched, the line goes on."""
+
+    text: bytes
+    line_number: int
+    end: int | None = None
+
+
+def _blocks(nodes: NodeTree, node: Node, keep_going: KeepGoing) -> Iterator[_Block]:
+    """A file in blocks of whole lines; of a line that fills more than a block, its start.
+
+    Raises _BinaryError, and UnicodeDecodeError once it meets what is not UTF-8.
+    """
+    rest = b""
+    line_number = 1
+    is_inside_long_line = False
+    for chunk in _text_chunks(nodes, node, keep_going):
+        text = chunk
+        if is_inside_long_line:
+            line_end = text.find(b"\n") + 1
+            if not line_end:
+                continue
+            text = text[line_end:]
+            is_inside_long_line = False
+            line_number += 1
+        text = rest + text
+        end = text.rfind(b"\n") + 1
+        if end:
+            yield _Block(text[:end], line_number)
+            line_number += text.count(b"\n")
+        rest = text[end:]
+        if len(rest) > BLOCK_BYTES + _MAX_UTF8_BYTES:
+            yield _Block(rest, line_number, _character_boundary(rest, BLOCK_BYTES))
+            rest = b""
+            is_inside_long_line = True
+    if rest:
+        yield _Block(rest, line_number)
+
+
+def _text_chunks(nodes: NodeTree, node: Node, keep_going: KeepGoing) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for offset in range(0, node.size, BLOCK_BYTES):
+        keep_going()
+        chunk = nodes.read_node(node, offset, BLOCK_BYTES)
+        if offset == 0 and is_binary(chunk):
+            raise _BinaryError
+        decoder.decode(chunk)
+        yield chunk
+    decoder.decode(b"", final=True)
+
+
+def _character_boundary(text: bytes, at: int) -> int:
+    """The last offset up to `at` where a character of valid UTF-8 starts."""
+    while text[at] & 0b1100_0000 == 0b1000_0000:
+        at -= 1
+    return at

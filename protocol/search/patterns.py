@@ -1,0 +1,251 @@
+r"""Glob patterns: compiled to what can be walked one name at a time.
+
+- "*" any characters, "?" one, "[a-z]" one of a class, "[!a]" one not of it: all within a name;
+- "**" as a whole segment: any number of directories, also none; at the end: every file below;
+- "{a,b}" either (see `braces`); "\" takes the next character as it is;
+- without a "/", a pattern is for names at any depth; with a "/" at its start, for paths from the tree's root;
+  otherwise for paths from where the search starts.  Braces come first, so each alternative is judged alone.
+
+Leading dots are nothing special.  ".." is no name, so a pattern with such a segment matches nothing, and
+one that ends in "/" neither, since only files are looked for.  `?` and classes take characters, and
+a byte that is not UTF-8 counts as one.
+
+No pattern is slow: a "*" is settled with the first place where what follows it matches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from protocol.search.braces import expand
+
+__all__ = ["ALL_FILES", "GlobPattern", "Place"]
+
+NameTest = Callable[[bytes], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One part of a pattern between slashes.  `literal` is the only name it matches, where that is so."""
+
+    text: str
+    literal: bytes | None = field(compare=False)
+    suffix: bytes | None = field(compare=False)  # what every name with this end matches
+    matches: NameTest = field(compare=False, repr=False)
+
+
+_ANY_DEPTH: Final = _Segment("**", None, None, lambda _: True)
+_Rest = tuple[_Segment, ...]  # the segments still to be matched
+
+
+class Place:
+    """What a pattern still asks for below one directory.
+
+    `names`: the only names worth a look there, where that is known without looking at the directory.
+    """
+
+    __slots__ = ("_deeper", "_elsewhere", "_entered", "_recursive", "accepts", "names", "rests")
+
+    def __init__(self, rests: frozenset[_Rest], entered: dict[frozenset[_Rest], Place]) -> None:
+        self.rests = rests
+        self._entered = entered
+        self._recursive = frozenset(rest for rest in rests if rest[0] is _ANY_DEPTH)
+        self._deeper = [rest for rest in rests if len(rest) > 1 and rest[0] is not _ANY_DEPTH]
+        # Where all directories lead that no other segment matches: nearly always back here.
+        onward = _closed(self._recursive)
+        self._elsewhere: Place | None = self if onward == rests else _place(onward, entered)
+        self.accepts: NameTest = _any_of([rest[0] for rest in rests if len(rest) == 1])
+        """Whether a file of this name, in this directory, matches."""
+        literals = {rest[0].literal for rest in rests}
+        self.names: Collection[bytes] | None = None if None in literals else {each for each in literals if each}
+
+    def enter(self, name: bytes) -> Place | None:
+        """The place that directory `name` leads to; None when nothing below it can match."""
+        inner = [rest[1:] for rest in self._deeper if rest[0].matches(name)]
+        return _place(_closed(self._recursive.union(inner)), self._entered) if inner else self._elsewhere
+
+    def asks_for(self, name: bytes) -> bool:
+        """Whether the pattern spells out directory `name` here."""
+        return any(rest[0].literal == name for rest in self._deeper)
+
+
+def _closed(rests: Iterable[_Rest]) -> frozenset[_Rest]:
+    """With what is left where a "**" stands for no directory at all."""
+    closed: set[_Rest] = set()
+    for rest in rests:
+        closed.add(rest)
+        if rest[0] is _ANY_DEPTH:
+            closed.add(rest[1:])  # never a second "**": `_segments` makes one of several
+    return frozenset(closed)
+
+
+def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], Place]) -> Place | None:
+    """The place for `closed`; each is made once for a pattern, however many directories lead to it."""
+    if not closed:
+        return None
+    if closed not in entered:
+        entered[closed] = Place(closed, entered)
+    return entered[closed]
+
+
+class GlobPattern:
+    """A pattern, compiled.  ValueError when it is empty, cannot be a name, or has too many alternatives."""
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("an empty pattern matches nothing")
+        try:
+            text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ValueError(f"a pattern cannot be encoded: {text!r}") from None
+        self._places: dict[frozenset[_Rest], Place] = {}
+        self._from_root: set[_Rest] = set()
+        self._from_start: set[_Rest] = set()
+        for alternative in expand(text):
+            rest = _segments(alternative)
+            if rest:
+                (self._from_root if alternative.startswith("/") else self._from_start).add(rest)
+
+    def start(self, path: bytes) -> Place | None:
+        """What the pattern asks for below directory `path`, where the search starts; None: nothing can match."""
+        rooted: frozenset[_Rest] = _closed(self._from_root)
+        for name in path.split(b"/") if path else ():
+            place = _place(rooted, self._places)
+            inner = place.enter(name) if place is not None else None
+            rooted = inner.rests if inner is not None else frozenset()
+        return _place(rooted | _closed(self._from_start), self._places)
+
+
+def _segments(alternative: str) -> _Rest:
+    """The segments of a pattern without braces; empty when it can match no file."""
+    parts = alternative.split("/")
+    if parts[-1] in {"", "."} or ".." in parts or "\0" in alternative:
+        return ()
+    if len(parts) == 1:
+        parts.insert(0, "**")
+    segments: list[_Segment] = []
+    for part in parts:
+        if part in {"", "."} or (part == "**" and segments and segments[-1] is _ANY_DEPTH):
+            continue
+        segments.append(_ANY_DEPTH if part == "**" else _segment(part))
+    if segments[-1] is _ANY_DEPTH:
+        segments.append(_segment("*"))
+    return tuple(segments)
+
+
+# -- one segment -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """One character that `expression`, a class of Python's `re`, describes."""
+
+    expression: str
+
+
+_STAR: Final = _Class("*")
+_ANY_CHARACTER: Final = _Class(".")
+_Token = str | _Class
+
+
+def _segment(text: str) -> _Segment:
+    tokens = _tokens(text)
+    if _STAR not in tokens and all(isinstance(token, str) for token in tokens):
+        name = _encoded(tokens)
+        return _Segment(text, name, None, name.__eq__)
+    if tokens[0] is _STAR and all(isinstance(token, str) for token in tokens[1:]):
+        suffix = _encoded(tokens[1:])
+        return _Segment(text, None, suffix, lambda name: name.endswith(suffix))
+    full = re.compile(_expression(tokens), re.DOTALL).fullmatch
+    return _Segment(text, None, None, lambda name: full(name.decode("utf-8", "surrogateescape")) is not None)
+
+
+def _encoded(tokens: Iterable[_Token]) -> bytes:
+    return "".join(token for token in tokens if isinstance(token, str)).encode("utf-8", "surrogateescape")
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    at = 0
+    while at < len(text):
+        character = text[at]
+        at += 1
+        if character == "*":
+            if not tokens or tokens[-1] is not _STAR:
+                tokens.append(_STAR)
+        elif character == "?":
+            tokens.append(_ANY_CHARACTER)
+        elif character == "[" and (parsed := _character_class(text, at)):
+            token, at = parsed
+            tokens.append(token)
+        elif character == "\\" and at < len(text):
+            tokens.append(text[at])
+            at += 1
+        else:
+            tokens.append(character)
+    return tokens
+
+
+def _character_class(text: str, at: int) -> tuple[_Class, int] | None:
+    """The class whose "[" stands before `at`, and where it ends; None when it is not closed: then "[" is a "["."""
+    negated = text[at : at + 1] in {"!", "^"}
+    at += negated
+    first = at
+    members: list[str] = []
+    while at < len(text) and (text[at] != "]" or at == first):
+        low, at = _member(text, at)
+        high = low
+        if text[at : at + 1] == "-" and text[at + 1 : at + 2] not in {"", "]"}:
+            high, at = _member(text, at + 1)
+        if low <= high:
+            members.append(f"{re.escape(low)}-{re.escape(high)}")
+    if at >= len(text):
+        return None
+    if not members:  # "[z-a]": nothing is in it
+        return _Class("." if negated else "(?!)"), at + 1
+    return _Class(f"[{'^' if negated else ''}{''.join(members)}]"), at + 1
+
+
+def _member(text: str, at: int) -> tuple[str, int]:
+    if text[at] == "\\" and at + 1 < len(text):
+        at += 1
+    return text[at], at + 1
+
+
+def _expression(tokens: list[_Token]) -> str:
+    """For Python's `re`.  What follows a star is an atomic group: once it is found it is not looked for again.
+
+    That loses no match: a later place would leave less of the name for the rest.  The last star alone may
+    have to give way, to the end of the name.
+    """
+    pieces: list[str] = [""]
+    for token in tokens:
+        if token is _STAR:
+            pieces.append("")
+        else:
+            pieces[-1] += re.escape(token) if isinstance(token, str) else token.expression
+    head, *middle = pieces
+    if not middle:
+        return head
+    *middle, last = middle
+    return head + "".join(f"(?>.*?{piece})" for piece in middle) + ".*" + last
+
+
+def _any_of(segments: list[_Segment]) -> NameTest:
+    """One test for all, and a cheap one where there is one."""
+    if any(segment.suffix == b"" for segment in segments):
+        return lambda _: True
+    literals = frozenset(segment.literal for segment in segments if segment.literal is not None)
+    suffixes = tuple(segment.suffix for segment in segments if segment.suffix is not None)
+    others = [segment.matches for segment in segments if segment.literal is None and segment.suffix is None]
+    if not others and not suffixes:
+        return literals.__contains__
+    if not others and not literals:
+        return lambda name: name.endswith(suffixes)
+    if len(others) == 1 and not literals and not suffixes:
+        return others[0]
+    return lambda name: name in literals or name.endswith(suffixes) or any(test(name) for test in others)
+
+
+ALL_FILES: Final = GlobPattern("**")
