@@ -1,1 +1,47 @@
 """protocol: the contract of vfsd's backends, and the backends that keep it.  Useful without a mount."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from protocol.adapters.host import HostFilesystem as HostFilesystem
+    from protocol.adapters.hydrate import HostMount as HostMount
+    from protocol.adapters.volume import VolumeFilesystem as VolumeFilesystem
+    from protocol.backends.filesystems import InMemoryFilesystem as InMemoryFilesystem
+    from protocol.filesystem import Filesystem as Filesystem
+    from protocol.filesystem import SnapshotableFilesystem as SnapshotableFilesystem
+    from protocol.snapshots import SnapshotManager as SnapshotManager
+    from protocol.types import READ_ENTIRE_FILE as READ_ENTIRE_FILE
+
+# Imported when they are first used: whoever needs one contract does not load every backend.
+_EXPORTS: Final = {
+    "READ_ENTIRE_FILE": "protocol.types",
+    "Filesystem": "protocol.filesystem",
+    "HostFilesystem": "protocol.adapters.host",
+    "HostMount": "protocol.adapters.hydrate",
+    "InMemoryFilesystem": "protocol.backends.filesystems",
+    "SnapshotManager": "protocol.snapshots",
+    "SnapshotableFilesystem": "protocol.filesystem",
+    "VolumeFilesystem": "protocol.adapters.volume",
+}
+
+__all__ = [
+    "READ_ENTIRE_FILE",
+    "Filesystem",
+    "HostFilesystem",
+    "HostMount",
+    "InMemoryFilesystem",
+    "SnapshotManager",
+    "SnapshotableFilesystem",
+    "VolumeFilesystem",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,142 @@
+"""StoreTree: the live files of a `Store` as a read-only tree.
+
+Live: what changes while it is walked is seen as it is then.  Each call looks its path up from the root,
+without following any symlink, and holds at most two nodes.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from protocol.adapters.resolve import enter
+from protocol.adapters.store import Status, Store, held
+from protocol.errors import fail
+from protocol.paths import decode
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+
+__all__ = ["StoreTree"]
+
+
+class _Found(NamedTuple):
+    """What a search knows of a file: enough to go on from it."""
+
+    path: bytes
+    mode: int
+    size: int
+
+
+class StoreTree:
+    """Implements `protocol.tree.Tree`.  `with_xattrs`: whether entries have them; a search does without."""
+
+    def __init__(self, store: Store, *, with_xattrs: bool = True) -> None:
+        self._store = store
+        self._with_xattrs = with_xattrs
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for all that follow."""
+        node = self._node(path)
+        with held(self._store, node):
+            return self._entry(path, node, self._store.status(node))
+
+    def children(self, path: bytes) -> list[bytes]:
+        return sorted(name for name, _ in self._names(path))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        waiting = [path]
+        while waiting:
+            at = waiting.pop()
+            try:
+                entry = self.entry(at)
+                names = self.children(at) if entry.is_dir else []
+            except (FileNotFoundError, NotADirectoryError):
+                if at == path:
+                    raise
+                continue  # gone since its directory was read
+            yield entry
+            waiting.extend(at + b"/" + name if at else name for name in reversed(names))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        node = self._file(path)
+        try:
+            file = self._store.open(node, "read")
+        except BaseException:
+            self._store.release(node)
+            raise
+        try:
+            return file.read(offset, size)
+        finally:
+            file.close()
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        node = self._file(path)
+        try:
+            file = self._store.open(node, "read")
+        except BaseException:
+            self._store.release(node)
+            raise
+        offset = 0
+        try:
+            while chunk := file.read(offset, size):
+                yield chunk
+                offset += len(chunk)
+        finally:
+            file.close()
+
+    # -- `protocol.search.NodeTree`: one status for each entry, and no path looked up for it -------
+    def node(self, path: bytes) -> _Found:
+        entry = self.entry(path)
+        return _Found(path, entry.mode, entry.size)
+
+    def child_nodes(self, node: _Found, names: Collection[bytes] | None = None) -> list[tuple[bytes, _Found]]:
+        prefix = node.path + b"/" if node.path else b""
+        found: list[tuple[bytes, _Found]] = []
+        with held(self._store, self._node(node.path)) as directory:
+            for name in [name for name, _ in self._store.names(directory)] if names is None else names:
+                try:
+                    seen = self._store.status_of(directory, name)
+                except FileNotFoundError:
+                    continue  # gone since the directory was read, or not what a pattern hoped for
+                found.append((name, _Found(prefix + name, seen.mode, seen.size)))
+        return found
+
+    def read_node(self, node: _Found, offset: int, size: int) -> bytes:
+        return self.read(node.path, offset, size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
+        return None
+
+    def _node(self, path: bytes) -> int:
+        try:
+            return enter(self._store, path.split(b"/") if path else ())
+        except OSError as error:
+            raise fail(error.errno or errno.EIO, decode(path)) from None
+
+    def _file(self, path: bytes) -> int:
+        node = self._node(path)
+        mode = self._store.status(node).mode
+        if not stat.S_ISREG(mode):
+            self._store.release(node)
+            raise fail(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, decode(path))
+        return node
+
+    def _names(self, path: bytes) -> list[tuple[bytes, int]]:
+        with held(self._store, self._node(path)) as node:
+            return self._store.names(node)
+
+    def _entry(self, path: bytes, node: int, seen: Status) -> TreeEntry:
+        return TreeEntry(
+            path=path,
+            mode=seen.mode,
+            size=0 if stat.S_ISDIR(seen.mode) else seen.size,
+            mtime_ns=seen.mtime_ns,
+            uid=seen.uid,
+            gid=seen.gid,
+            nlink=seen.nlink,
+            inode=seen.inode,
+            rdev=seen.rdev,
+            target=self._store.readlink(node) if stat.S_ISLNK(seen.mode) else b"",
+            xattrs=self._store.xattrs(node) if self._with_xattrs else {},
+        )

@@ -1,0 +1,75 @@
+"""VolumeFilesystem: the agent's view of any `Volume` that answers at once."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from uuid import uuid4
+
+from protocol.adapters.store_filesystem import StoreFilesystem
+from protocol.adapters.volume_store import VolumeStore
+from protocol.archive import open_archive
+from protocol.errors import SnapshotNotFoundError
+from protocol.paths import DEFAULT_LIMITS, ROOT, Limits
+from protocol.tree import Tree
+from protocol.types import FilesystemSnapshot
+from protocol.volume import Caller, SnapshotableVolume, SnapshotInfo, Volume
+
+__all__ = ["VolumeFilesystem"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class VolumeFilesystem(StoreFilesystem):
+    """Implements `protocol.filesystem.SnapshotableFilesystem` over a volume, on the volume's thread.
+
+    `root` is where the volume is mounted, if it is: an absolute symlink to something below it stays inside.
+    What is created belongs to `caller` (None: this process).  Where the volume has snapshots of its own
+    they are used, and an import is its own too; else both are archives.
+
+    A volume whose methods give awaitables raises TypeError at the first call.
+    """
+
+    def __init__(
+        self, volume: Volume, *, root: str = "/", caller: Caller | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        store = VolumeStore(volume, root=root, caller=caller)
+        super().__init__(store, limits=limits)
+        self.volume = volume
+        self._snapshotable = volume if isinstance(volume, SnapshotableVolume) else None
+
+    def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
+        if self._snapshotable is None:
+            return super().snapshot(tag=tag)
+        name = str(uuid4())
+        return self._record(self._snapshotable.take_snapshot(name, tag=tag))
+
+    def restore(self, snapshot: FilesystemSnapshot) -> None:
+        if self._snapshotable is None:
+            super().restore(snapshot)
+            return
+        self._changing(ROOT, root_is_fine=True)
+        info = self._snapshotable.snapshot(snapshot.commit_ref)
+        if self._record(info) != snapshot:  # another volume's, of the same name
+            raise SnapshotNotFoundError(snapshot.snapshot_id)
+        self._snapshotable.restore_snapshot(info.name)
+
+    def import_archive(self, path: str | os.PathLike[str]) -> None:
+        if self._snapshotable is None:
+            super().import_archive(path)
+            return
+        self._changing(ROOT, root_is_fine=True)
+        with open_archive(path) as tree:
+            self._snapshotable.import_tree(tree, replace=True)
+
+    def _record(self, info: SnapshotInfo) -> FilesystemSnapshot:
+        created = _EPOCH + timedelta(microseconds=info.created_ns // 1000)
+        return FilesystemSnapshot(info.name, created, info.name, self.root, info.tag)
+
+    def _state(self) -> AbstractContextManager[Tree]:
+        return super()._state() if self._snapshotable is None else self._snapshotable.tree()
+
+    def _search_tree(self) -> AbstractContextManager[Tree]:
+        return super()._search_tree() if self._snapshotable is None else self._snapshotable.tree()
