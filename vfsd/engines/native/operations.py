@@ -154,11 +154,38 @@ class Operations:
             atime_ns=now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),
             mtime_ns=now_ns if valid & wire.FATTR_MTIME_NOW else _time(valid & wire.FATTR_MTIME, mtime, mtime_ns),
             ctime_ns=_time(valid & wire.FATTR_CTIME, ctime, ctime_ns) if valid & wire.FATTR_CTIME else now_ns,
-            # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.  What sets nothing
-            # is a kernel that found something to clear (file_remove_privs, fs/inode.c), or a chown to nobody.
-            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID or not valid & ~wire.FATTR_FH),
+            # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
+            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
         )
+        if not valid & ~wire.FATTR_FH:
+            return self._set_nothing(node, message)
         return self._volume.setattr(node, changes)
+
+    def _set_nothing(self, node: int, message: Request) -> object:
+        """A chown to (-1, -1), or a kernel that found suid or sgid to clear (file_remove_privs, fs/inode.c).
+
+        Both clear.  But the kernel lets a stranger's chown pass, which must not.
+        """
+        uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+        return _then(
+            self._volume.getattr(node),
+            lambda found: self._volume.setattr(node, AttributeChanges(kill_privileges=uid in {0, found.uid})),
+        )
+
+    def _kill_privileges(self, node: int, message: Request) -> Callable[[T], object]:
+        """What a change of content by the caller of `message` does to the suid and sgid of `node`, after it is made."""
+        uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+
+        def kill(result: T) -> object:
+            def clear(found: Attributes) -> object:
+                if not found.mode & (stat.S_ISUID | stat.S_ISGID):
+                    return result
+                return _then(self._volume.setattr(node, AttributeChanges(kill_privileges=True)), lambda _: result)
+
+            # Root stands for CAP_FSETID.
+            return result if uid == 0 else _then(self._volume.getattr(node), clear)
+
+        return kill
 
     def _readlink(self, node: int, _message: Request, _length: int) -> object:
         return self._volume.readlink(node)
@@ -277,7 +304,7 @@ class Operations:
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
-        return self._volume.fallocate(node, mode, offset, size)
+        return _then(self._volume.fallocate(node, mode, offset, size), self._kill_privileges(node, message))
 
     def _lseek(self, node: int, message: Request, _length: int) -> object:
         _, offset, whence, _ = wire.FUSE_LSEEK_IN.unpack_from(message, BODY)
@@ -285,7 +312,8 @@ class Operations:
 
     def _copy_file_range(self, node: int, message: Request, _length: int) -> object:
         _, offset, target, _, target_offset, size, _ = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)
-        return self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
+        copied = self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
+        return _then(copied, self._kill_privileges(target, message))
 
     def _fsync(self, node: int, message: Request, _length: int) -> object:
         _, flags, _ = wire.FUSE_FSYNC_IN.unpack_from(message, BODY)
