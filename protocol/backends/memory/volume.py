@@ -143,13 +143,14 @@ class MemoryVolume(Snapshots):
         node = self._state.own(node)
         now = self._clock()
         if changes.size is not None:
-            if changes.size != node.size:
+            if changes.size != node.size or node.pages:
                 node.mtime_ns = now
             elif changes == AttributeChanges(size=node.size, kill_privileges=changes.kill_privileges):
-                now = node.ctime_ns  # truncate(2) to the size that is changes nothing (shmem_setattr, mm/shmem.c)
+                # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c)
+                now = node.ctime_ns
             self._resize(node, changes.size)
             _drop_capability(node)
-        if changes.uid is not None or changes.gid is not None:
+        if (changes.uid is not None or changes.gid is not None) and not node.is_dir:
             _drop_capability(node)
         if changes.kill_privileges:
             node.mode = _without_privileges(node.mode)
