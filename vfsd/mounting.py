@@ -44,6 +44,7 @@ def mount_options(
     max_inodes: int | None = None,
     read_only: bool = False,
     allow_other: bool = False,
+    exec_on_host: bool = False,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
 ) -> MountOptions:
@@ -70,6 +71,7 @@ def mount_options(
         max_inodes=max_inodes,
         read_only=read_only,
         allow_other=allow_other,
+        exec_on_host=exec_on_host,
         log_level=log_level,
         log_format=log_format,
     )

@@ -31,5 +31,6 @@ class MountOptions:
     max_inodes: int | None = None
     read_only: bool = False
     allow_other: bool = False
+    exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

@@ -101,12 +101,14 @@ class Workspace(_Base):
         max_inodes: int | None = None,
         read_only: bool = False,
         allow_other: bool = False,
+        exec_on_host: bool = False,
         create: bool = True,
     ) -> Self:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
         `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
+        `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user.
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
         """
@@ -120,6 +122,7 @@ class Workspace(_Base):
             max_inodes=max_inodes,
             read_only=read_only,
             allow_other=allow_other,
+            exec_on_host=exec_on_host,
         )
         return cls._started(_launch(options, create=create))
 
@@ -273,6 +276,7 @@ class AsyncWorkspace(_Base):
         max_inodes: int | None = None,
         read_only: bool = False,
         allow_other: bool = False,
+        exec_on_host: bool = False,
         create: bool = True,
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
@@ -286,6 +290,7 @@ class AsyncWorkspace(_Base):
             max_inodes=max_inodes,
             read_only=read_only,
             allow_other=allow_other,
+            exec_on_host=exec_on_host,
         )
 
         async def start() -> AsyncWorkspace:

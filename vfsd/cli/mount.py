@@ -55,6 +55,12 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
 @click.option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
 @click.option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
 @click.option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
+@click.option(
+    "--on-host",
+    "exec_on_host",
+    is_flag=True,
+    help="Let `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
+)
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from vfsd.control.fs_messages import FS_METHODS
+
 # -- error codes (JSON-RPC 2.0, section 5.1; -32000 to -32099 are the server's own) ---------------
 PARSE_ERROR: Final = -32700
 INVALID_REQUEST: Final = -32600
@@ -268,4 +270,5 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "unmount": (UnmountParams, UnmountResult),
     # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
     "check": (Empty, Empty),
+    **FS_METHODS,
 }

@@ -28,6 +28,7 @@ from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
 from vfsd.control.call import Call, Handler, InvalidParamsError
 from vfsd.control.changes import Differences, differences
+from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import (
     ChangeCounts,
     DiffParams,
@@ -87,6 +88,7 @@ class Methods:
             "import": self._import,
             "unmount": self._unmount,
             "check": self._check,
+            **FsMethods(self._served, self._options).handlers(),
         }
 
     # -- what there is ---------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""The tools that a model is given, defined once for every backend.
+
+    context = ToolContext(InMemoryFilesystem())
+    for tool in tools_for(context).values():
+        describe(tool.name, tool.description, tool.json_schema())
+    result = TOOLS["read_file"].call(arguments, context)
+    answer = TOOLS["read_file"].render(result)
+
+A tool runs on the thread that the filesystem is for.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tools.commands import PYTHON, SHELL
+from protocol.tools.events import (
+    DirectoryCreated,
+    EventHook,
+    FileDeleted,
+    FileEdited,
+    FileEvent,
+    FileWritten,
+    Subscriber,
+)
+from protocol.tools.files import EDIT_FILE, LS, READ_FILE, RM, WRITE_FILE
+from protocol.tools.search import GLOB, GREP
+
+__all__ = [
+    "TOOLS",
+    "DirectoryCreated",
+    "EventHook",
+    "FileDeleted",
+    "FileEdited",
+    "FileEvent",
+    "FileWritten",
+    "Params",
+    "Result",
+    "Subscriber",
+    "Tool",
+    "ToolContext",
+    "tools_for",
+]
+
+_ALL: Final[tuple[Tool[Any, Any], ...]] = (LS, READ_FILE, WRITE_FILE, EDIT_FILE, GLOB, GREP, RM, SHELL, PYTHON)
+_CHANGING: Final = frozenset({WRITE_FILE.name, EDIT_FILE.name, RM.name})
+
+TOOLS: Final[Mapping[str, Tool[Any, Any]]] = MappingProxyType({tool.name: tool for tool in _ALL})
+
+
+def tools_for(context: ToolContext) -> Mapping[str, Tool[Any, Any]]:
+    """The tools that work there: none that changes what is read-only, none that runs commands without an executor."""
+    return {
+        name: tool
+        for name, tool in TOOLS.items()
+        if (context.executor is not None or not tool.executes)
+        and not (context.filesystem.read_only and name in _CHANGING)
+    }

@@ -1,0 +1,107 @@
+"""Tool: a function for a model (name, description, typed parameters and result), and what it works on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from protocol.execution import Executor
+from protocol.filesystem import Filesystem
+from protocol.search.walk import KeepGoing, go_on
+from protocol.tools.events import FileEvent, Subscriber
+from protocol.tree import Tree
+
+__all__ = ["Params", "Result", "Tool", "ToolContext", "printable"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The parameters of a tool, checked as they are decoded."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool answers."""
+
+
+P = TypeVar("P", bound=Params)
+R = TypeVar("R", bound=Result)
+
+
+def _to_nobody(event: FileEvent) -> None:
+    """The `publish` of a context that nobody listens to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolContext:
+    """What tools work on.
+
+    `publish` is told of each change that was made.  `executor` runs commands, where the backend can.  `tree`
+    gives the present state as an immutable tree, which is searched faster; without it the filesystem is walked.
+    `keep_going` is called often by a search, and ends it by raising.
+    """
+
+    filesystem: Filesystem
+    publish: Subscriber = _to_nobody
+    executor: Executor | None = None
+    tree: Callable[[], AbstractContextManager[Tree]] | None = None
+    keep_going: KeepGoing = go_on
+
+    def published(self, event: FileEvent) -> None:
+        """Publish `event`.  The change is made: a subscriber that fails must not make it look otherwise."""
+        try:
+            self.publish(event)
+        except Exception:
+            _logger.exception("a subscriber failed on %s", event)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool(Generic[P, R]):
+    """One tool; `tools.TOOLS` has all.
+
+    A call that fails raises: OSError of Python's own subclass for its errno, or ValueError, with a message that
+    a model can act on.
+    """
+
+    name: str
+    description: str
+    params: type[P]
+    result: type[R]
+    function: Callable[[P, ToolContext], R]
+    rendering: Callable[[R], str]
+    executes: bool = False  # works only where the context has an executor
+
+    def json_schema(self) -> dict[str, Any]:
+        """The JSON schema of the parameters (an object), as model APIs take it."""
+        _, components = msgspec.json.schema_components([self.params], ref_template="#/$defs/{name}")
+        schema: dict[str, Any] = components.pop(self.params.__name__)
+        schema.pop("description", None)  # the class's docstring: the tool's own description says it
+        return {**schema, "$defs": components} if components else schema
+
+    def parse(self, arguments: Mapping[str, Any] | str | bytes) -> P:
+        """The parameters in a model's arguments: a mapping, or JSON text.  ValueError says what is wrong."""
+        if isinstance(arguments, str | bytes):
+            return msgspec.json.decode(arguments, type=self.params)
+        return msgspec.convert(arguments, type=self.params)
+
+    def run(self, params: P, context: ToolContext) -> R:
+        """Do it."""
+        return self.function(params, context)
+
+    def call(self, arguments: Mapping[str, Any] | str | bytes, context: ToolContext) -> R:
+        """`parse` and `run` in one."""
+        return self.run(self.parse(arguments), context)
+
+    def render(self, result: R) -> str:
+        """The result as text for a model."""
+        return printable(self.rendering(result))
+
+
+def printable(text: str) -> str:
+    """`text` with each byte of a name that is no UTF-8 as \\xNN: anything can encode it."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

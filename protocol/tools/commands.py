@@ -1,0 +1,121 @@
+"""The tools that run something, where the backend can: shell and python."""
+
+from __future__ import annotations
+
+import errno
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from protocol.errors import fail
+from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
+from protocol.paths import normalise
+from protocol.tools.base import Params, Result, Tool, ToolContext
+
+__all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams"]
+
+# bash where there is one: it is what models write for.
+_SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; fi; exec sh -c "$1"'
+
+Directory = Annotated[str, Meta(description="Where to run it, relative to the root of the workspace.")]
+Timeout = Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which it is killed.")]
+
+
+class ShellParams(Params, frozen=True):
+    command: Annotated[str, Meta(min_length=1, description="A command line for bash, or sh where there is no bash.")]
+    cwd: Directory = "."
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class PythonParams(Params, frozen=True):
+    code: Annotated[str, Meta(min_length=1, description="A Python program; what it prints is the answer.")]
+    cwd: Directory = "."
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class CommandResult(Result, frozen=True):
+    """Bytes that are no UTF-8 are replaced.  `exit_status` is negative for what a signal killed."""
+
+    exit_status: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+    truncated: bool = False
+
+
+def _shell(params: ShellParams, context: ToolContext) -> CommandResult:
+    argv = ["sh", "-c", _SHELL, "sh", params.command]
+    return _result(
+        _executor(context).run(
+            argv,
+            cwd=normalise(params.cwd),
+            timeout_s=params.timeout_s,
+            output_limit_bytes=DEFAULT_OUTPUT_BYTES,
+        )
+    )
+
+
+def _python(params: PythonParams, context: ToolContext) -> CommandResult:
+    # On standard input: an argument has 128 KiB at most (MAX_ARG_STRLEN, linux/binfmts.h).
+    return _result(
+        _executor(context).run(
+            ["python3", "-"],
+            cwd=normalise(params.cwd),
+            timeout_s=params.timeout_s,
+            output_limit_bytes=DEFAULT_OUTPUT_BYTES,
+            stdin=params.code.encode(),
+        )
+    )
+
+
+def _executor(context: ToolContext) -> Executor:
+    if context.executor is None:
+        raise fail(errno.EOPNOTSUPP, "this workspace cannot run commands")
+    return context.executor
+
+
+def _result(done: ExecResult) -> CommandResult:
+    return CommandResult(
+        exit_status=done.exit_status,
+        stdout=done.stdout.decode("utf-8", "replace"),
+        stderr=done.stderr.decode("utf-8", "replace"),
+        timed_out=done.timed_out,
+        truncated=done.truncated,
+    )
+
+
+def _render(result: CommandResult) -> str:
+    parts = [result.stdout.rstrip("\n")] if result.stdout else []
+    if result.stderr:
+        parts.append("standard error:\n" + result.stderr.rstrip("\n"))
+    if result.truncated:
+        parts.append("(there was more output; it was cut off)")
+    if result.timed_out:
+        parts.append("(its time was over: it was killed)")
+    elif result.exit_status:
+        parts.append(f"(exit status {result.exit_status})")
+    return "\n".join(parts) or "(no output)"
+
+
+SHELL: Final = Tool(
+    name="shell",
+    description=(
+        "Run a shell command in the workspace and give its output and exit status. What it leaves running in the "
+        "background is killed when it ends."
+    ),
+    params=ShellParams,
+    result=CommandResult,
+    function=_shell,
+    rendering=_render,
+    executes=True,
+)
+
+PYTHON: Final = Tool(
+    name="python",
+    description="Run a Python program in the workspace and give its output and exit status.",
+    params=PythonParams,
+    result=CommandResult,
+    function=_python,
+    rendering=_render,
+    executes=True,
+)

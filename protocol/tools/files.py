@@ -1,0 +1,364 @@
+"""The tools on single files and directories: ls, read_file, write_file, edit_file, rm."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
+
+from protocol.filesystem import Filesystem
+from protocol.paths import normalise
+from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
+from protocol.types import DEFAULT_READ_LINES, FileStat, WriteMode
+
+__all__ = [
+    "EDIT_FILE",
+    "LS",
+    "READ_FILE",
+    "RM",
+    "WRITE_FILE",
+    "EditFileParams",
+    "EditFileResult",
+    "Entry",
+    "LsParams",
+    "LsResult",
+    "ReadFileParams",
+    "ReadFileResult",
+    "RmParams",
+    "RmResult",
+    "WriteFileParams",
+    "WriteFileResult",
+    "entry_of",
+]
+
+_SHOWN_LINE_CHARACTERS: Final = 2_000  # of one line, for a model
+DEFAULT_ENTRIES: Final = 1_000
+
+Path = Annotated[str, Meta(min_length=1, description="Relative to the root of the workspace.")]
+EntryType = Literal["file", "directory", "symlink", "other"]
+
+
+# -- ls -------------------------------------------------------------------------------------------
+class LsParams(Params, frozen=True):
+    path: Annotated[str, Meta(description="The directory to list; the root if left out.")] = "."
+    limit: Annotated[int, Meta(ge=1, le=100_000, description="At most this many entries.")] = DEFAULT_ENTRIES
+
+
+class Entry(Result, frozen=True):
+    """`type` "symlink" only for one that leads nowhere in the workspace; else what it leads to."""
+
+    path: str
+    type: EntryType
+    size_bytes: int
+    mode: int  # the permission bits
+    modified_at: datetime | None = None
+    is_symlink: bool = False
+
+
+class LsResult(Result, frozen=True):
+    path: str
+    entries: list[Entry]
+    truncated: bool = False
+
+
+def entry_of(found: FileStat) -> Entry:
+    """What a stat found, as tools say it."""
+    return Entry(
+        path=found.path,
+        type="file" if found.is_file else "directory" if found.is_directory else "other",
+        size_bytes=found.size_bytes,
+        mode=stat.S_IMODE(found.mode),
+        modified_at=found.modified_at,
+        is_symlink=found.is_symlink,
+    )
+
+
+def _ls(params: LsParams, context: ToolContext) -> LsResult:
+    listed = context.filesystem.list(params.path)
+    entries = []
+    for one in listed[: params.limit]:
+        try:
+            entries.append(entry_of(context.filesystem.stat(one.path)))
+        except OSError:  # a symlink that leads nowhere, or out of the workspace; or gone meanwhile
+            kind: EntryType = "symlink" if one.is_symlink else "other"
+            entries.append(Entry(path=one.path, type=kind, size_bytes=0, mode=0, is_symlink=one.is_symlink))
+    return LsResult(path=normalise(params.path), entries=entries, truncated=len(listed) > params.limit)
+
+
+def _render_ls(result: LsResult) -> str:
+    lines = [_entry_line(entry) for entry in result.entries]
+    if not lines:
+        return f"{result.path} is empty"
+    if result.truncated:
+        lines.append(f"(the first {len(lines)} entries; ask for more with a larger limit)")
+    return "\n".join(lines)
+
+
+def _entry_line(entry: Entry) -> str:
+    name = entry.path + ("/" if entry.type == "directory" else "*" if entry.mode & 0o111 else "")
+    if entry.is_symlink:
+        name += " (symlink)" if entry.type != "symlink" else " (broken symlink)"
+    return name if entry.type == "directory" else f"{name}  {entry.size_bytes} bytes"
+
+
+LS: Final = Tool(
+    name="ls",
+    description="List a directory: names, types, sizes. Directories end in '/', executable files in '*'.",
+    params=LsParams,
+    result=LsResult,
+    function=_ls,
+    rendering=_render_ls,
+)
+
+
+# -- read_file ------------------------------------------------------------------------------------
+class ReadFileParams(Params, frozen=True):
+    path: Path
+    offset: Annotated[int, Meta(ge=0, description="Lines to skip: with 100, the first line is line 101.")] = 0
+    limit: Annotated[int, Meta(ge=1, description="At most this many lines.")] = DEFAULT_READ_LINES
+
+
+class ReadFileResult(Result, frozen=True):
+    """`content` is unaltered, from line `offset` (the first is 0), `limit` lines of `total_lines`."""
+
+    path: str
+    content: str
+    offset: int
+    limit: int
+    total_lines: int
+    truncated: bool
+
+
+def _read_file(params: ReadFileParams, context: ToolContext) -> ReadFileResult:
+    page = context.filesystem.read(params.path, offset=params.offset, limit=params.limit)
+    return ReadFileResult(
+        path=page.path,
+        content=page.content,
+        offset=page.offset,
+        limit=page.limit,
+        total_lines=page.total_lines,
+        truncated=page.truncated,
+    )
+
+
+def _render_read(result: ReadFileResult) -> str:
+    if not result.total_lines:
+        return f"{result.path} is empty"
+    if not result.content:
+        return f"{result.path} has {result.total_lines} lines; there is nothing after line {result.offset}"
+    # Only "\n" ends a line, as the numbers count them; str.splitlines knows ten others.
+    lines = result.content.removesuffix("\n").split("\n")
+    shown = [f"{number:6}\t{_shortened(line)}" for number, line in enumerate(lines, result.offset + 1)]
+    if result.truncated:
+        last = result.offset + len(lines)
+        shown.append(f"(lines {result.offset + 1} to {last} of {result.total_lines}; read on with offset={last})")
+    return "\n".join(shown)
+
+
+def _shortened(line: str) -> str:
+    line = line.removesuffix("\r")
+    if len(line) <= _SHOWN_LINE_CHARACTERS:
+        return line
+    return f"{line[:_SHOWN_LINE_CHARACTERS]}... ({len(line) - _SHOWN_LINE_CHARACTERS} more characters)"
+
+
+READ_FILE: Final = Tool(
+    name="read_file",
+    description=(
+        "Read a text file, with line numbers. Long files come in pages of lines: offset skips lines, limit says how "
+        "many. Line numbers and the tab after them are not part of the file."
+    ),
+    params=ReadFileParams,
+    result=ReadFileResult,
+    function=_read_file,
+    rendering=_render_read,
+)
+
+
+# -- write_file -----------------------------------------------------------------------------------
+class WriteFileParams(Params, frozen=True):
+    path: Path
+    content: Annotated[str, Meta(description="The text to write, whole.")]
+    mode: Annotated[
+        WriteMode, Meta(description="create: refuse if it exists. overwrite: replace. append: add at the end.")
+    ] = "overwrite"
+    create_parents: Annotated[bool, Meta(description="Make directories that are missing.")] = True
+
+
+class WriteFileResult(Result, frozen=True):
+    path: str
+    bytes_written: int
+    mode: WriteMode
+
+
+def _write_file(params: WriteFileParams, context: ToolContext) -> WriteFileResult:
+    return write_bytes(
+        params.path,
+        params.content.encode(),
+        context,
+        mode=params.mode,
+        create_parents=params.create_parents,
+    )
+
+
+def write_bytes(
+    path: str, content: bytes, context: ToolContext, *, mode: WriteMode, create_parents: bool
+) -> WriteFileResult:
+    """What `write_file` does, for any content."""
+    filesystem = context.filesystem
+    missing = list(_missing_parents(filesystem, path)) if create_parents else []
+    written = filesystem.write_bytes(path, content, mode=mode, create_parents=create_parents)
+    for directory in missing:
+        context.published(DirectoryCreated(directory))
+    context.published(FileWritten(written.path, written.bytes_written))
+    return WriteFileResult(path=written.path, bytes_written=written.bytes_written, mode=written.mode)
+
+
+def _missing_parents(filesystem: Filesystem, path: str) -> Iterator[str]:
+    """The directories above `path` that are not there, the highest first."""
+    parts = normalise(path).split("/")[:-1]
+    for end in range(1, len(parts) + 1):
+        directory = "/".join(parts[:end])
+        try:
+            if not filesystem.exists(directory):
+                yield directory
+        except OSError:
+            return  # below a file: the write says so
+
+
+def _render_write(result: WriteFileResult) -> str:
+    done = {"create": "Created", "overwrite": "Wrote", "append": "Appended to"}[result.mode]
+    return f"{done} {result.path} ({result.bytes_written} bytes)"
+
+
+WRITE_FILE: Final = Tool(
+    name="write_file",
+    description="Write a text file. Replaces what is there, unless mode says otherwise; keeps its permissions.",
+    params=WriteFileParams,
+    result=WriteFileResult,
+    function=_write_file,
+    rendering=_render_write,
+)
+
+
+# -- edit_file ------------------------------------------------------------------------------------
+class EditFileParams(Params, frozen=True):
+    path: Path
+    old_text: Annotated[str, Meta(description="The exact text to replace, with its white space. Must be unique.")]
+    new_text: Annotated[str, Meta(description="The text to put in its place.")]
+    replace_all: Annotated[bool, Meta(description="Replace every occurrence.")] = False
+
+
+class EditFileResult(Result, frozen=True):
+    """`bytes_written` is the size of the file now."""
+
+    path: str
+    replacements: int
+    bytes_written: int
+
+
+def _edit_file(params: EditFileParams, context: ToolContext) -> EditFileResult:
+    if not params.old_text:
+        raise ValueError("old_text is empty: give the text to replace, or use write_file")
+    filesystem = context.filesystem
+    content = filesystem.read_bytes(params.path).content
+    _check_text(content, params.path)
+    old, new = _as_in(content, params.old_text.encode(), params.new_text.encode())
+    count = content.count(old)
+    if not params.replace_all:
+        # Occurrences may overlap, and then the first is not the one that is meant any more than the second.
+        count = max(count, _two_if_overlapping(content, old))
+    if count == 0:
+        raise ValueError(f"old_text was found 0 times in {params.path}: it must match exactly, white space too")
+    if count > 1 and not params.replace_all:
+        raise ValueError(
+            f"old_text was found {count} times in {params.path}: "
+            "give more of the text around it so that it is unique, or set replace_all"
+        )
+    if old == new:
+        raise ValueError("new_text is the same as old_text: there is nothing to change")
+    written = filesystem.write_bytes(params.path, content.replace(old, new), mode="overwrite", create_parents=False)
+    context.published(FileEdited(written.path, count, written.bytes_written))
+    return EditFileResult(path=written.path, replacements=count, bytes_written=written.bytes_written)
+
+
+def _check_text(content: bytes, path: str) -> None:
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}), so its text cannot be edited"
+        ) from None
+
+
+def _as_in(content: bytes, old: bytes, new: bytes) -> tuple[bytes, bytes]:
+    """`old` and `new` with the line ends of `content`, where all of its lines end in CRLF.
+
+    A model is shown lines, and writes "\\n" for their ends whatever they are.
+    """
+    ends = content.count(b"\n")
+    if not ends or content.count(b"\r\n") != ends or b"\r\n" in old or b"\r\n" in new:
+        return old, new
+    return old.replace(b"\n", b"\r\n"), new.replace(b"\n", b"\r\n")
+
+
+def _two_if_overlapping(content: bytes, old: bytes) -> int:
+    first = content.find(old)
+    return 2 if first >= 0 and content.find(old, first + 1) >= 0 else 0
+
+
+def _render_edit(result: EditFileResult) -> str:
+    places = "1 place" if result.replacements == 1 else f"{result.replacements} places"
+    return f"Edited {result.path} in {places} ({result.bytes_written} bytes now)"
+
+
+EDIT_FILE: Final = Tool(
+    name="edit_file",
+    description=(
+        "Replace text in a file. old_text must match the file exactly and be found once; with replace_all every "
+        "occurrence is replaced. Read the file first; leave out the line numbers that read_file shows."
+    ),
+    params=EditFileParams,
+    result=EditFileResult,
+    function=_edit_file,
+    rendering=_render_edit,
+)
+
+
+# -- rm -------------------------------------------------------------------------------------------
+class RmParams(Params, frozen=True):
+    path: Path
+    recursive: Annotated[bool, Meta(description="Delete a directory with all that is in it.")] = False
+
+
+class RmResult(Result, frozen=True):
+    """`deleted` counts the entries that are gone."""
+
+    path: str
+    deleted: int
+
+
+def _rm(params: RmParams, context: ToolContext) -> RmResult:
+    path = normalise(params.path)
+    deleted = context.filesystem.delete(path, recursive=params.recursive)
+    context.published(FileDeleted(path, deleted))
+    return RmResult(path=path, deleted=deleted)
+
+
+def _render_rm(result: RmResult) -> str:
+    return f"Deleted {result.path}" + ("" if result.deleted == 1 else f" ({result.deleted} entries)")
+
+
+RM: Final = Tool(
+    name="rm",
+    description="Delete a file, a symlink, or an empty directory; with recursive a directory and all in it.",
+    params=RmParams,
+    result=RmResult,
+    function=_rm,
+    rendering=_render_rm,
+)

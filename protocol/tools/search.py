@@ -1,0 +1,197 @@
+"""The tools that search: glob and grep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from protocol.adapters.resolve import resolve
+from protocol.adapters.tree_store import TreeStore
+from protocol.paths import decode, encode, normalise
+from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
+from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tools.walk import FilesystemTree
+from protocol.tree import Tree
+
+__all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", "GrepResult"]
+
+DEFAULT_PATHS: Final = 100
+DEFAULT_MATCHES: Final = 200
+LINE_CHARACTERS: Final = 1_000  # of a line that is given
+
+Below = Annotated[str, Meta(description="Search below this directory; relative to the root of the workspace.")]
+Everything = Annotated[
+    bool,
+    Meta(description="Also look in hidden directories, node_modules, __pycache__ and vendor, and at binary files."),
+]
+
+
+def _skips(everything: bool) -> SkipRules:
+    return SKIP_NOTHING if everything else USUAL_SKIPS
+
+
+# -- glob -----------------------------------------------------------------------------------------
+class GlobParams(Params, frozen=True):
+    pattern: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="*.py matches names at any depth, src/*.py in src only, src/**/*.py below it; {a,b} either.",
+        ),
+    ]
+    path: Below = "."
+    limit: Annotated[int, Meta(ge=1, le=100_000, description="At most this many paths.")] = DEFAULT_PATHS
+    everything: Everything = False
+
+
+class GlobResult(Result, frozen=True):
+    """Files, sorted by path; `truncated` where there are more."""
+
+    paths: list[str]
+    truncated: bool = False
+
+
+def _glob(params: GlobParams, context: ToolContext) -> GlobResult:
+    with _searched(params.path, context) as (tree, start, shown):
+        found = glob_paths(
+            tree,
+            params.pattern,
+            path=start,
+            limit=params.limit,
+            skip=_skips(params.everything),
+            keep_going=context.keep_going,
+        )
+        return GlobResult(paths=[shown(path) for path in found.paths], truncated=found.truncated)
+
+
+def _render_glob(result: GlobResult) -> str:
+    lines = list(result.paths) or ["no file matches"]
+    if result.truncated:
+        lines.append(f"(the first {len(result.paths)}; there are more: narrow the pattern, or set a larger limit)")
+    return "\n".join(lines)
+
+
+GLOB: Final = Tool(
+    name="glob",
+    description=(
+        "Find files by name. Hidden directories, node_modules, __pycache__, vendor and binary files are left out "
+        "unless everything is set."
+    ),
+    params=GlobParams,
+    result=GlobResult,
+    function=_glob,
+    rendering=_render_glob,
+)
+
+
+# -- grep -----------------------------------------------------------------------------------------
+class GrepParams(Params, frozen=True):
+    pattern: Annotated[
+        str, Meta(min_length=1, description="A regular expression (no look-around, no back-references).")
+    ]
+    path: Annotated[str, Meta(description="Search below this directory, or in this file.")] = "."
+    glob: Annotated[str | None, Meta(description="Only files whose path matches, as in the glob tool.")] = None
+    limit: Annotated[int, Meta(ge=1, le=100_000, description="At most this many lines.")] = DEFAULT_MATCHES
+    ignore_case: Annotated[bool, Meta(description="Upper and lower case are the same.")] = False
+    everything: Everything = False
+
+
+class GrepHit(Result, frozen=True):
+    """A line (the first is 1) and its first match; of a long line a part around it, in which match_start counts."""
+
+    path: str
+    line_number: int
+    line: str
+    match_start: int
+    match_end: int
+
+
+class GrepResult(Result, frozen=True):
+    matches: list[GrepHit]
+    truncated: bool = False
+
+
+def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
+    with _searched(params.path, context) as (tree, start, shown):
+        found = grep_tree(
+            tree,
+            params.pattern,
+            path=start,
+            glob=params.glob,
+            max_matches=params.limit,
+            max_line_characters=LINE_CHARACTERS,
+            skip=_skips(params.everything),
+            ignore_case=params.ignore_case,
+            keep_going=context.keep_going,
+        )
+        hits = [
+            GrepHit(
+                path=shown(encode(match.path)),
+                line_number=match.line_number,
+                line=match.line_content,
+                match_start=match.match_start,
+                match_end=match.match_end,
+            )
+            for match in found.matches
+        ]
+        return GrepResult(matches=hits, truncated=found.truncated)
+
+
+def _render_grep(result: GrepResult) -> str:
+    lines: list[str] = []
+    path = None
+    for hit in result.matches:
+        if hit.path != path:
+            path = hit.path
+            lines.append(path)
+        lines.append(f"{hit.line_number:6}\t{hit.line.rstrip(chr(13))}")
+    if not lines:
+        return "no line matches"
+    if result.truncated:
+        lines.append(
+            f"(the first {len(result.matches)} lines; there are more: narrow the search, or set a larger limit)"
+        )
+    return "\n".join(lines)
+
+
+GREP: Final = Tool(
+    name="grep",
+    description=(
+        "Find lines by a regular expression; gives the file, line numbers and lines. Hidden directories, "
+        "node_modules, __pycache__ and vendor are left out unless everything is set; binary files always."
+    ),
+    params=GrepParams,
+    result=GrepResult,
+    function=_grep,
+    rendering=_render_grep,
+)
+
+
+# -- where to search ------------------------------------------------------------------------------
+class _Shown:
+    """Paths as the caller wrote their beginning, where that went through a symlink."""
+
+    def __init__(self, asked: bytes, real: bytes) -> None:
+        self._asked = asked
+        self._real = real
+
+    def __call__(self, path: bytes) -> str:
+        rest = path[len(self._real) :].lstrip(b"/")
+        return decode(self._asked + b"/" + rest if self._asked and rest else self._asked or rest)
+
+
+@contextmanager
+def _searched(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, _Shown]]:
+    """The tree to search, where in it, and how to say what was found."""
+    asked = encode(normalise(path))
+    if context.tree is None:
+        yield FilesystemTree(context.filesystem), asked, _Shown(asked, asked)
+        return
+    with context.tree() as tree:
+        # A tree knows no symlinks.
+        with resolve(TreeStore(tree, root=context.filesystem.root), asked) as place:
+            real = b"/".join(place.names)
+        yield tree, real, _Shown(asked, real)

@@ -1,0 +1,53 @@
+"""FilesystemTree: any Filesystem as a tree, for what searches trees.
+
+It asks for no more than a search needs: types, sizes and content.  Symlinks count as symlinks, and so are not
+searched.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Collection, Iterator
+
+from protocol.filesystem import Filesystem
+from protocol.paths import decode, encode
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+
+__all__ = ["FilesystemTree"]
+
+
+class FilesystemTree:
+    """Implements `protocol.tree.Tree`, live: what changes while it is walked is seen as it is then."""
+
+    def __init__(self, filesystem: Filesystem) -> None:
+        self._filesystem = filesystem
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for all that follow."""
+        found = self._filesystem.stat(decode(path))
+        # Only the top may be a symlink that is meant: that is what the caller asked for.
+        kind = stat.S_IFDIR if found.is_directory else stat.S_IFREG if found.is_file else stat.S_IFIFO
+        return TreeEntry(path, kind | stat.S_IMODE(found.mode), found.size_bytes)
+
+    def children(self, path: bytes) -> list[bytes]:
+        listed = self._filesystem.list(decode(path))
+        return sorted(encode(entry.name) for entry in listed if not entry.is_symlink)
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        entry = self.entry(path)
+        yield entry
+        if entry.is_dir:
+            for name in self.children(path):
+                yield from self.walk(path + b"/" + name if path else name)
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        with self._filesystem.open_read(decode(path)) as reader:
+            reader.seek(offset)
+            return reader.read(size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        with self._filesystem.open_read(decode(path)) as reader:
+            yield from reader.chunks(size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (the contract's)
+        return None

@@ -1,0 +1,341 @@
+"""The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
+
+Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
+responsive whatever is read or searched.  What writes is one step on the serving loop: the tool's function, over the
+volume, in `MemoryVolume.changes`; nothing in it awaits.  The caller is answered when the kernel knows of it.
+
+What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
+the dirty pages of a shared mapping, which the kernel writes when it sees fit: the calls here do not wait for
+them (`Served.settle` is a syncfs(2) of the whole mount, for each call of an agent); a snapshot does.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Final, TypeVar
+
+import trio
+
+from protocol.adapters.store_filesystem import StoreFilesystem
+from protocol.adapters.tree_store import TreeStore
+from protocol.adapters.volume import VolumeFilesystem
+from protocol.execution import ExecResult, HostExecutor, Running
+from protocol.filesystem import Filesystem
+from protocol.paths import DEFAULT_LIMITS, decode, encode
+from protocol.search.walk import KeepGoing, go_on
+from protocol.tools import TOOLS, ToolContext
+from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
+from protocol.tools.search import GlobParams, GrepParams
+from protocol.types import DEFAULT_READ_LINES
+from vfsd.control.call import Call, Handler, InvalidParamsError
+from vfsd.control.fs_messages import (
+    FsEditParams,
+    FsEditResult,
+    FsEntry,
+    FsExecParams,
+    FsExecResult,
+    FsGlobParams,
+    FsGlobResult,
+    FsGrepParams,
+    FsGrepResult,
+    FsLsParams,
+    FsLsResult,
+    FsMatch,
+    FsReadParams,
+    FsReadResult,
+    FsRmParams,
+    FsRmResult,
+    FsStatParams,
+    FsWriteParams,
+    FsWriteResult,
+)
+from vfsd.control.messages import from_wire_path, wire_path
+from vfsd.options import MountOptions
+from vfsd.served import Served
+
+__all__ = ["FsMethods"]
+
+COMMANDS_AT_ONCE: Final = 16  # of all clients; the next waits
+
+T = TypeVar("T")
+
+
+class FsMethods:
+    """The `fs.` verbs of one workspace."""
+
+    def __init__(self, served: Served, options: MountOptions) -> None:
+        self._served = served
+        self._volume = served.volume
+        self._options = options
+        self._commands = trio.CapacityLimiter(COMMANDS_AT_ONCE)
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handler of each method of `fs_messages.FS_METHODS`."""
+        methods: dict[str, Handler] = {
+            "fs.ls": self._ls,
+            "fs.stat": self._stat,
+            "fs.read": self._read,
+            "fs.write": self._write,
+            "fs.edit": self._edit,
+            "fs.glob": self._glob,
+            "fs.grep": self._grep,
+            "fs.rm": self._rm,
+            "fs.exec": self._exec,
+        }
+        return {name: _failing_with_errno(method) for name, method in methods.items()}
+
+    # -- reading: in a thread, on a tree -------------------------------------------------------------
+    async def _ls(self, params: FsLsParams, _call: Call) -> FsLsResult:
+        tool = TOOLS["ls"]
+        found = await self._looking(tool.run, LsParams(path=_path(params.path), limit=params.limit))
+        return FsLsResult(_wire(found.path), [_entry(entry) for entry in found.entries], found.truncated)
+
+    async def _stat(self, params: FsStatParams, _call: Call) -> FsEntry:
+        return _entry(await self._looking(_stat, _path(params.path)))
+
+    async def _read(self, params: FsReadParams, call: Call) -> FsReadResult:
+        content, page = await self._looking(_read, params)
+        await call.output(content)
+        return page
+
+    async def _glob(self, params: FsGlobParams, call: Call) -> FsGlobResult:
+        wanted = GlobParams(
+            pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
+        )
+        found = await self._looking(TOOLS["glob"].run, wanted, keep_going=call.raise_if_cancelled)
+        return FsGlobResult([_wire(path) for path in found.paths], found.truncated)
+
+    async def _grep(self, params: FsGrepParams, call: Call) -> FsGrepResult:
+        wanted = GrepParams(
+            pattern=params.pattern,
+            path=_path(params.path),
+            glob=params.glob,
+            limit=params.limit,
+            ignore_case=params.ignore_case,
+            everything=params.everything,
+        )
+        found = await self._looking(TOOLS["grep"].run, wanted, keep_going=call.raise_if_cancelled)
+        matches = [
+            FsMatch(
+                path=_wire(match.path),
+                line_number=match.line_number,
+                line=match.line,
+                match_start=match.match_start,
+                match_end=match.match_end,
+            )
+            for match in found.matches
+        ]
+        return FsGrepResult(matches, found.truncated)
+
+    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, keep_going: KeepGoing = go_on) -> T:
+        """`look` in a worker thread, at the state of this moment."""
+        with self._volume.tree() as tree:
+            context = ToolContext(
+                filesystem=StoreFilesystem(TreeStore(tree, root=self._options.mountpoint)),
+                tree=lambda: nullcontext(tree),
+                keep_going=keep_going,
+            )
+            # Waited for also when cancelled: the tree is the thread's until it is done.
+            return await trio.to_thread.run_sync(look, wanted, context)
+
+    # -- changing: one step on the loop --------------------------------------------------------------
+    async def _write(self, params: FsWriteParams, _call: Call) -> FsWriteResult:
+        content = params.content
+        if (content is None) == (params.source is None):
+            raise InvalidParamsError("fs.write takes one of: content, source")
+        if content is None:
+            assert params.source is not None
+            content = await trio.to_thread.run_sync(_source, params.source)
+        write = functools.partial(
+            write_bytes,
+            _path(params.path),
+            content,
+            mode=params.mode,
+            create_parents=params.create_parents,
+        )
+        written = await self._changing(write)
+        return FsWriteResult(_wire(written.path), written.bytes_written, written.mode)
+
+    async def _edit(self, params: FsEditParams, _call: Call) -> FsEditResult:
+        wanted = EditFileParams(
+            path=_path(params.path),
+            old_text=params.old_text,
+            new_text=params.new_text,
+            replace_all=params.replace_all,
+        )
+        edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted))
+        return FsEditResult(_wire(edited.path), edited.replacements, edited.bytes_written)
+
+    async def _rm(self, params: FsRmParams, _call: Call) -> FsRmResult:
+        wanted = RmParams(path=_path(params.path), recursive=params.recursive)
+        removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted))
+        return FsRmResult(_wire(removed.path), removed.deleted)
+
+    async def _changing(self, change: Callable[[ToolContext], T]) -> T:
+        """`change`, all of it or nothing; the kernel knows of it when this returns."""
+        context = ToolContext(filesystem=VolumeFilesystem(self._volume, root=self._options.mountpoint))
+        async with self._served.changing:
+            with self._volume.changes() as made:
+                result = change(context)
+            await self._served.changed(made.coherence)
+        return result
+
+    # -- commands --------------------------------------------------------------------------------------
+    async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
+        if not self._options.exec_on_host:
+            raise OSError(
+                errno.EOPNOTSUPP,
+                f"workspace {self._options.name!r} cannot run commands: its backend has nothing to run them in; "
+                "`vfsd mount --on-host` lets them run on this host",
+            )
+        job = _Job(self._options, params)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(job.killed_when_cancelled)
+            # It ends soon after it was killed, and must have ended: nothing is left running.
+            with trio.CancelScope(shield=True):
+                done = await trio.to_thread.run_sync(job.run, limiter=self._commands)
+            nursery.cancel_scope.cancel()
+        return FsExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)
+
+
+class _Job:
+    """A command on its way: run by a thread, killed by the loop."""
+
+    def __init__(self, options: MountOptions, params: FsExecParams) -> None:
+        self._executor = HostExecutor(options.mountpoint)
+        self._params = params
+        self._env = {"VFSD_WORKSPACE": options.name, **params.env}
+        self._argv = [_text(word) for word in params.argv]
+        self._cwd = _path(params.cwd)
+        self._killed = threading.Event()
+        self._running: Running | None = None
+
+    def run(self) -> ExecResult:
+        """In a worker thread: run it to its end."""
+        params = self._params
+        self._running = self._executor.start(
+            self._argv,
+            cwd=self._cwd,
+            env=self._env,
+            timeout_s=params.timeout_s,
+            output_limit_bytes=params.output_limit_bytes,
+            stdin=params.stdin,
+        )
+        if self._killed.is_set():
+            self._running.kill()  # it was on its way when nobody wanted it any more
+        return self._running.wait()
+
+    async def killed_when_cancelled(self) -> None:
+        """Wait until nobody waits for the command any more (or it has ended), and have it killed."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._killed.set()
+            if self._running is not None:
+                self._running.kill()
+
+
+# -- what runs in a worker thread ----------------------------------------------------------------------
+def _stat(path: str, context: ToolContext) -> Entry:
+    try:
+        return entry_of(context.filesystem.stat(path))
+    except FileNotFoundError:
+        # A symlink that leads nowhere is there all the same.
+        assert context.tree is not None
+        with context.tree() as tree:
+            entry = tree.entry(encode(path))
+        if not entry.is_symlink:
+            raise
+        return Entry(path=path, type="symlink", size_bytes=entry.size, mode=stat.S_IMODE(entry.mode), is_symlink=True)
+
+
+def _read(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
+    filesystem, path = context.filesystem, _path(params.path)
+    if not params.as_bytes:
+        try:
+            return _read_lines(filesystem, path, params)
+        except ValueError as error:
+            if not isinstance(error.__cause__, UnicodeDecodeError):
+                raise
+            if params.offset or params.limit is not None:
+                raise ValueError(f"{path} is no text, so it has no lines: read it as bytes") from None
+    page = filesystem.read_bytes(path, offset=params.offset, limit=params.limit)
+    result = FsReadResult(_wire(page.path), "bytes", page.offset, page.limit, page.size_bytes, page.truncated)
+    return page.content, result
+
+
+def _read_lines(filesystem: Filesystem, path: str, params: FsReadParams) -> tuple[bytes, FsReadResult]:
+    limit = DEFAULT_READ_LINES if params.limit is None else params.limit
+    page = filesystem.read(path, offset=params.offset, limit=limit)
+    result = FsReadResult(_wire(page.path), "lines", page.offset, page.limit, page.total_lines, page.truncated)
+    return page.content.encode(), result
+
+
+def _source(wire: str) -> bytes:
+    """The content of a file of the host that is to be written."""
+    path = _text(wire)
+    if not os.path.isabs(path):
+        raise InvalidParamsError(f"not an absolute path: {wire!r}")
+    # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        limit = DEFAULT_LIMITS.write_bytes
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"a write is limited to {limit} bytes")
+    return content
+
+
+# -- to and from the wire --------------------------------------------------------------------------------
+def _failing_with_errno(handler: Handler) -> Handler:
+    """`handler`, whose ValueErrors are the caller's to know, as an operation that failed (EINVAL)."""
+
+    @functools.wraps(handler)
+    async def answer(params: Any, call: Call) -> Any:
+        try:
+            return await handler(params, call)
+        except InvalidParamsError:
+            raise
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+
+    return answer
+
+
+def _text(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _path(wire: str) -> str:
+    """A wire path as a Filesystem takes it."""
+    try:
+        return decode(from_wire_path(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _wire(path: str) -> str:
+    return wire_path(encode(path))
+
+
+def _entry(entry: Entry) -> FsEntry:
+    return FsEntry(
+        path=_wire(entry.path),
+        type=entry.type,
+        size_bytes=entry.size_bytes,
+        mode=f"{entry.mode:04o}",
+        modified_at=None if entry.modified_at is None else entry.modified_at.isoformat(),
+        is_symlink=entry.is_symlink,
+    )
