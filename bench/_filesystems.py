@@ -1,0 +1,153 @@
+"""The file systems that are measured: tmpfs as the limit, vfsd, and peers from Debian, each over a tmpfs of its own.
+
+A peer that cannot be had is a named gap: `Gap` says why, and stands in the table.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vfsd.workspace import Workspace
+
+LIMIT = "tmpfs"
+PASSTHROUGH_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
+
+
+class Gap(Exception):
+    """Why a file system is not in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """A file system under test: a name for its column, and an empty directory in it."""
+
+    name: str
+    path: Path
+    workspace: Workspace | None = None
+
+
+def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False,
+        env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+@contextmanager
+def tmpfs(place: Path) -> Iterator[Path]:
+    place.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=6G,nosuid,nodev", "tmpfs", place)
+    try:
+        yield place
+    finally:
+        run("umount", "-l", place)
+
+
+@contextmanager
+def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | Path]]) -> Iterator[Path]:
+    """A FUSE file system whose content lies in a tmpfs; `command(backing, mountpoint)` serves it in the foreground."""
+    if shutil.which(program) is None and not Path(program).exists():
+        raise Gap(f"{program} is missing")
+    place.mkdir()
+    mountpoint = place / "mount"
+    mountpoint.mkdir()
+    with tmpfs(place / "backing") as backing:
+        server = subprocess.Popen(
+            [str(part) for part in command(backing, mountpoint)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            deadline = time.monotonic() + 15
+            while not os.path.ismount(mountpoint):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise Gap(f"{program} did not mount")
+                time.sleep(0.05)
+            yield mountpoint
+        finally:
+            subprocess.run(["fusermount3", "-u", "-z", mountpoint], check=False, capture_output=True)
+            server.terminate()
+            server.wait()
+
+
+def overlayfs_command(backing: Path, mountpoint: Path) -> list[str | Path]:
+    for name in ("lower", "upper", "work"):
+        (backing / name).mkdir()
+    layers = f"lowerdir={backing}/lower,upperdir={backing}/upper,workdir={backing}/work"
+    return ["fuse-overlayfs", "-f", "-o", layers, mountpoint]
+
+
+def build_passthrough(scratch: Path) -> str:
+    """libfuse's own example, compiled: its low-level API with no more than a system call a request."""
+    if not PASSTHROUGH_SOURCE.exists():
+        raise Gap("libfuse3-dev's example passthrough_ll.c is missing")
+    program = scratch / "passthrough_ll"
+    flags = run("pkg-config", "--cflags", "--libs", "fuse3").split()
+    run("gcc", "-O2", "-w", f"-I{PASSTHROUGH_SOURCE.parent}", PASSTHROUGH_SOURCE, "-o", program, *flags)
+    return str(program)
+
+
+def rclone_command(backing: Path, mountpoint: Path) -> list[str | Path]:
+    cache = backing.parent / "cache"
+    return [
+        "rclone",
+        "mount",
+        "--config",
+        "/dev/null",
+        "--cache-dir",
+        cache,
+        "--vfs-cache-mode",
+        "writes",
+        backing,
+        mountpoint,
+    ]
+
+
+@contextmanager
+def vfsd_engine(place: Path, engine: str) -> Iterator[Workspace]:
+    with Workspace.mount(place, engine=engine, name=f"bench-{engine}-{os.getpid()}") as workspace:
+        yield workspace
+
+
+@contextmanager
+def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[list[Mounted], dict[str, str]]]:
+    """Every file system that can be had, the limit first; and the gaps, with their reasons."""
+    gaps: dict[str, str] = {}
+    mounted: list[Mounted] = []
+
+    def add(stack: ExitStack, name: str, make: Callable[[], object]) -> None:
+        if not wanted(name):
+            return
+        try:
+            found = stack.enter_context(make())  # type: ignore[arg-type]
+        except Gap as gap:
+            gaps[name] = str(gap)
+            return
+        workspace = found if isinstance(found, Workspace) else None
+        mounted.append(Mounted(name, Path(workspace.path) if workspace else found, workspace))
+
+    with ExitStack() as stack:
+        add(stack, LIMIT, lambda: tmpfs(scratch / "tmpfs"))
+        for engine in ("native", "pyfuse3"):
+            add(stack, f"vfsd {engine}", lambda engine=engine: vfsd_engine(scratch / f"vfsd-{engine}", engine))
+        add(stack, "bindfs", lambda: peer(scratch / "bindfs", "bindfs", lambda b, m: ["bindfs", "-f", b, m]))
+        add(stack, "fuse-overlayfs", lambda: peer(scratch / "overlay", "fuse-overlayfs", overlayfs_command))
+        try:
+            program = build_passthrough(scratch)
+            add(
+                stack,
+                "passthrough_ll",
+                lambda: peer(scratch / "ll", program, lambda b, m: [program, "-f", "-o", f"source={b}", m]),
+            )
+        except Gap as gap:
+            gaps["passthrough_ll"] = str(gap)
+        add(stack, "rclone", lambda: peer(scratch / "rclone", "rclone", rclone_command))
+        yield mounted, gaps

@@ -1,0 +1,169 @@
+"""`make bench`: one table, rows are workloads, columns are file systems, each cell a ratio to tmpfs in the same run.
+
+File systems take turns (A B C A B C ...), so that what else the machine does hits all of them; a cell is the
+median over the rounds of "time here / time on tmpfs in this round", with the lowest and highest beside it.
+
+    python -m bench.table [--rows REGEX] [--only REGEX] [--rounds N] [--json FILE] [--plot FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import _micro, _real
+from bench._filesystems import LIMIT, Mounted, all_mounted
+
+Cells = dict[str, list[float]]  # file system -> seconds, a value a round
+
+
+def measure_row(mounted: list[Mounted], rounds: int, measure: Callable[[Path], float]) -> tuple[Cells, dict[str, str]]:
+    cells: Cells = {each.name: [] for each in mounted}
+    failed: dict[str, str] = {}
+    for number in range(rounds):
+        for each in mounted:
+            if each.name in failed:
+                continue
+            place = each.path / f"round{number}"
+            try:
+                place.mkdir()
+                cells[each.name].append(measure(place))
+            except Exception as error:  # a peer that cannot do it is a gap in this row, and says so
+                failed[each.name] = " ".join(str(error).split())[:100]
+                if each.name.startswith(("vfsd", LIMIT)):
+                    raise
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+    return cells, failed
+
+
+def ratios(cells: Cells, name: str) -> list[float]:
+    return [here / limit for here, limit in zip(cells[name], cells[LIMIT], strict=False)]
+
+
+def summary(cells: Cells, failed: dict[str, str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, seconds in cells.items():
+        if name in failed or not seconds:
+            found[name] = {"gap": failed.get(name, "not measured")}
+            continue
+        of_limit = ratios(cells, name)
+        found[name] = {
+            "seconds": statistics.median(seconds),
+            "ratio": statistics.median(of_limit),
+            "low": min(of_limit),
+            "high": max(of_limit),
+        }
+    return found
+
+
+def cell(found: dict[str, object], name: str, per: str) -> str:
+    entry = found[name]
+    assert isinstance(entry, dict)
+    if "gap" in entry:
+        return "gap"
+    if name == LIMIT:
+        return _time(entry["seconds"], per)
+    return f"{entry['ratio']:.2f} ({entry['low']:.1f}-{entry['high']:.1f})"
+
+
+def _time(seconds: float, per: str) -> str:
+    if per == "MiB":
+        return f"{1 / seconds:.0f} MiB/s"
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def plot(rows: dict[str, dict[str, object]], path: str) -> None:
+    """A picture of the table: a dot a cell, on a logarithmic axis, tmpfs at 1."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in next(iter(rows.values())) if name != LIMIT]
+    figure, axis = plt.subplots(figsize=(9, 0.28 * len(rows) + 1.5))
+    for index, name in enumerate(names):
+        points = [
+            (row[name]["ratio"], at)  # type: ignore[index]
+            for at, row in enumerate(rows.values())
+            if name in row and "ratio" in row[name]  # type: ignore[operator]
+        ]
+        emphasis = name == "vfsd native"
+        axis.plot(
+            [x for x, _ in points], [y for _, y in points], "D" if emphasis else "o", label=name, color=f"C{index}",
+            markersize=7 if emphasis else 4, alpha=1.0 if emphasis else 0.7,
+        )  # fmt: skip
+    axis.axvline(1, color="grey", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_yticks(range(len(rows)), rows)
+    axis.invert_yaxis()
+    axis.set_xlabel("time, as a multiple of tmpfs (less is better)")
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3, frameon=False)
+    figure.savefig(path, bbox_inches="tight", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only rows that match this expression")
+    parser.add_argument("--only", default="", help="only file systems that match (tmpfs is always there)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE")
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        sys.exit("the benchmark mounts tmpfs and drops caches: run it as root")
+    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
+    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
+    rows: dict[str, dict[str, object]] = {}
+    try:
+        inputs = scratch / "inputs"
+        inputs.mkdir()
+        _real.make_inputs(inputs)
+        with all_mounted(scratch, lambda name: name == LIMIT or re.search(options.only, name) is not None) as (
+            mounted,
+            gaps,
+        ):
+            print(f"{'':26}" + "".join(f"{each.name:>20}" for each in mounted), flush=True)
+            jobs: list[tuple[str, str, Callable[[Path], float]]] = [
+                (work.name, work.unit, lambda place, work=work: _micro.measure(work, str(place)))
+                for work in _micro.WORKLOADS
+            ]
+            jobs += [
+                (real.name, "run", lambda place, real=real: _real.measure(real, place, inputs)) for real in _real.REAL
+            ]
+            for name, unit, measure in jobs:
+                if not re.search(options.rows, name):
+                    continue
+                cells, failed = measure_row(mounted, options.rounds, measure)
+                rows[name] = summary(cells, failed)
+                print(
+                    f"{name:26}" + "".join(f"{cell(rows[name], each.name, unit):>20}" for each in mounted), flush=True
+                )
+                for peer, reason in failed.items():
+                    print(f"{'':26}gap: {peer}: {reason}")
+            for peer, reason in gaps.items():
+                print(f"gap: {peer}: {reason}")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        facts = {"kernel": platform.release(), "python": platform.python_version(), "rounds": options.rounds}
+        Path(options.json).write_text(json.dumps({"machine": facts, "gaps": gaps, "rows": rows}, indent=1) + "\n")
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
