@@ -1,0 +1,58 @@
+"""The memory backend keeps the contract of protocol.volume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from protocol.backends.memory import MemoryVolume
+from protocol.testing import MakeVolume, VolumeContract
+from protocol.volume import SnapshotableVolume, Volume
+
+
+class TestMemoryVolume(VolumeContract):
+    @pytest.fixture
+    def volume(self) -> Iterator[MakeVolume]:
+        made: list[MemoryVolume] = []
+
+        def make(
+            *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
+        ) -> Volume:
+            volume = MemoryVolume(max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0)
+            made.append(volume)
+            return volume
+
+        yield make
+        for volume in made:
+            volume.check_invariants()
+
+
+class TestMemoryVolumeWithSnapshots(TestMemoryVolume):
+    """The same, when a snapshot lies between any two calls, and often within one: each change works on a clone."""
+
+    @pytest.fixture
+    def volume(self) -> Iterator[MakeVolume]:
+        made: list[MemoryVolume] = []
+
+        class Snapshotting(MemoryVolume):
+            def getattr(self, inode: int):  # type: ignore[no-untyped-def]
+                self.take_snapshot(f"s{len(made)}-{self._state.log.serial}")
+                return super().getattr(inode)
+
+        def make(
+            *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
+        ) -> Volume:
+            volume = Snapshotting(max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0)
+            made.append(volume)
+            return volume
+
+        yield make
+        for volume in made:
+            volume.check_invariants()
+
+
+def test_a_memory_volume_has_all_methods_of_its_protocols() -> None:
+    assert isinstance(MemoryVolume(), Volume)
+    assert isinstance(MemoryVolume(), SnapshotableVolume)
