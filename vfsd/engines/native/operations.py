@@ -180,7 +180,8 @@ class Operations:
             def clear(found: Attributes) -> object:
                 if not found.mode & (stat.S_ISUID | stat.S_ISGID):
                     return result
-                return _then(self._volume.setattr(node, AttributeChanges(kill_privileges=True)), lambda _: result)
+                changes = AttributeChanges(kill_privileges=True, ctime_ns=found.ctime_ns)  # that of the change of content
+                return _then(self._volume.setattr(node, changes), lambda _: result)
 
             # Root stands for CAP_FSETID.
             return result if uid == 0 else _then(self._volume.getattr(node), clear)
