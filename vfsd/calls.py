@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,7 @@ __all__ = [
     "restore",
     "snapshot",
     "snapshots",
+    "source_date_epoch",
     "status",
     "undo",
     "unmount",
@@ -94,9 +96,25 @@ def patch(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: s
     return Call("diff", params, _diff)
 
 
+def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
+    """$SOURCE_DATE_EPOCH, in seconds; None where it is not set.  OSError(EINVAL) for what is no number.
+
+    The caller's, not the daemon's, who was started in another environment.  Source:
+    https://reproducible-builds.org/specs/source-date-epoch/
+    """
+    text = environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise OSError(errno.EINVAL, f"SOURCE_DATE_EPOCH is not a number of seconds: {text!r}")
+    return int(text)
+
+
 def export(path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool) -> Call[results.Exported]:
     """Write an archive."""
-    params = messages.ExportParams(path=_absolute(path), snapshot=snapshot, overwrite=overwrite)
+    params = messages.ExportParams(
+        path=_absolute(path), snapshot=snapshot, overwrite=overwrite, source_date_epoch=source_date_epoch()
+    )
     return Call(
         "export",
         params,

@@ -252,7 +252,7 @@ def _open_volume(options: MountOptions) -> MemoryVolume:
     default_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
     volume = MemoryVolume(options.max_bytes or default_bytes, options.max_inodes)
     if options.archive is not None:
-        with read_archive(options.archive).tree() as tree:
+        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
             volume.import_tree(tree, replace=True)
     volume.read_only = options.read_only
     return volume

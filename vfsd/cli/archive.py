@@ -6,6 +6,7 @@ import os
 
 import click
 
+from vfsd.calls import source_date_epoch
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words
@@ -35,7 +36,9 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool) -> No
     The archive is written beside its place and then put there: it is whole or absent.  The mount stays
     live meanwhile; what is exported is the state at the start.
     """
-    params = messages.ExportParams(path=_absolute(file), snapshot=snapshot, overwrite=force)
+    params = messages.ExportParams(
+        path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
+    )
     app.emit(app.call(app.record(), "export", params, label="exporting"), _show_export)
 
 

@@ -74,8 +74,15 @@ def _from_answer(error: ErrorObject) -> ControlError:
     if error.data is None:
         return control_error(error.code, error.message)
     number = getattr(errno_numbers, error.data.errno, None) if error.data.errno else None
-    path = None if error.data.path is None else os.fsdecode(from_wire_path(error.data.path))
+    path = None if error.data.path is None else _path(error.data.path)
     return control_error(error.code, error.message, number, path)
+
+
+def _path(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError:  # what it is about is no path: the name of an entry in a hostile archive
+        return wire
 
 
 def no_daemon(socket_path: str, error: OSError) -> OSError:

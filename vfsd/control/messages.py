@@ -216,11 +216,15 @@ class DiffResult(msgspec.Struct):
 
 
 class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
-    """export: write the ZIP file `path` (absolute); a file there is replaced only with `overwrite`."""
+    """export: write the ZIP file `path` (absolute); a file there is replaced only with `overwrite`.
+
+    `source_date_epoch`, the caller's $SOURCE_DATE_EPOCH in seconds, dates the archive; None: the time now.
+    """
 
     path: str
     snapshot: str | None = None
     overwrite: bool = False
+    source_date_epoch: int | None = None
 
 
 class ExportResult(msgspec.Struct):

@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -169,7 +170,7 @@ class Methods:
         return await self._restored(name, safety, call)
 
     async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
-        staged = await _in_thread(read_archive, _absolute(path))
+        staged = await self._staged(path)
         with staged.tree() as tree:
             if dry_run:
                 with self._volume.tree() as live:
@@ -177,6 +178,9 @@ class Methods:
                 return RestoreResult(path, None, found.counts, found.records, found.truncated)
             safety = await self._put(tree, replace=True, paths=paths)
         return await self._restored(path, safety, call)
+
+    async def _staged(self, path: str) -> MemoryVolume:
+        return await _in_thread(read_archive, _absolute(path), self._volume.max_bytes, self._volume.max_inodes)
 
     async def _put(self, tree: Tree, *, replace: bool, paths: list[bytes]) -> str:
         """Put `tree` in place; the name of the safety snapshot taken before."""
@@ -263,12 +267,19 @@ class Methods:
             call.progress_nowait(done, total, "bytes")
 
         with self._volume.tree(params.snapshot) as tree:
-            summary = await _in_thread(export_archive, tree, path, overwrite=params.overwrite, progress=progress)
+            summary = await _in_thread(
+                export_archive,
+                tree,
+                path,
+                overwrite=params.overwrite,
+                created_ns=_created_ns(params.source_date_epoch),
+                progress=progress,
+            )
         return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
-        staged = await _in_thread(read_archive, _absolute(params.path))
+        staged = await self._staged(params.path)
         with staged.tree() as tree:
             safety = await self._put(tree, replace=False, paths=[])
         found = await self._compare(safety, None, [], call)
@@ -290,20 +301,35 @@ class Methods:
         self.answering_unmount -= 1
 
 
-def read_archive(path: str) -> MemoryVolume:
+def read_archive(path: str, max_bytes: int | None, max_inodes: int | None) -> MemoryVolume:
     """The content of a ZIP file, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
 
-    So the serving loop has only to put it in place.
+    So the serving loop has only to put it in place.  What it may take is what the workspace may: an archive that
+    unpacks to more than the machine has would otherwise end the daemon, and the workspace with it.
     """
-    staged = MemoryVolume()
-    with open_archive(path) as tree:
-        staged.import_tree(tree, replace=True)
+    staged = MemoryVolume(max_bytes, max_inodes)
+    try:
+        with open_archive(path) as tree:
+            staged.import_tree(tree, replace=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        reason = f"No space left: the archive holds more than the workspace may ({_limits(max_bytes, max_inodes)})"
+        raise OSError(errno.ENOSPC, reason, path) from None
     return staged
+
+
+def _limits(max_bytes: int | None, max_inodes: int | None) -> str:
+    return ", ".join(f"{limit:,} {what}" for limit, what in ((max_bytes, "bytes"), (max_inodes, "inodes")) if limit)
 
 
 async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Run it in a worker thread.  The loop waits for its end even when cancelled: it reads a tree that must stay."""
     return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+def _created_ns(source_date_epoch: int | None) -> int:
+    return time.time_ns() if source_date_epoch is None else source_date_epoch * 10**9
 
 
 def _write_patch(old: Tree, new: Tree, paths: list[bytes], call: Call) -> Differences:

@@ -1,0 +1,206 @@
+"""Archives of a mounted workspace: the same bytes each time, read by unzip, and hostile ones refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.archive import records as zr
+from tests.mount.programs import control, failed, succeeded, vfsd
+from tests.unit.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
+from vfsd.control.messages import ImportParams, RestoreParams
+from vfsd.workspace import Workspace
+
+MountIt = Callable[..., Workspace]
+
+
+@pytest.fixture
+def filled(root: Path) -> Path:
+    """A workspace with one of everything."""
+    (root / "dir" / "empty").mkdir(parents=True)
+    (root / "dir" / "text").write_text("text\n" * 1000)
+    (root / "binary").write_bytes(os.urandom(300_000))
+    os.link(root / "binary", root / "dir" / "hard")
+    (root / "soft").symlink_to("dir/text")
+    os.mkfifo(root / "fifo")
+    os.setxattr(root / "binary", "user.x", b"\xff\x00")
+    with open(root / "sparse", "wb") as file:
+        file.truncate(10_000_000)
+    (root / "n\u00e4me with 'quotes' and spaces").touch(mode=0o751)
+    (root / os.fsdecode(b"\xff\xfe")).touch()
+    return root
+
+
+def digest(root: Path) -> str:
+    """Of everything that a program sees, times and inode numbers too."""
+    seen = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        info = path.lstat()
+        times = (info.st_mtime_ns, info.st_ctime_ns)
+        facts = (info.st_ino, info.st_mode, info.st_nlink, info.st_uid, info.st_gid, info.st_size, times)
+        seen.update(os.fsencode(path) + repr(facts).encode())
+        if stat.S_ISREG(info.st_mode):
+            seen.update(path.read_bytes() + repr([(x, os.getxattr(path, x)) for x in os.listxattr(path)]).encode())
+        elif stat.S_ISLNK(info.st_mode):
+            seen.update(os.fsencode(os.readlink(path)))
+    return seen.hexdigest()
+
+
+# -- export -------------------------------------------------------------------------------------------
+def test_two_exports_of_one_state_are_the_same_bytes(
+    workspace: Workspace, filled: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    workspace.snapshot("one")
+    workspace.export(workdir / "1.zip")
+    digest(filled)  # reading changes nothing that an archive keeps
+    (filled / "dir" / "text").write_text("other")
+    workspace.restore("one")
+    workspace.export(workdir / "2.zip")
+    succeeded(vfsd("-w", workspace.name, "export", workdir / "3.zip", "--snapshot", "one"))
+    contents = [(workdir / f"{number}.zip").read_bytes() for number in (1, 2, 3)]
+    assert contents[0] == contents[1] == contents[2]
+    with zipfile.ZipFile(workdir / "1.zip") as file:
+        assert json.loads(file.read("manifest.json"))["created_at"].startswith("1970-01-02T00:00:00")
+
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "tomorrow")
+    assert "SOURCE_DATE_EPOCH" in failed(vfsd("-w", workspace.name, "export", workdir / "4.zip"))
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    year = str(time.gmtime().tm_year)
+    workspace.export(workdir / "5.zip")
+    with zipfile.ZipFile(workdir / "5.zip") as file:
+        assert json.loads(file.read("manifest.json"))["created_at"] >= year
+
+
+def test_unzip_accepts_an_export_and_unpacks_what_is_in_the_workspace(
+    workspace: Workspace, filled: Path, workdir: Path
+) -> None:
+    (filled / os.fsdecode(b"\xff\xfe")).unlink()  # no name that a ZIP can say as it is
+    workspace.export(workdir / "a.zip")
+    tested = subprocess.run(["unzip", "-t", workdir / "a.zip"], capture_output=True, text=True, check=True)
+    assert "No errors detected" in tested.stdout
+    subprocess.run(["unzip", "-q", workdir / "a.zip", "-d", workdir / "out"], check=True)
+    (filled / "fifo").unlink()  # a special file is in the manifest alone
+    subprocess.run(["diff", "-r", "--no-dereference", filled, workdir / "out" / "files"], check=True)
+    unpacked = workdir / "out" / "files"
+    assert {stat.S_IMODE(p.lstat().st_mode) for p in unpacked.glob("n*")} == {0o751}
+    assert os.readlink(unpacked / "soft") == "dir/text"
+
+
+def test_a_file_that_is_there_is_only_replaced_with_force_and_a_failed_export_leaves_none(
+    workspace: Workspace, filled: Path, workdir: Path
+) -> None:
+    (workdir / "a.zip").write_text("precious")
+    assert "exists" in failed(vfsd("-w", workspace.name, "export", workdir / "a.zip")).lower()
+    assert (workdir / "a.zip").read_text() == "precious"
+    succeeded(vfsd("-w", workspace.name, "export", workdir / "a.zip", "--force"))
+    assert zipfile.is_zipfile(workdir / "a.zip")
+    failed(vfsd("-w", workspace.name, "export", workdir / "missing" / "a.zip"))
+    failed(vfsd("-w", workspace.name, "export", workdir / "b.zip", "--snapshot", "none"))
+    assert sorted(path.name for path in workdir.iterdir()) == ["a.zip", Path(workspace.path).name]
+
+
+def test_a_workspace_can_be_exported_into_itself(workspace: Workspace, filled: Path) -> None:
+    """The daemon writes to its own mount then: it must not wait for itself."""
+    names = sorted(path.name for path in filled.iterdir())
+    workspace.export(filled / "self.zip")
+    with zipfile.ZipFile(filled / "self.zip") as file:
+        assert not any("self.zip" in name or ".tmp" in name for name in file.namelist())
+    assert sorted(path.name for path in filled.iterdir()) == sorted([*names, "self.zip"])
+    (filled / "binary").unlink()
+    workspace.import_archive(filled / "self.zip")
+    assert (filled / "binary").stat().st_size == 300_000
+
+
+# -- import -------------------------------------------------------------------------------------------
+X = Raw(b"files/a", b"x")
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "leads upwards": (archive(Raw(b"files/../../etc/passwd", b"x")), "files/../../etc/passwd"),
+    "absolute": (archive(Raw(b"/etc/passwd", b"x")), "/etc/passwd"),
+    "NUL": (archive(Raw(b"files/a\0b", b"x")), "files/a"),
+    "meant for a terminal": (archive(Raw(b"files/../\x1b[31mred", b"x")), "files/.."),
+    "twice": (archive(X, Raw(b"files/a", b"y")), "files/a"),
+    "below a symlink": (archive(Raw(b"files/l", b"/etc", SYMLINK), Raw(b"files/l/passwd", b"x")), "files/l"),
+    "bad CRC": (archive(Raw(b"files/a", b"x", crc=1)), "files/a"),
+    "bomb": (archive(deflated(b"files/bomb", b"x" * 99, size=1 << 30)), "files/bomb"),
+    "lies about its size": (archive(deflated(b"files/liar", bytes(5_000_000), size=10)), "files/liar"),
+    "encrypted": (archive(Raw(b"files/a", b"x", flags=zr.FLAG_UTF8 | 1)), "files/a"),
+    "unknown version": (zip_of([manifest(1, 1, version="9"), X]), "version"),
+    "counts that are wrong": (zip_of([manifest(5, 1), X]), "manifest"),
+    "no manifest": (zip_of([X]), "manifest"),
+    "a file below a file": (archive(X, Raw(b"files/a/b", b"y")), "files/a"),
+    "cut off": (archive(X, Raw(b"files/d/", mode=DIRECTORY))[:-40], "truncated"),
+    "no archive": (b"this is no archive" * 100, "ZIP"),
+}
+
+
+def test_every_hostile_archive_is_refused_with_its_own_error_and_nothing_changes(
+    workspace: Workspace, filled: Path, workdir: Path
+) -> None:
+    before = digest(filled)
+    messages = set()
+    for case, (data, names) in HOSTILE.items():
+        path = workdir / "hostile.zip"
+        path.write_bytes(data)
+        with control(workspace.name) as client:
+            for method, params in (("import", ImportParams(str(path))), ("restore", RestoreParams(archive=str(path)))):
+                with pytest.raises(OSError, match=re.escape(names)):
+                    client.call(method, params)
+        messages.add(failed(vfsd("-w", workspace.name, "import", path)))
+        assert all(message.isprintable() for message in messages), messages
+        assert digest(filled) == before, case
+        assert workspace.snapshots() == [], case
+    assert len(messages) == len(HOSTILE)
+    assert sorted(os.listdir(workdir)) == sorted([Path(workspace.path).name, "hostile.zip"])
+
+
+def test_an_archive_that_unpacks_to_more_than_there_is_room_for_is_refused_in_little_memory(
+    mount: MountIt, workdir: Path
+) -> None:
+    (workdir / "bomb.zip").write_bytes(archive(deflated(b"files/bomb", b"x" * (200 << 20))))
+    workspace = mount(max_bytes=8 << 20)
+    (Path(workspace.path) / "kept").touch()
+    before = peak_bytes(workspace.pid)
+    for bring_in in (workspace.import_archive, workspace.restore):
+        with pytest.raises(OSError, match="No space left") as raised:
+            bring_in(workdir / "bomb.zip")
+        assert raised.value.filename == str(workdir / "bomb.zip")
+    assert peak_bytes(workspace.pid) - before < 64 << 20
+    assert os.listdir(workspace.path) == ["kept"]
+    assert workspace.snapshots() == []
+
+
+def peak_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def test_an_import_while_a_file_is_in_the_way_of_a_directory_is_all_or_nothing(
+    workspace: Workspace, root: Path, workdir: Path
+) -> None:
+    (root / "a").mkdir()
+    (root / "a" / "in").write_text("x")
+    (root / "b").write_text("b")
+    (workdir / "x.zip").write_bytes(archive(Raw(b"files/a", b"file"), Raw(b"files/b/c", b"below")))
+    before = digest(root)
+    try:
+        workspace.import_archive(workdir / "x.zip")
+    except OSError:
+        assert digest(root) == before
+        assert workspace.snapshots() == []
+    else:
+        assert (root / "a").read_text() == "file"
+        assert (root / "b" / "c").read_text() == "below"
+        workspace.undo()
+        assert (root / "a" / "in").read_text() == "x"
+        assert (root / "b").read_text() == "b"
