@@ -227,11 +227,12 @@ class Plain:
         return len(data)
 
     def truncate(self, node: Node, size: int) -> None:
+        if size != len(node.data) or node.pages:  # as tmpfs has it
+            self.touch(node)
         if size <= len(node.data):
             node.written = frozenset(page for page in node.written if page < page_up(size))
             node.reserved = frozenset(page for page in node.reserved if page < page_up(size))
         node.data = node.data[:size].ljust(size, b"\0")
-        self.touch(node)
 
     def punch(self, node: Node, offset: int, length: int) -> None:
         end = min(offset + length, len(node.data))

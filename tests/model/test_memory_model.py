@@ -409,7 +409,7 @@ class MemoryMachine(RuleBasedStateMachine):
             now = groups(trial.root).get(node, []) if node is not None else []
             return node if set(now) & set(then[like]) else None
 
-        self.put(trial, lambda: self.volume.restore_snapshot(tag, paths), source, paths, True, same)
+        self.put(trial, lambda: self.volume.restore_snapshot(tag, paths), source, paths, True, same, own=True)
 
     @rule(tag=tags, replace=st.booleans(), paths=st.one_of(st.just([]), scopes), memory=st.booleans())
     @precondition(lambda self: self.model.snapshots)
@@ -455,6 +455,8 @@ class MemoryMachine(RuleBasedStateMachine):
         paths: list[bytes],
         replace: bool,
         same: Callable[[Node], Node | None],
+        *,
+        own: bool = False,
     ) -> None:
         """Run `real`, which puts `source` in place, and let the model adopt what it does not foresee."""
         kernel = self.kernel()
@@ -472,7 +474,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.tick()
             return
         assert expected is None
-        self.adopt(trial, before, {above for path in paths for above in ancestors(path)})
+        self.adopt(trial, before, {above for path in paths for above in ancestors(path)}, source if own else None)
         self.model.become(trial.root)
         for node in self.model.orphans.values():  # removing them, and what was in them, is a change
             inode = self.volume.getattr(node.number)
@@ -491,8 +493,12 @@ class MemoryMachine(RuleBasedStateMachine):
         except OSError as error:
             return None, error.errno
 
-    def adopt(self, trial: Plain, before: dict[bytes, Node], parents: set[bytes]) -> None:
-        """Take over inode numbers, ctimes and what was written; `parents` may have got a new mtime, or not."""
+    def adopt(self, trial: Plain, before: dict[bytes, Node], parents: set[bytes], own: Node | None) -> None:
+        """Take over inode numbers, ctimes and what was written; `parents` may have got a new mtime, or not.
+
+        `own` is the root of a snapshot of this volume: it may give a file its old inode back, although an equal
+        one was there.
+        """
         numbers: dict[Node, int] = {}
         for path, node in walk(trial.root):
             inode = self.volume.getattr(self.number_at(path))
@@ -510,7 +516,9 @@ class MemoryMachine(RuleBasedStateMachine):
                 node.uid,
                 node.rdev,
             ):
+                then = find(own, path) if own is not None else old
                 alone = self.model.nlink(old) == 1 and trial.nlink(node) == 1
+                alone = alone and then is not None and then.number == old.number
                 assert not alone or old.number == inode.inode, "what is equal is not touched"
             node.number, node.ctime = inode.inode, inode.ctime_ns
             if node.is_file:
