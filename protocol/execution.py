@@ -111,7 +111,7 @@ class HostExecutor:
             raise fail(errno.EINVAL, "a NUL in a command")
         if timeout_s <= 0:
             raise fail(errno.EINVAL, "a timeout must be positive")
-        directory = os.path.join(self._root, cwd)
+        directory = os.path.normpath(os.path.join(self._root, cwd))
         return Running(argv, directory, dict(env or {}), timeout_s, output_limit_bytes, stdin)
 
 
