@@ -175,7 +175,10 @@ def _shown(line: str, start: int, end: int, width: int) -> tuple[str, int, int]:
     if end <= width:
         return line[:width], start, end
     # A quarter before the match: what follows says more, but a match alone says too little.
-    first = max(0, min(start - width // 4, len(line) - width))
+    before = width // 4
+    if end - start <= width:
+        before = min(before, width - (end - start))
+    first = max(0, min(start - before, len(line) - width))
     return line[first : first + width], start - first, min(end - first, width)
 
 
