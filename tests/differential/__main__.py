@@ -52,6 +52,8 @@ def _campaign(bench: Bench, arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     print(f"{bench.engine}, seed {arguments.seed}: {campaign.calls} calls in {seconds:.0f} s, "
           f"{len(campaign.findings)} differences")  # fmt: skip
+    for difference in campaign.passing:
+        print(f"  once, and not again: {difference}")
     for known, count in bench.seen.items():
         print(f"  known, {count} times: {known.why} ({known.section})")
     return int(bool(campaign.findings))

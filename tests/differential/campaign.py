@@ -14,6 +14,7 @@ from tests.differential.script import reduce
 __all__ = ["Campaign", "Finding", "reduced"]
 
 _TREE_EVERY = 100
+_TRIES = 3
 _CHECK_EVERY = 50  # episodes
 
 
@@ -36,6 +37,7 @@ class Campaign:
         self._reduce = reduce_failures
         self.calls = 0
         self.findings: list[Finding] = []
+        self.passing: list[Difference] = []  # of times, and not seen again: a tick of the clock between two steps
 
     def run(self, calls: int, first: int = 0) -> Iterator[Finding | None]:
         """Make at least `calls` calls; yields after each episode what was found in it."""
@@ -57,14 +59,18 @@ class Campaign:
         self.calls += difference.index + 1
         calls = calls[: difference.index + 1]
         if self._reduce:
-            difference, calls = reduced(self._bench, calls, difference)
+            small = reduced(self._bench, calls, difference)
+            if small is None and difference.is_of_time:
+                self.passing.append(difference)
+                return None
+            difference, calls = small or (difference, calls)
         finding = Finding(episode, difference, calls)
         self.findings.append(finding)
         return finding
 
 
-def reduced(bench: Bench, calls: Sequence[Call], difference: Difference) -> tuple[Difference, list[Call]]:
-    """The fewest calls that show a difference of the same kind, and that one."""
+def reduced(bench: Bench, calls: Sequence[Call], difference: Difference) -> tuple[Difference, list[Call]] | None:
+    """The fewest calls that show a difference of the same kind, and that one; None where it does not come again."""
     last = difference
 
     def fails(part: Sequence[Call]) -> bool:
@@ -75,6 +81,6 @@ def reduced(bench: Bench, calls: Sequence[Call], difference: Difference) -> tupl
         last = found
         return True
 
-    small = reduce(calls, fails) if fails(calls) else list(calls)
-    fails(small)
-    return last, small
+    if not any(fails(calls) for _ in range(_TRIES)):
+        return None
+    return last, reduce(calls, fails)

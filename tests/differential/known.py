@@ -37,6 +37,10 @@ class Difference:
         place, _, attribute = self.what.rpartition(": ")
         return self.operation, f"{place.split()[0] if place else ''}: {attribute}"
 
+    @property
+    def is_of_time(self) -> bool:
+        return self.what.endswith((": atime", ": mtime", ": ctime", ": order of times"))
+
     def __str__(self) -> str:
         return f"{self.operation}, {self.what}: tmpfs {self.tmpfs!r}, the mount {self.mount!r}"
 
@@ -80,14 +84,25 @@ def _seek_in_directory(call: Call, difference: Difference) -> bool:
     )
 
 
-def _truncate_empty(call: Call, difference: Difference) -> bool:
-    times = (": mtime", ": ctime", ": order of times")
-    return call.operation == "truncate" and call.args[1] == 0 and difference.what.endswith(times)
-
-
 def _failed_fallocate(call: Call, difference: Difference) -> bool:
     place, _, attribute = difference.what.rpartition(": ")
     return call.operation == "fallocate" and not difference.succeeded and bool(place) and attribute in {"mode", "ctime"}
+
+
+def _group_id_without_execute(_: Call, difference: Difference) -> bool:
+    if not difference.what.endswith(": mode"):
+        return False
+    tmpfs, mount = str(difference.tmpfs), str(difference.mount)
+    return mount[6] == "S" and tmpfs == mount[:6] + "-" + mount[7:]
+
+
+def _chown_nothing(call: Call, difference: Difference) -> bool:
+    return (
+        call.worker != 0
+        and call.operation in {"chown", "lchown", "fchown"}
+        and call.args[1:] == (-1, -1)
+        and (difference.tmpfs, difference.mount) == (("error", "EPERM"), ("ok", None))
+    )
 
 
 def _fifo_times(call: Call, difference: Difference) -> bool:
@@ -120,19 +135,30 @@ KNOWN: Final[tuple[Known, ...]] = (
         "the kernel's FUSE layer seeks in directories by itself, as in files (fuse_dir_operations, fs/fuse/dir.c), "
         "where tmpfs refuses SEEK_END, SEEK_DATA and SEEK_HOLE",
         "Directories",
-    ),
-    Known(
-        _BOTH,
-        _truncate_empty,
-        "truncate(2) of an empty file to 0 sets mtime and ctime: the kernel's FUSE layer sends the same request for "
-        "open(2) with O_TRUNC, which has to (fuse_do_setattr, fs/fuse/dir.c)",
-        "Times",
+        ends_episode=True,
     ),
     Known(
         _BOTH,
         _failed_fallocate,
         "fallocate(2) by an unprivileged user clears suid and sgid also where it then fails: the kernel's FUSE layer "
         "has them cleared before it asks (fuse_file_fallocate, fs/fuse/file.c)",
+        "Privileges",
+        ends_episode=True,
+    ),
+    Known(
+        _BOTH,
+        _group_id_without_execute,
+        "sgid without group execute stays when somebody outside the file's group changes the file: the kernel tells a "
+        "server that keeps set-id bits itself to clear sgid only with group execute (FUSE_HANDLE_KILLPRIV_V2, "
+        "linux/fuse.h), and does not say which groups the caller has",
+        "Privileges",
+        ends_episode=True,
+    ),
+    Known(
+        _BOTH,
+        _chown_nothing,
+        "chown(2) of (-1, -1) by a stranger answers 0, not EPERM, where there is suid or sgid: the kernel's FUSE layer "
+        "takes the change of mode away before it checks (fuse_setattr, fs/fuse/dir.c).  Nothing is cleared",
         "Privileges",
         ends_episode=True,
     ),

@@ -14,7 +14,7 @@ import stat
 import time
 from typing import Any, Final
 
-from tests.differential.calls import OPERATIONS
+from tests.differential.calls import OMIT, OPERATIONS
 from tests.differential.operations import Process, digest, errno_name, extended_attributes
 
 __all__ = ["Observer"]
@@ -53,9 +53,15 @@ class Observer:
         except (ValueError, OverflowError) as error:
             answer = "refused", str(error)
         reads = operation in _READING
+        sets = _places_of_atime(operation, args) if answer[0] == "ok" else ()
         after = [self._stat(place) for place in places]
         return answer, [
-            (label, self._show(found, known.get(found.st_ino), reads) if isinstance(found, os.stat_result) else found)
+            (
+                label,
+                self._show(found, known.get(found.st_ino), reads, label in sets)
+                if isinstance(found, os.stat_result)
+                else found,
+            )
             for (label, *_), found in zip(places, after, strict=True)
         ]
 
@@ -68,11 +74,14 @@ class Observer:
         except OSError as error:
             return errno_name(error)
 
-    def _show(self, now: os.stat_result, before: os.stat_result | None, reads: bool) -> Attributes:
-        if reads or before is None or stat.S_ISLNK(now.st_mode):
-            atime = "-"
+    def _show(self, now: os.stat_result, before: os.stat_result | None, reads: bool, sets: bool = False) -> Attributes:
+        # A directory may be read by anybody on the machine.
+        if reads or before is None or stat.S_ISLNK(now.st_mode) or (stat.S_ISDIR(now.st_mode) and not sets):
+            atime: int | str = "-"
         else:
-            atime = self._time(now.st_atime_ns, before.st_atime_ns)
+            # Whether a read came through before is told nowhere: only what this call does counts.
+            unchanged = not sets and now.st_atime_ns == before.st_atime_ns
+            atime = "same" if unchanged else self._time(now.st_atime_ns, before.st_atime_ns)
         return (
             stat.filemode(now.st_mode),
             now.st_nlink,
@@ -88,9 +97,9 @@ class Observer:
         )
 
     def _time(self, now_ns: int, before_ns: int | None = None) -> int | str:
-        if now_ns == before_ns:
-            return "same"
-        return "now" if abs(now_ns - self._present_ns) < _NEAR_NS else now_ns
+        if abs(now_ns - self._present_ns) > _NEAR_NS:
+            return now_ns
+        return "same" if now_ns == before_ns else "now"
 
     # -- the whole tree --------------------------------------------------------------------------
     def _tree(self) -> list[tuple[bytes, Any]]:
@@ -143,6 +152,17 @@ def _places(operation: str, args: tuple[Any, ...]) -> list[tuple[str, Any, bool]
             parent, slash, _ = value.rstrip(b"/").rpartition(b"/")
             places.append((f"directory {number}", parent or (b"/" if slash else b"."), True))
     return places
+
+
+def _places_of_atime(operation: str, args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The labels of the places whose atime a call sets."""
+    if operation == "utimes_now":
+        return ("path 1", "path 1 followed")
+    if operation == "futimens":
+        return () if args[1] == OMIT else (f"slot {args[0]}",)
+    if operation == "utimens" and args[1] != OMIT:
+        return ("path 1", "path 1 followed") if args[3] else ("path 1",)
+    return ()
 
 
 def _order(one: int, other: int) -> str:
