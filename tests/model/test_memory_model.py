@@ -505,7 +505,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert numbers.setdefault(node, inode.inode) == inode.inode, "one file became two"
             old = before.get(path)
             if path in parents:
-                assert inode.mtime_ns in (self.now, old.mtime if old is not None else 0)
+                assert inode.mtime_ns in (self.now, node.mtime, old.mtime if old is not None else 0)
                 node.mtime = inode.mtime_ns
             if old is not None and (old.mode, old.data, old.target, old.xattrs, old.mtime, old.uid, old.rdev) == (
                 node.mode,
