@@ -30,6 +30,7 @@ import select
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
@@ -183,19 +184,21 @@ class _Handlers(pyfuse3.Operations):
         inode: int,
         attr: pyfuse3.EntryAttributes,
         fields: pyfuse3.SetattrFields,
-        fh: int | None,  # noqa: ARG002 - the inode says it all
+        fh: int | None,
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
         volume, timeout_s = self._asked_by(ctx)
         chown = fields.update_uid or fields.update_gid
+        # ftruncate(2) sets mtime also where the size stays, truncate(2) does not (do_truncate, fs/open.c).
+        now_ns = time.time_ns() if fields.update_size and fh is not None else None
         changes = AttributeChanges(
             mode=attr.st_mode & 0o7777 if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
             gid=attr.st_gid if fields.update_gid else None,
             size=attr.st_size if fields.update_size else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
-            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
-            ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else now_ns,
+            ctime_ns=attr.st_ctime_ns if fields.update_ctime else now_ns,
             # chown(2) clears them whoever calls, truncate(2) only without CAP_FSETID (fs/open.c).
             kill_privileges=chown or (fields.update_size and ctx.uid != 0),
         )
@@ -292,7 +295,9 @@ class _Handlers(pyfuse3.Operations):
         # libfuse negotiates FUSE_ATOMIC_O_TRUNC: truncating is part of the open.
         if flags & os.O_TRUNC:
             kill = ctx.uid != 0 and await self._kills(inode)
-            await _result(self._volume.setattr(inode, AttributeChanges(size=0, kill_privileges=kill)))
+            now_ns = time.time_ns()  # also of a file that is empty already
+            changes = AttributeChanges(size=0, mtime_ns=now_ns, ctime_ns=now_ns, kill_privileges=kill)
+            await _result(self._volume.setattr(inode, changes))
             if kill:
                 self._forget_attributes(inode)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
