@@ -1,0 +1,14 @@
+"""VolumeContract: what every volume that is writable and keeps POSIX must do."""
+
+from __future__ import annotations
+
+from protocol.testing.volume.attributes import AttributesContract
+from protocol.testing.volume.content import ContentContract
+from protocol.testing.volume.driver import Clock, Driver, MakeVolume
+from protocol.testing.volume.entries import EntriesContract
+
+__all__ = ["Clock", "Driver", "MakeVolume", "VolumeContract"]
+
+
+class VolumeContract(EntriesContract, ContentContract, AttributesContract):
+    """Subclass it, and override the fixture `volume` with a factory (`MakeVolume`)."""
