@@ -1,0 +1,25 @@
+"""Imported before the suites, so that pytest shows what was compared in them, for third parties too."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import pytest
+
+_SUITES: Final = (
+    "archive",
+    "attributes",
+    "checks",
+    "content",
+    "driver",
+    "entries",
+    "filesystem",
+    "read_only",
+    "search",
+    "snapshot",
+    "streaming",
+    "writing",
+)
+
+pytest.register_assert_rewrite(*(name for suite in _SUITES if (name := f"protocol.testing.{suite}") not in sys.modules))

@@ -1,0 +1,181 @@
+"""ArchiveContract: what the archives of every `SnapshotableFilesystem` are, and what it takes from others'."""
+
+from __future__ import annotations
+
+import json
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ArchiveError
+from protocol.filesystem import SnapshotableFilesystem
+from protocol.testing.checks import contents
+
+__all__ = ["ArchiveContract"]
+
+
+class ArchiveContract:
+    """What archives are.  Supply `filesystem`: a new, empty `SnapshotableFilesystem` that can be written."""
+
+    @pytest.fixture
+    def filesystem(self) -> SnapshotableFilesystem:
+        raise NotImplementedError("supply the fixture `filesystem`")
+
+    def test_an_archive_is_a_zip_file_that_others_can_read(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        filesystem.write("d/file", "content")
+        filesystem.write_bytes("ünïcode", b"\0\xff")
+        filesystem.mkdir("empty")
+
+        filesystem.export_archive(tmp_path / "a.zip")
+
+        with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+            manifest = json.loads(archive.read("manifest.json"))
+            assert (manifest["version"], manifest["file_count"], manifest["total_bytes"]) == ("1", 2, 9)
+            assert archive.read("files/d/file") == b"content"
+            assert archive.read("files/ünïcode") == b"\0\xff"
+            assert "files/empty/" in archive.namelist()
+
+    def test_what_was_exported_is_what_is_imported(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
+        for path in ("a", "d/b", "d/e/c", "odd name\n*"):
+            filesystem.write(path, f"content of {path}")
+        filesystem.mkdir("empty/inner")
+        before = contents(filesystem)
+        filesystem.export_archive(tmp_path / "a.zip")
+        for entry in filesystem.list():
+            filesystem.delete(entry.path, recursive=True)
+        filesystem.write("something/else", "x")
+
+        filesystem.import_archive(tmp_path / "a.zip")
+
+        assert contents(filesystem) == before
+
+    def test_what_others_wrote_is_imported(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
+        filesystem.write("old", "x")
+        _write_zip(tmp_path / "a.zip", {"files/run.sh": (b"#!/bin/sh\n", 0o755), "files/d/plain": (b"plain", 0o640)})
+
+        filesystem.import_archive(tmp_path / "a.zip")
+
+        assert contents(filesystem) == {"d": None, "d/plain": b"plain", "run.sh": b"#!/bin/sh\n"}
+        assert stat.S_IMODE(filesystem.stat("run.sh").mode) == 0o755
+        assert stat.S_IMODE(filesystem.stat("d/plain").mode) == 0o640
+
+    def test_the_mode_of_a_file_survives_every_way_of_writing_it(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        _write_zip(tmp_path / "a.zip", {"files/run.sh": (b"#!/bin/sh\n", 0o750)})
+        filesystem.import_archive(tmp_path / "a.zip")
+
+        filesystem.write("run.sh", "overwritten")
+        filesystem.write("run.sh", ", appended", mode="append")
+        with filesystem.open_write("run.sh") as writer:
+            writer.write(b"streamed")
+
+        assert stat.S_IMODE(filesystem.stat("run.sh").mode) == 0o750
+        assert contents(filesystem) == {"run.sh": b"streamed"}
+
+    def test_symlinks_are_followed_inside_and_lead_nobody_out(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "secret").write_text("secret")
+        _write_zip(
+            tmp_path / "a.zip",
+            {
+                "files/d/file": (b"inside", 0o644),
+                "files/link": (b"d/file", stat.S_IFLNK | 0o777),
+                "files/to-directory": (b"./d/../d", stat.S_IFLNK | 0o777),
+                "files/dangling": (b"nowhere", stat.S_IFLNK | 0o777),
+                "files/loop": (b"loop", stat.S_IFLNK | 0o777),
+                "files/up": (b"../" * 30 + str(outside)[1:].encode(), stat.S_IFLNK | 0o777),
+            },
+        )
+        filesystem.import_archive(tmp_path / "a.zip")
+
+        assert filesystem.read("link").content == "inside"
+        assert filesystem.read("to-directory/file").content == "inside"
+        assert filesystem.stat("link").is_symlink
+        assert filesystem.stat("link").is_file
+        assert not filesystem.exists("dangling")
+        assert not filesystem.exists("loop")
+        assert not filesystem.exists("up/secret")
+        for call in (filesystem.read, filesystem.list, filesystem.stat, filesystem.delete, filesystem.open_write):
+            with pytest.raises(PermissionError, match="outside"):
+                call("up/secret")
+        with pytest.raises(PermissionError, match="outside"):
+            filesystem.write("up/new", "x")
+        assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+
+        filesystem.write("link", "through the link")
+        assert filesystem.read("d/file").content == "through the link"
+        assert filesystem.stat("link").is_symlink
+        assert filesystem.delete("to-directory", recursive=True) == 1
+        assert filesystem.delete("up") == 1
+        assert filesystem.exists("d/file")
+        assert (outside / "secret").read_text() == "secret"
+
+    @pytest.mark.parametrize("name", ["files/../escape", "/files/x", "files/a\\..\\..\\x/../../y"])
+    def test_a_hostile_archive_is_refused_and_changes_nothing(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path, name: str
+    ) -> None:
+        filesystem.write("file", "x")
+        _write_zip(tmp_path / "a.zip", {"files/fine": (b"fine", 0o644), name: (b"x", 0o644)})
+
+        with pytest.raises(ArchiveError):
+            filesystem.import_archive(tmp_path / "a.zip")
+
+        assert contents(filesystem) == {"file": b"x"}
+
+    def test_what_is_no_archive_is_refused_and_changes_nothing(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        filesystem.write("file", "x")
+        (tmp_path / "a.zip").write_bytes(b"no ZIP file")
+
+        with pytest.raises(ArchiveError):
+            filesystem.import_archive(tmp_path / "a.zip")
+        with pytest.raises(FileNotFoundError):
+            filesystem.import_archive(tmp_path / "missing.zip")
+
+        assert contents(filesystem) == {"file": b"x"}
+
+    def test_an_export_leaves_a_file_that_is_there_alone(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a.zip").write_bytes(b"precious")
+
+        with pytest.raises(FileExistsError):
+            filesystem.export_archive(tmp_path / "a.zip")
+
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
+
+    def test_an_export_that_fails_leaves_nothing(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
+        filesystem.write("file", "x")
+
+        with pytest.raises(OSError, match="missing"):
+            filesystem.export_archive(tmp_path / "missing" / "a.zip")
+
+        assert list(tmp_path.iterdir()) == []
+
+
+def _write_zip(path: Path, files: dict[str, tuple[bytes, int]]) -> None:
+    """An archive as a stranger would write it: (content, mode) of each entry."""
+    total = sum(len(data) for data, mode in files.values() if not stat.S_ISLNK(mode))
+    count = sum(not stat.S_ISLNK(mode) for _, mode in files.values())
+    manifest = {
+        "version": "1",
+        "created_at": "2024-01-01T00:00:00+00:00",
+        "file_count": count,
+        "total_bytes": total,
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", json.dumps(manifest))
+        for name, (data, mode) in files.items():
+            info = zipfile.ZipInfo(name)
+            info.create_system = 3
+            info.external_attr = (mode if stat.S_IFMT(mode) else stat.S_IFREG | mode) << 16
+            archive.writestr(info, data)

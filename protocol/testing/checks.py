@@ -1,0 +1,34 @@
+"""What the suites check in many places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from protocol.filesystem import Filesystem
+
+__all__ = ["contents", "raises_os_error"]
+
+
+@contextmanager
+def raises_os_error(kind: type[OSError], path: str) -> Iterator[None]:
+    """The block raises `kind`, with an errno and with the normalised `path` as its file's name."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert caught.value.errno, f"{caught.value!r} has no errno"
+    assert caught.value.filename == path
+
+
+def contents(filesystem: Filesystem, path: str = ".") -> dict[str, bytes | None]:
+    """Everything below `path`: the content of each file, None for each directory."""
+    found: dict[str, bytes | None] = {}
+    for entry in filesystem.list(path):
+        if entry.is_directory:
+            found[entry.path] = None
+            found.update(contents(filesystem, entry.path))
+        else:
+            with filesystem.open_read(entry.path) as reader:
+                found[entry.path] = reader.read()
+    return found

@@ -1,0 +1,313 @@
+"""FilesystemContract: what every `Filesystem` does."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import pytest
+
+from protocol.filesystem import Filesystem
+from protocol.testing.checks import contents, raises_os_error
+from protocol.testing.search import SearchContract
+from protocol.testing.writing import WritingContract
+from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE
+
+__all__ = ["FilesystemContract"]
+
+_READ_LIMIT: Final = 32 << 20
+_READS: Final[list[Callable[[Filesystem, str], Any]]] = [
+    lambda filesystem, path: filesystem.read(path),
+    lambda filesystem, path: filesystem.read_bytes(path),
+    lambda filesystem, path: filesystem.open_read(path),
+    lambda filesystem, path: filesystem.open_text(path),
+]
+_ANY_FILE_CALL: Final = pytest.mark.parametrize(
+    "call",
+    [
+        *_READS,
+        lambda filesystem, path: filesystem.stat(path),
+        lambda filesystem, path: filesystem.list(path),
+        lambda filesystem, path: filesystem.delete(path),
+        lambda filesystem, path: filesystem.glob("*", path=path),
+        lambda filesystem, path: filesystem.grep("x", path=path),
+    ],
+    ids=["read", "read_bytes", "open_read", "open_text", "stat", "list", "delete", "glob", "grep"],
+)
+_READING: Final = pytest.mark.parametrize("call", _READS, ids=["read", "read_bytes", "open_read", "open_text"])
+
+
+class _Reading:
+    """Text and bytes, page by page."""
+
+    def test_text_is_given_as_it_was_written(self, filesystem: Filesystem) -> None:
+        text = "first\nsecond\n\tthird, ünïcode \U0001f600\n"
+        filesystem.write("notes.txt", text)
+
+        result = filesystem.read("notes.txt")
+
+        assert (result.content, result.path, result.total_lines) == (text, "notes.txt", 3)
+        assert (result.offset, result.limit, result.truncated) == (0, 3, False)
+
+    @pytest.mark.parametrize(
+        ("text", "lines"),
+        [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2), ("\n\n", 2), ("a\r\nb\rc\n", 2), ("a\x0bb\x0cc\u2028d\x85e", 1)],
+    )
+    def test_only_newlines_end_lines_and_nothing_is_altered(
+        self, filesystem: Filesystem, text: str, lines: int
+    ) -> None:
+        filesystem.write("file", text)
+
+        result = filesystem.read("file")
+
+        assert (result.content, result.total_lines) == (text, lines)
+
+    def test_a_page_begins_at_its_offset_and_ends_after_its_limit(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "".join(f"line {number}\r\n" for number in range(10)))
+
+        result = filesystem.read("file", offset=3, limit=2)
+
+        assert result.content == "line 3\r\nline 4\r\n"
+        assert (result.offset, result.limit, result.total_lines, result.truncated) == (3, 2, 10, True)
+
+    def test_the_last_page_is_not_truncated(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "0\n1\n2")
+
+        result = filesystem.read("file", offset=1, limit=2)
+
+        assert (result.content, result.truncated) == ("1\n2", False)
+
+    def test_a_page_past_the_end_is_empty(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "0\n1\n")
+
+        result = filesystem.read("file", offset=5)
+
+        assert (result.content, result.offset, result.limit, result.truncated) == ("", 2, 0, False)
+
+    def test_pages_together_are_the_file(self, filesystem: Filesystem) -> None:
+        text = "".join(f"{number} {'x' * (number % 300)}\n" for number in range(2_000))
+        filesystem.write("file", text)
+
+        pages = [filesystem.read("file", offset=start, limit=7).content for start in range(0, 2_000, 7)]
+
+        assert "".join(pages) == text
+
+    def test_without_a_limit_a_read_gives_two_thousand_lines(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x\n" * (DEFAULT_READ_LINES + 1))
+
+        result = filesystem.read("file")
+
+        assert (result.limit, result.truncated) == (DEFAULT_READ_LINES, True)
+        assert result.content == "x\n" * DEFAULT_READ_LINES
+
+    def test_an_entire_file_is_given_when_asked_for(self, filesystem: Filesystem) -> None:
+        text = "x\n" * (DEFAULT_READ_LINES + 1)
+        filesystem.write("file", text)
+
+        result = filesystem.read("file", limit=READ_ENTIRE_FILE)
+
+        assert (result.content, result.truncated) == (text, False)
+
+    @pytest.mark.parametrize(("offset", "limit"), [(-1, None), (0, -2)])
+    def test_negative_lines_are_refused(self, filesystem: Filesystem, offset: int, limit: int | None) -> None:
+        filesystem.write("file", "x")
+
+        with pytest.raises(ValueError, match="-"):
+            filesystem.read("file", offset=offset, limit=limit)
+
+    @pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"ok\n" * 100_000 + b"\xc3", b"caf\xe9\n"])
+    def test_what_is_no_text_is_refused_in_favour_of_read_bytes(self, filesystem: Filesystem, data: bytes) -> None:
+        filesystem.write_bytes("file", data)
+
+        with pytest.raises(ValueError, match="read_bytes"):
+            filesystem.read("file")
+
+    def test_a_character_that_lies_across_chunks_is_whole(self, filesystem: Filesystem) -> None:
+        text = "a" + "€" * 100_000
+        filesystem.write("file", text)
+
+        assert filesystem.read("file").content == text
+
+    def test_other_encodings_can_be_named(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("file", "naïve\n".encode("utf-16"))
+
+        assert filesystem.read("file", encoding="utf-16").content == "naïve\n"
+
+    def test_an_unknown_encoding_is_refused(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        with pytest.raises(ValueError, match="no-such-encoding"):
+            filesystem.read("file", encoding="no-such-encoding")
+
+    def test_bytes_are_given_as_they_were_written(self, filesystem: Filesystem) -> None:
+        data = bytes(range(256)) * 1_000
+        filesystem.write_bytes("file", data)
+
+        result = filesystem.read_bytes("file")
+
+        assert (result.content, result.path, result.size_bytes) == (data, "file", len(data))
+        assert (result.offset, result.limit, result.truncated) == (0, len(data), False)
+
+    def test_a_page_of_bytes_is_what_was_asked_for(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("file", b"0123456789")
+
+        middle = filesystem.read_bytes("file", offset=2, limit=3)
+        end = filesystem.read_bytes("file", offset=8, limit=10)
+        past = filesystem.read_bytes("file", offset=20)
+
+        assert (middle.content, middle.offset, middle.limit, middle.truncated) == (b"234", 2, 3, True)
+        assert (end.content, end.limit, end.truncated) == (b"89", 2, False)
+        assert (past.content, past.offset, past.truncated) == (b"", 10, False)
+
+    @pytest.mark.parametrize(("offset", "limit"), [(-1, None), (0, -1)])
+    def test_negative_bytes_are_refused(self, filesystem: Filesystem, offset: int, limit: int | None) -> None:
+        filesystem.write("file", "x")
+
+        with pytest.raises(ValueError, match="-"):
+            filesystem.read_bytes("file", offset=offset, limit=limit)
+
+    def test_more_than_the_limit_is_read_in_pages_only(self, filesystem: Filesystem) -> None:
+        with filesystem.open_write("big") as writer:
+            writer.write_all([b"x" * (1 << 20)] * 33)
+
+        with pytest.raises(ValueError, match="limited"):
+            filesystem.read_bytes("big")
+        with pytest.raises(ValueError, match="limited"):
+            filesystem.read("big")
+        assert filesystem.read_bytes("big", limit=10).content == b"x" * 10
+        assert len(filesystem.read_bytes("big", offset=1 << 20).content) == _READ_LIMIT
+
+
+class _Looking:
+    """What there is."""
+
+    def test_a_file_is_there_with_its_size(self, filesystem: Filesystem) -> None:
+        filesystem.write_bytes("some/file", b"12345")
+
+        seen = filesystem.stat("some/file")
+
+        assert (seen.path, seen.is_file, seen.is_directory, seen.size_bytes) == ("some/file", True, False, 5)
+        assert seen.modified_at is not None
+        assert abs((datetime.now(UTC) - seen.modified_at).total_seconds()) < 3_600
+
+    def test_a_directory_is_there(self, filesystem: Filesystem) -> None:
+        filesystem.mkdir("some/directory")
+
+        seen = filesystem.stat("some/directory")
+
+        assert (seen.path, seen.is_file, seen.is_directory) == ("some/directory", False, True)
+
+    def test_the_root_is_a_directory_however_it_is_written(self, filesystem: Filesystem) -> None:
+        for path in (".", "/", "", "..", "a/.."):
+            seen = filesystem.stat(path)
+            assert (seen.path, seen.is_directory) == (".", True)
+
+    def test_existence_and_kind_can_be_asked_for(self, filesystem: Filesystem) -> None:
+        filesystem.write("directory/file", "x")
+
+        assert [filesystem.exists(path) for path in ("directory/file", "directory", "other")] == [True, True, False]
+        assert [filesystem.is_file(path) for path in ("directory/file", "directory", "other")] == [True, False, False]
+        assert [filesystem.is_dir(path) for path in ("directory/file", "directory", "other")] == [False, True, False]
+        assert not filesystem.exists("directory/file/below")
+
+    def test_a_directory_lists_its_entries_sorted_by_name(self, filesystem: Filesystem) -> None:
+        for path in ("d/b.txt", "d/a/inner", "d/C", "other"):
+            filesystem.write(path, "x")
+
+        entries = filesystem.list("d")
+
+        assert [(each.name, each.path, each.is_file, each.is_directory) for each in entries] == [
+            ("C", "d/C", True, False),
+            ("a", "d/a", False, True),
+            ("b.txt", "d/b.txt", True, False),
+        ]
+
+    def test_the_root_is_listed_without_being_named(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        assert [each.path for each in filesystem.list()] == ["file"]
+
+    def test_odd_names_are_kept(self, filesystem: Filesystem) -> None:
+        names = sorted([" leading", "new\nline", 'quo"te', "ünïcode", "*?[x]{a,b}", "-rf", "back\\slash", ".hidden"])
+        for name in names:
+            filesystem.write(f"odd/{name}", name)
+
+        assert sorted(entry.name for entry in filesystem.list("odd")) == names
+        assert [filesystem.read(f"odd/{name}").content for name in names] == names
+
+    @pytest.mark.parametrize("path", ["/a/b", "a//b", "./a/./b", "a/x/../b", "../../a/b", "a/b/", "/../a/b"])
+    def test_paths_are_relative_to_the_root_and_cannot_leave_it(self, filesystem: Filesystem, path: str) -> None:
+        filesystem.write("a/b", "here")
+
+        result = filesystem.read(path)
+
+        assert (result.content, result.path) == ("here", "a/b")
+
+    def test_nothing_is_written_outside_the_root(self, filesystem: Filesystem) -> None:
+        result = filesystem.write("../../outside", "x")
+
+        assert result.path == "outside"
+        assert contents(filesystem) == {"outside": b"x"}
+
+    def test_a_path_with_nul_is_refused(self, filesystem: Filesystem) -> None:
+        with pytest.raises(ValueError, match="NUL"):
+            filesystem.read("a\0b")
+
+
+class _Errors:
+    """Built-in exceptions, each with an errno and a file name."""
+
+    @_ANY_FILE_CALL
+    def test_what_is_missing_is_not_found(
+        self, filesystem: Filesystem, call: Callable[[Filesystem, str], object]
+    ) -> None:
+        with raises_os_error(FileNotFoundError, "no/such"):
+            call(filesystem, "/no/./such")
+
+    @_ANY_FILE_CALL
+    def test_what_is_below_a_file_is_in_no_directory(
+        self, filesystem: Filesystem, call: Callable[[Filesystem, str], object]
+    ) -> None:
+        filesystem.write("file", "x")
+
+        with raises_os_error(NotADirectoryError, "file/below"):
+            call(filesystem, "file/below")
+
+    @_READING
+    def test_a_directory_cannot_be_read(
+        self, filesystem: Filesystem, call: Callable[[Filesystem, str], object]
+    ) -> None:
+        filesystem.mkdir("directory")
+
+        with raises_os_error(IsADirectoryError, "directory"):
+            call(filesystem, "directory")
+
+    def test_a_file_cannot_be_listed(self, filesystem: Filesystem) -> None:
+        filesystem.write("file", "x")
+
+        with raises_os_error(NotADirectoryError, "file"):
+            filesystem.list("file")
+
+    def test_a_directory_with_entries_is_deleted_only_with_recursive(self, filesystem: Filesystem) -> None:
+        filesystem.write("directory/file", "x")
+
+        with pytest.raises(IsADirectoryError, match="Directory not empty") as caught:
+            filesystem.delete("directory")
+
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOTEMPTY, "directory")
+        assert filesystem.exists("directory/file")
+
+
+class FilesystemContract(_Reading, _Looking, _Errors, WritingContract, SearchContract):
+    """What every `Filesystem` does.  Supply `filesystem`: a new, empty one that can be written."""
+
+    @pytest.fixture
+    def filesystem(self) -> Filesystem:
+        raise NotImplementedError("supply the fixture `filesystem`")
+
+    def test_it_has_every_method_of_the_contract(self, filesystem: Filesystem) -> None:
+        assert isinstance(filesystem, Filesystem)
+        assert isinstance(filesystem.root, str)
+        assert filesystem.read_only is False

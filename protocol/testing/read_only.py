@@ -1,0 +1,71 @@
+"""ReadOnlyContract: what a `Filesystem` that cannot be written does."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from protocol.filesystem import Filesystem, SnapshotableFilesystem
+from protocol.testing.checks import contents
+
+__all__ = ["READ_ONLY_CONTENTS", "ReadOnlyContract"]
+
+# What the filesystem that is supplied must have.
+READ_ONLY_CONTENTS: Final = {"file": b"content\n", "directory": None, "directory/inner": b"inner\n"}
+
+_CHANGES: Final[dict[str, Callable[[Any], object]]] = {
+    "write": lambda filesystem: filesystem.write("file", "x"),
+    "write new": lambda filesystem: filesystem.write("new", "x", mode="create"),
+    "append": lambda filesystem: filesystem.write("file", "x", mode="append"),
+    "write_bytes": lambda filesystem: filesystem.write_bytes("file", b"x"),
+    "open_write": lambda filesystem: filesystem.open_write("file"),
+    "delete": lambda filesystem: filesystem.delete("file"),
+    "delete a directory": lambda filesystem: filesystem.delete("directory", recursive=True),
+    "delete what is missing": lambda filesystem: filesystem.delete("missing"),
+    "mkdir": lambda filesystem: filesystem.mkdir("new"),
+}
+
+
+class ReadOnlyContract:
+    """What a read-only `Filesystem` does.  Supply `filesystem`: read-only, and with READ_ONLY_CONTENTS in it."""
+
+    @pytest.fixture
+    def filesystem(self) -> Filesystem:
+        raise NotImplementedError("supply the fixture `filesystem`")
+
+    def test_it_says_that_it_is_read_only(self, filesystem: Filesystem) -> None:
+        assert filesystem.read_only is True
+
+    @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+    def test_every_change_is_refused_and_changes_nothing(
+        self, filesystem: Filesystem, change: Callable[[Any], object]
+    ) -> None:
+        with pytest.raises(PermissionError) as caught:
+            change(filesystem)
+
+        assert caught.value.errno == errno.EROFS
+        assert caught.value.filename in {"file", "new", "directory", "missing"}
+        assert contents(filesystem) == READ_ONLY_CONTENTS
+
+    def test_everything_can_be_read(self, filesystem: Filesystem) -> None:
+        assert contents(filesystem) == READ_ONLY_CONTENTS
+        assert filesystem.read("file").content == "content\n"
+        assert filesystem.read_bytes("directory/inner").content == b"inner\n"
+        assert filesystem.stat("file").size_bytes == 8
+        assert [match.path for match in filesystem.glob("*")] == ["directory/inner", "file"]
+        assert [match.path for match in filesystem.grep("inner")] == ["directory/inner"]
+        with filesystem.open_text("file") as reader:
+            assert list(reader) == ["content\n"]
+
+    def test_a_restore_is_a_change(self, filesystem: Filesystem) -> None:
+        if not isinstance(filesystem, SnapshotableFilesystem):
+            return  # it has none
+        snapshot = filesystem.snapshot()
+
+        with pytest.raises(PermissionError) as caught:
+            filesystem.restore(snapshot)
+
+        assert caught.value.errno == errno.EROFS
