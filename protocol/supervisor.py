@@ -20,9 +20,14 @@ import os
 import select
 import signal
 import sys
+import time
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 _SCAN_PAUSE_S = 0.01
+# A process that SIGKILL has not ended by then waits in the kernel for something that we cannot give it.
+_KILL_S = 10.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(arguments: list[bytes]) -> None:
@@ -31,7 +36,7 @@ def main(arguments: list[bytes]) -> None:
     command = arguments[3:]
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         _tell(status, f"error {ctypes.get_errno()}")
         return
     reader, writer = os.pipe()
@@ -57,6 +62,7 @@ def _become(directory: bytes, command: list[bytes], failed: int) -> None:
     """In the child: turn into the command; its errno goes to `failed`, which a successful exec closes."""
     try:
         os.setsid()
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # where the supervisor itself is killed
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(directory)
@@ -90,7 +96,8 @@ def _kill_all(command: int = 0) -> int:
     """Kill every descendant, until there is none; the exit status of `command`, if it was still there."""
     code = -int(signal.SIGKILL)
     me = os.getpid()
-    while True:
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
         for pid in _children(me):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -107,6 +114,7 @@ def _kill_all(command: int = 0) -> int:
         except ChildProcessError:
             return code
         select.select([], [], [], _SCAN_PAUSE_S)
+    return code
 
 
 def _children(parent: int) -> list[int]:

@@ -27,7 +27,7 @@ from protocol.adapters.tree_store import TreeStore
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution import ExecResult, HostExecutor, Running
 from protocol.filesystem import Filesystem
-from protocol.paths import DEFAULT_LIMITS, decode, encode
+from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
 from protocol.search.walk import KeepGoing, go_on
 from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
@@ -212,7 +212,7 @@ class _Job:
         self._params = params
         self._env = {"VFSD_WORKSPACE": options.name, **params.env}
         self._argv = [_text(word) for word in params.argv]
-        self._cwd = _path(params.cwd)
+        self._cwd = normalise(_path(params.cwd))
         self._killed = threading.Event()
         self._running: Running | None = None
 
