@@ -105,7 +105,8 @@ class State:
         inode.listing = None
         if live is not None:
             assert live.nlink == 0
-            self.revived.setdefault(number, live)
+            if before is None:
+                self.revived.setdefault(number, live)
             self.pages -= live.pages
             inherit(inode, live)
             if inode.is_dir and before is None:
