@@ -1,0 +1,477 @@
+"""Random work on a real mount, with snapshots, restores and drops in between, against a plain model.
+
+The system calls are made by this process, the daemon is another one; after every step the whole mount is
+compared with the model (names, absent names, types, content, modes, link counts, attributes; inode numbers and
+times of what was not touched), so are the files that are kept open, and the daemon checks its invariants.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import itertools
+import mmap
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from protocol.errors import fail
+from vfsd.control.client import ControlClient
+from vfsd.runtime import socket_path
+from vfsd.workspace import Workspace
+
+pytestmark = [pytest.mark.fuse, pytest.mark.slow]
+
+NAMES = ("a", "b", "c", "d")
+SNAPSHOTS = ("s1", "s2", "s3")
+SIZES = (0, 1, 4096, 10_000, 70_000)
+
+at = st.integers(0, 63)  # one of what there is, whatever there is
+names = st.sampled_from(NAMES)
+fills = st.sampled_from([b"x", b"yz", b"0123456"])
+
+
+@dataclass(eq=False)
+class Node:
+    """A file, directory or symlink; one object for all its hard links.
+
+    `ident` stays over copies; `inode` and `mtime_ns` are what was seen, None where that may have changed.
+    """
+
+    ident: int
+    kind: int
+    mode: int
+    data: bytes = b""
+    xattr: bytes | None = None
+    entries: dict[str, Node] = field(default_factory=dict)
+    inode: int | None = None
+    mtime_ns: int | None = None
+    mapped: bool = False  # written back when the kernel likes: then its time changes
+
+    @property
+    def is_dir(self) -> bool:
+        return self.kind == stat.S_IFDIR
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A snapshot of the model; `last_ident` is the newest that existed then."""
+
+    root: Node
+    last_ident: int
+
+
+def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    yield path, node
+    for name, child in sorted(node.entries.items()):
+        yield from walk(child, f"{path}/{name}" if path else name)
+
+
+def filled(pattern: bytes, size: int) -> bytes:
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+class MountMachine(RuleBasedStateMachine):
+    def __init__(self, workspace: Workspace, client: ControlClient) -> None:
+        super().__init__()
+        self.workspace = workspace
+        self.client = client
+        self.mount = workspace.path
+        for name in os.listdir(self.mount):
+            path = f"{self.mount}/{name}"
+            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+        for info in workspace.snapshots(changes=False):
+            workspace.drop(info.name)
+        for name in os.listxattr(self.mount):
+            os.removexattr(self.mount, name)
+        os.chmod(self.mount, 0o755)
+        self.idents = itertools.count(1)
+        self.last_ident = 0
+        self.root = Node(0, stat.S_IFDIR, 0o755)
+        self.taken: dict[str, State] = {}
+        self.undo_state: State | None = None
+        self.open: dict[int, Node] = {}
+
+    def teardown(self) -> None:
+        for fd in self.open:
+            os.close(fd)
+        self.open.clear()
+
+    # -- choosing ----------------------------------------------------------------------------------
+    def paths(self, wanted: Callable[[Node], bool]) -> list[tuple[str, Node]]:
+        return [(path, node) for path, node in walk(self.root) if wanted(node)]
+
+    def one(self, number: int, wanted: Callable[[Node], bool]) -> tuple[str, Node] | None:
+        found = self.paths(wanted)
+        return found[number % len(found)] if found else None
+
+    def directory(self, number: int) -> tuple[str, Node]:
+        found = self.one(number, lambda node: node.is_dir)
+        assert found is not None
+        return found
+
+    def real(self, path: str) -> str:
+        return f"{self.mount}/{path}" if path else self.mount
+
+    def new(self, kind: int, mode: int, data: bytes = b"") -> Node:
+        self.last_ident = next(self.idents)
+        return Node(self.last_ident, kind, mode, data)
+
+    def agree(self, real: Callable[[], object], model: Callable[[], object]) -> bool:
+        """Both succeed, or fail with the same errno; whether they did succeed."""
+        expected = got = 0
+        try:
+            model()
+        except OSError as error:
+            expected = error.errno or 0
+        try:
+            real()
+        except OSError as error:
+            got = error.errno or 0
+        assert errno.errorcode.get(got) == errno.errorcode.get(expected)
+        return not expected
+
+    # -- making --------------------------------------------------------------------------------------
+    def enter(self, directory: Node, name: str, node: Node) -> None:
+        if name in directory.entries:
+            raise fail(errno.EEXIST)
+        directory.entries[name] = node
+        directory.mtime_ns = None
+
+    @rule(into=at, name=names, pattern=fills, size=st.sampled_from(SIZES), keep=st.booleans())
+    def create(self, into: int, name: str, pattern: bytes, size: int, keep: bool) -> None:
+        path, directory = self.directory(into)
+        data = filled(pattern, size)
+        node = self.new(stat.S_IFREG, 0o600, data)
+
+        def real() -> None:
+            fd = os.open(f"{self.real(path)}/{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            assert os.write(fd, data) == len(data)
+            if keep and len(self.open) < 4:
+                self.open[fd] = node
+            else:
+                os.close(fd)
+
+        self.agree(real, lambda: self.enter(directory, name, node))
+
+    @rule(into=at, name=names)
+    def mkdir(self, into: int, name: str) -> None:
+        path, directory = self.directory(into)
+        if path.count("/") < 3:
+            node = self.new(stat.S_IFDIR, 0o700)
+            self.agree(lambda: os.mkdir(f"{self.real(path)}/{name}", 0o700), lambda: self.enter(directory, name, node))
+
+    @rule(into=at, name=names, to=names)
+    def symlink(self, into: int, name: str, to: str) -> None:
+        path, directory = self.directory(into)
+        node = self.new(stat.S_IFLNK, 0o777, to.encode())
+        self.agree(lambda: os.symlink(to, f"{self.real(path)}/{name}"), lambda: self.enter(directory, name, node))
+
+    @rule(which=at, into=at, name=names)
+    def link(self, which: int, into: int, name: str) -> None:
+        source = self.one(which, lambda node: not node.is_dir)
+        path, directory = self.directory(into)
+        if source is not None:
+            self.agree(
+                lambda: os.link(self.real(source[0]), f"{self.real(path)}/{name}", follow_symlinks=False),
+                lambda: self.enter(directory, name, source[1]),
+            )
+
+    # -- changing --------------------------------------------------------------------------------------
+    @rule(which=at, offset=st.sampled_from(SIZES), pattern=fills, size=st.sampled_from(SIZES))
+    def write(self, which: int, offset: int, pattern: bytes, size: int) -> None:
+        found = self.one(which, lambda node: node.kind == stat.S_IFREG)
+        if found is not None:
+            data = filled(pattern, size)
+            fd = os.open(self.real(found[0]), os.O_WRONLY)
+            try:
+                os.pwrite(fd, data, offset)
+            finally:
+                os.close(fd)
+            self.written(found[1], offset, data)
+
+    def written(self, node: Node, offset: int, data: bytes) -> None:
+        if data:
+            node.data = node.data[:offset].ljust(offset, b"\0") + data + node.data[offset + len(data) :]
+            node.mtime_ns = None
+
+    @rule(which=at, size=st.sampled_from(SIZES))
+    def truncate(self, which: int, size: int) -> None:
+        found = self.one(which, lambda node: node.kind == stat.S_IFREG)
+        if found is not None:
+            os.truncate(self.real(found[0]), size)
+            found[1].data = found[1].data[:size].ljust(size, b"\0")
+            found[1].mtime_ns = None
+
+    @rule(which=at, mode=st.sampled_from([0o600, 0o644, 0o755]))
+    def chmod(self, which: int, mode: int) -> None:
+        found = self.one(which, lambda node: node.kind != stat.S_IFLNK)
+        if found is not None:
+            os.chmod(self.real(found[0]), mode)
+            found[1].mode = mode
+
+    @rule(which=at, value=fills)
+    def setxattr(self, which: int, value: bytes) -> None:
+        found = self.one(which, lambda node: node.kind != stat.S_IFLNK)
+        if found is not None:
+            os.setxattr(self.real(found[0]), "user.test", value)
+            found[1].xattr = value
+
+    # -- removing and moving -----------------------------------------------------------------------------
+    @rule(into=at, name=names, directory=st.booleans())
+    def remove(self, into: int, name: str, directory: bool) -> None:
+        path, parent = self.directory(into)
+
+        def model() -> None:
+            node = parent.entries.get(name)
+            if node is None:
+                raise fail(errno.ENOENT)
+            if directory != node.is_dir:
+                raise fail(errno.ENOTDIR if directory else errno.EISDIR)
+            if node.entries:
+                raise fail(errno.ENOTEMPTY)
+            del parent.entries[name]
+            parent.mtime_ns = None
+
+        self.agree(lambda: (os.rmdir if directory else os.unlink)(f"{self.real(path)}/{name}"), model)
+
+    @rule(which=at)
+    def remove_tree(self, which: int) -> None:
+        found = self.one(which, lambda node: node.is_dir and node is not self.root)
+        if found is not None:
+            path, _ = found
+            shutil.rmtree(self.real(path))
+            above, name = self.parent_of(path)
+            del above.entries[name]
+            above.mtime_ns = None
+
+    def parent_of(self, path: str) -> tuple[Node, str]:
+        above, _, name = path.rpartition("/")
+        return dict(walk(self.root))[above], name
+
+    @rule(which=at, into=at, name=names)
+    def rename(self, which: int, into: int, name: str) -> None:
+        found = self.one(which, lambda node: node is not self.root)
+        if found is None:
+            return
+        source, node = found
+        path, target = self.directory(into)
+        goal = f"{path}/{name}" if path else name
+
+        def model() -> None:
+            """The order of the checks is the kernel's (do_renameat2 and vfs_rename in fs/namei.c)."""
+            above, old_name = self.parent_of(source)
+            victim = target.entries.get(name)
+            if node.is_dir and (path + "/").startswith(source + "/"):
+                raise fail(errno.EINVAL)
+            if victim is not None and source.startswith(goal + "/"):
+                raise fail(errno.ENOTEMPTY)
+            if victim is node:
+                return
+            if victim is not None and victim.is_dir != node.is_dir:
+                raise fail(errno.ENOTDIR if node.is_dir else errno.EISDIR)
+            if victim is not None and victim.entries:
+                raise fail(errno.ENOTEMPTY)
+            del above.entries[old_name]
+            target.entries[name] = node
+            above.mtime_ns = target.mtime_ns = None
+
+        self.agree(lambda: os.rename(self.real(source), self.real(goal)), model)
+
+    # -- open files ----------------------------------------------------------------------------------------
+    @rule(which=at)
+    def open_file(self, which: int) -> None:
+        found = self.one(which, lambda node: node.kind == stat.S_IFREG)
+        if found is not None and len(self.open) < 4:
+            self.open[os.open(self.real(found[0]), os.O_RDWR)] = found[1]
+
+    @precondition(lambda self: self.open)
+    @rule(which=at, offset=st.sampled_from(SIZES), pattern=fills)
+    def write_open(self, which: int, offset: int, pattern: bytes) -> None:
+        fd, node = list(self.open.items())[which % len(self.open)]
+        os.pwrite(fd, pattern, offset)
+        self.written(node, offset, pattern)
+
+    @precondition(lambda self: any(node.data for node in self.open.values()))
+    @rule(which=at, pattern=fills)
+    def write_mapped(self, which: int, pattern: bytes) -> None:
+        """Never synced, and the file stays open: only a snapshot, or the kernel in its own time, writes it back."""
+        some = [(fd, node) for fd, node in self.open.items() if node.data]
+        fd, node = some[which % len(some)]
+        with mmap.mmap(fd, 0) as mapping:
+            pattern = pattern[: len(mapping)]
+            mapping[: len(pattern)] = pattern
+        node.data = pattern + node.data[len(pattern) :]
+        node.mapped = True
+
+    @precondition(lambda self: self.open)
+    @rule(which=at)
+    def close(self, which: int) -> None:
+        fd = list(self.open)[which % len(self.open)]
+        del self.open[fd]
+        os.close(fd)
+
+    # -- snapshots -----------------------------------------------------------------------------------------
+    def state(self) -> State:
+        return State(copy.deepcopy(self.root), self.last_ident)
+
+    @rule(name=st.sampled_from(SNAPSHOTS))
+    def snapshot(self, name: str) -> None:
+        def model() -> None:
+            if name in self.taken:
+                raise fail(errno.EEXIST)
+            self.taken[name] = self.state()
+
+        self.agree(lambda: self.workspace.snapshot(name), model)
+
+    @rule(name=st.sampled_from(SNAPSHOTS))
+    def drop(self, name: str) -> None:
+        def model() -> None:
+            if name not in self.taken:
+                raise fail(errno.ENOENT)
+            del self.taken[name]
+
+        self.agree(lambda: self.workspace.drop(name), model)
+
+    @rule(name=st.sampled_from(SNAPSHOTS))
+    def restore(self, name: str) -> None:
+        def model() -> None:
+            if name not in self.taken:
+                raise fail(errno.ENOENT)
+            self.become(self.taken[name])
+
+        self.agree(lambda: self.workspace.restore(name), model)
+
+    @rule()
+    def undo(self) -> None:
+        def model() -> None:
+            if self.undo_state is None:
+                raise fail(errno.ENOENT)
+            self.become(self.undo_state)
+
+        self.agree(self.workspace.undo, model)
+
+    def become(self, state: State) -> None:
+        self.undo_state = self.state()
+        self.root = copy.deepcopy(state.root)
+        there = {node.ident: node for _, node in walk(self.root)}
+        for fd, node in list(self.open.items()):
+            if node.ident in there:
+                self.open[fd] = there[node.ident]
+            elif node.ident <= state.last_ident:
+                # Without a name then, too: what it holds now is between the program and the kernel.
+                del self.open[fd]
+                os.close(fd)
+
+    @precondition(lambda self: self.taken)
+    @rule(which=at, name=names)
+    def restore_path(self, which: int, name: str) -> None:
+        tag = list(self.taken)[which % len(self.taken)]
+        then, now = self.taken[tag].root.entries.get(name), self.root.entries.get(name)
+        if self.crosses(self.taken[tag].root, name) or self.crosses(self.root, name):
+            return  # a hard link that leads out: which of both it belongs to is no question for this model
+        for fd in self.open:
+            os.close(fd)
+        self.open.clear()
+
+        def model() -> None:
+            if then is None and now is None:
+                raise fail(errno.ENOENT)
+            self.undo_state = self.state()
+            self.root.mtime_ns = None
+            if then is None:
+                del self.root.entries[name]
+                return
+            self.root.entries[name] = fresh = copy.deepcopy(then)
+            for _, node in walk(fresh):
+                # It may be another inode now, and so another one than an open file's of later.
+                node.ident = next(self.idents)
+                node.inode = None
+                if node.is_dir:
+                    node.mtime_ns = None
+            self.last_ident = next(self.idents)
+
+        self.agree(lambda: self.workspace.restore(tag, [name]), model)
+
+    def crosses(self, root: Node, name: str) -> bool:
+        if name not in root.entries:
+            return False
+        inside = {node for _, node in walk(root.entries[name]) if not node.is_dir}
+        return any(node in inside for other, top in root.entries.items() if other != name for _, node in walk(top))
+
+    @rule(name=st.sampled_from(SNAPSHOTS))
+    def diff_names_what_differs(self, name: str) -> None:
+        if name not in self.taken:
+            return
+        then = {path: node for path, node in walk(self.taken[name].root) if path}
+        now = {path: node for path, node in walk(self.root) if path}
+        diff = self.workspace.diff(name)
+        assert {c.path for c in diff.changes if c.change == "added"} == now.keys() - then.keys()
+        assert {c.path for c in diff.changes if c.change == "removed"} == then.keys() - now.keys()
+        changed = {c.path for c in diff.changes if c.change in ("modified", "type")}
+        for path in now.keys() & then.keys():
+            a, b = then[path], now[path]
+            if a.kind != b.kind or a.data != b.data:
+                assert path in changed
+
+    # -- after every step ----------------------------------------------------------------------------------
+    @invariant()
+    def the_mount_is_as_the_model(self) -> None:
+        links: dict[Node, int] = {}
+        for _, node in walk(self.root):
+            links[node] = links.get(node, 0) + 1
+        for path, node in walk(self.root):
+            self.compare(self.real(path), node, links[node])
+        for fd, node in self.open.items():
+            assert os.pread(fd, 200_000, 0) == node.data
+            assert os.fstat(fd).st_nlink == links.get(node, 0)
+            assert os.fstat(fd).st_size == len(node.data)
+
+    def compare(self, path: str, node: Node, links: int) -> None:
+        info = os.lstat(path)
+        assert (stat.S_IFMT(info.st_mode), stat.S_IMODE(info.st_mode)) == (node.kind, node.mode), path
+        if node.is_dir:
+            assert sorted(os.listdir(path)) == sorted(node.entries), path
+            for name in NAMES:
+                assert os.path.lexists(f"{path}/{name}") == (name in node.entries), f"{path}/{name}"
+            links = 2 + sum(child.is_dir for child in node.entries.values())
+        elif node.kind == stat.S_IFLNK:
+            assert os.readlink(path) == node.data.decode()
+        else:
+            with open(path, "rb") as file:
+                assert file.read() == node.data, path
+            assert info.st_size == len(node.data), path
+        assert info.st_nlink == links, path
+        if node.kind != stat.S_IFLNK:
+            assert os.listxattr(path) == (["user.test"] if node.xattr is not None else []), path
+            assert node.xattr is None or os.getxattr(path, "user.test") == node.xattr, path
+        if node.inode is not None:
+            assert info.st_ino == node.inode, path
+        if node.mtime_ns is not None and not node.mapped:
+            assert info.st_mtime_ns == node.mtime_ns, path
+        node.inode, node.mtime_ns = info.st_ino, info.st_mtime_ns
+
+    @invariant()
+    def the_daemon_holds_together(self) -> None:
+        self.client.call("check")
+        names = [info.name for info in self.workspace.snapshots(changes=False) if info.kind == "user"]
+        assert names == list(self.taken)
+
+
+@pytest.mark.parametrize("engine", ["native", "pyfuse3"])
+def test_random_work_with_snapshots_and_restores_matches_a_plain_model(workdir: Path, engine: str) -> None:
+    with Workspace.mount(workdir / "m", engine=engine) as workspace:
+        with ControlClient(socket_path(workspace.name)) as client:
+            run_state_machine_as_test(
+                lambda: MountMachine(workspace, client),
+                settings=settings(max_examples=max(10, settings().max_examples // 2), stateful_step_count=40),
+            )
+        workspace.unmount()
