@@ -67,8 +67,13 @@ _ODD_PATHS: Final = (
     b"a/" + _LONG + b"n", b"\xff\xfe", b"a/\xf0\x28", b"new\nline", _DOTTED + b"abc", _DOTTED + b"abcd",
     b"a/" * 10 + b"a",
 )  # fmt: skip
-_TWO: Final = tuple(b"%s/%s" % (x, y) for x in _NAMES[:3] for y in _NAMES)
-PATH: Final = Kind("path", _NAMES * 9 + _TWO * 2 + _ODD_PATHS)
+_DIRECTORIES: Final = (b"a", b"b", b"a/b", b"b/a")
+_FILES: Final = (b"c", b"d", b"a/c", b"b/d", b"a/b/c", b"b/c")
+_ANY: Final = (*_NAMES, *(b"%s/%s" % (x, y) for x in _NAMES[:3] for y in _NAMES))
+# Names are mostly of what the operation is for, so that calls succeed, but not always.
+PATH: Final = Kind("path", _NAMES * 4 + _ANY * 2 + _DIRECTORIES * 4 + _FILES * 5 + _ODD_PATHS)
+FILE: Final = Kind("path", _FILES * 14 + _ANY * 2 + _ODD_PATHS)
+DIRECTORY: Final = Kind("path", _DIRECTORIES * 14 + _ANY * 2 + _ODD_PATHS)
 TARGET: Final = Kind(
     "target",
     (
@@ -76,13 +81,13 @@ TARGET: Final = Kind(
         b"a/new", b"t" * 127, b"t" * 128, b"t" * 4095, b"t" * 4096, b"", _LONG + b"n", b"\xff",
     ),
 )  # fmt: skip
-SLOT: Final = Kind("slot", (0, 1, 2, 3, 0, 1, 4))
+SLOT: Final = Kind("slot", (0, 0, 0, 1, 1, 1, 2, 2, 3))
 MODE: Final = Kind(
     "mode",
-    (0o777, 0o777, 0o666, 0o666, 0o644, 0o755, 0o1777, 0o2777, 0o2775, 0o4755, 0o6777, 0o6711, 0o4644, 0o2644, 0o2755,
-     0o700, 0o600, 0o555, 0o444, 0o222, 0o111, 0, 0o7777, 0o3777),
+    (*(0o777,) * 10, *(0o666,) * 8, 0o644, 0o755, 0o755, 0o1777, 0o2777, 0o2775, 0o4755, 0o6777, 0o6711, 0o4644, 0o2644,
+     0o2755, 0o700, 0o600, 0o555, 0o444, 0o222, 0o111, 0, 0o7777, 0o3777),
 )  # fmt: skip
-UMASK: Final = Kind("mode", (0, 0, 0o22, 0o77, 0o777, 0o7))
+UMASK: Final = Kind("mode", (0, 0, 0, 0, 0, 0o2, 0o22, 0o22, 0o77, 0o777))
 NODE: Final = Kind(
     "mode",
     (stat.S_IFREG | 0o644, stat.S_IFREG | 0o4755, stat.S_IFIFO | 0o666, stat.S_IFIFO | 0o600, stat.S_IFSOCK | 0o777,
@@ -98,6 +103,8 @@ _EXTRA: Final = (
 FLAGS: Final = Kind(
     "flags",
     tuple(access | extra | make for access in _ACCESS for extra in _EXTRA for make in (0, os.O_CREAT, os.O_CREAT))
+    + (os.O_RDWR | os.O_CREAT,) * 250
+    + (os.O_RDONLY,) * 50
     + (os.O_DIRECTORY | os.O_RDONLY,) * 40
     + (3, 3 | os.O_CREAT, os.O_CREAT | os.O_DIRECTORY),
 )
@@ -106,6 +113,7 @@ TMPFILE: Final = Kind(
     (os.O_TMPFILE | os.O_RDWR, os.O_TMPFILE | os.O_WRONLY, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, os.O_TMPFILE,
      os.O_TMPFILE | os.O_RDWR | os.O_APPEND, os.O_TMPFILE | os.O_RDWR | os.O_CREAT),
 )  # fmt: skip
+DIRECTORY_FLAGS: Final = Kind("flags", (os.O_RDONLY, os.O_DIRECTORY, os.O_DIRECTORY | os.O_NOFOLLOW, os.O_PATH))
 SIZE: Final = Kind("size", (0, 1, 10, 100, 4096, 5000, 8192, 70_000, 131_082, 200_000))
 DATA: Final = Kind(
     "data",
@@ -134,12 +142,13 @@ NOW: Final = (0, (1 << 30) - 1)  # UTIME_NOW, linux/stat.h
 OMIT: Final = (0, (1 << 30) - 2)  # UTIME_OMIT
 TIME: Final = Kind(
     "time",
-    (NOW, NOW, OMIT, OMIT, (0, 0), (1, 1), (1_000_000_000, 123_456_789), (-1, 999_999_999), (-86_400, 1),
-     (4_400_000_000, 5), (10_000_000_000, 0), (2**33, 999_999_999), (0, 10**9), (5, -1)),
+    (NOW, NOW, NOW, NOW, OMIT, OMIT, OMIT, (0, 0), (1, 1), (1_000_000_000, 123_456_789), (-1, 999_999_999),
+     (-86_400, 1), (4_400_000_000, 5), (10_000_000_000, 0), (2**33, 999_999_999), (0, 10**9), (5, -1)),
 )  # fmt: skip
 XATTR: Final = Kind(
     "xattr",
-    (b"user.a", b"user.a", b"user.b", b"user.\xff", b"user.", b"trusted.t", b"security.s", b"security.capability",
+    (*(b"user.a",) * 12, *(b"user.b",) * 4, *(b"trusted.t",) * 4, b"user.\xff", b"user.", b"security.s",
+     *(b"security.capability",) * 4,
      b"user." + b"x" * 250, b"user." + b"x" * 251, b"nonsense.x", b"nodot", b"", b"system.nonsense"),
 )  # fmt: skip
 _CAPABILITY_V2: Final = b"\x01\x00\x00\x02" + b"\x00\x04\x00\x00" + bytes(12)  # vfs_cap_data, linux/capability.h
@@ -147,18 +156,20 @@ VALUE: Final = Kind(
     "value", (b"", b"1", b"value", b"\x00\xff", _CAPABILITY_V2, _CAPABILITY_V2, b"v" * 4096, b"v" * 65_000)
 )
 HUGE_VALUE: Final = Kind("value", (b"v" * 65_536, b"v" * 65_537))
-XATTR_FLAGS: Final = Kind("xattr flags", (0, 0, 0, os.XATTR_CREATE, os.XATTR_REPLACE, 3, 4))
-XATTR_ROOM: Final = Kind("room", (0, 1, 5, 100, 65_536, 70_000))
+XATTR_FLAGS: Final = Kind("xattr flags", (*(0,) * 10, os.XATTR_CREATE, os.XATTR_REPLACE, 3, 4))
+XATTR_ROOM: Final = Kind("room", (65_536, 65_536, 65_536, 0, 1, 5, 100, 70_000))
 LOCK: Final = Kind("lock", ("r", "w", "u"))
 LOCK_START: Final = Kind("lock start", (0, 0, 10, 100, 2**62))
 LOCK_LENGTH: Final = Kind("lock length", (0, 1, 10, 50, 1000))
-FLOCK: Final = Kind("flock", (1, 2, 8, 2, 1, 0))  # LOCK_SH, LOCK_EX, LOCK_UN, sys/file.h
+FLOCK: Final = Kind("flock", (1, 1, 1, 2, 2, 2, 8, 8, 0))  # LOCK_SH, LOCK_EX, LOCK_UN, sys/file.h
 
 _P, _S = PATH, SLOT
 OPERATIONS: Final[dict[str, Operation]] = {
-    "open": Operation(30, (_P, FLAGS, MODE, _S)),
-    "tmpfile": Operation(4, (_P, TMPFILE, MODE, _S)),
-    "close": Operation(4, (_S,)),
+    "open": Operation(12, (FILE, FLAGS, MODE, _S)),
+    "open_directory": Operation(5, (DIRECTORY, DIRECTORY_FLAGS, MODE, _S)),
+    "open_any": Operation(12, (_P, FLAGS, MODE, _S)),
+    "tmpfile": Operation(5, (DIRECTORY, TMPFILE, MODE, _S)),
+    "close": Operation(2, (_S,)),
     "dup": Operation(2, (_S, _S)),
     "reopen": Operation(1, (_S,)),
     "read": Operation(8, (_S, SIZE)),
@@ -168,21 +179,23 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "writev": Operation(3, (_S, DATA, DATA)),
     "lseek": Operation(5, (_S, OFFSET, WHENCE)),
     "seek_sparse": Operation(5, (_S, OFFSET, SPARSE_WHENCE)),
-    "truncate": Operation(6, (_P, OFFSET)),
+    "truncate": Operation(8, (FILE, OFFSET)),
     "ftruncate": Operation(6, (_S, OFFSET)),
     "fallocate": Operation(8, (_S, FALLOCATE_MODE, OFFSET, LENGTH)),
-    "copy_file_range": Operation(6, (_S, WHERE, _S, WHERE, LENGTH)),
+    "copy_file_range": Operation(10, (_S, WHERE, _S, WHERE, LENGTH)),
     "sendfile": Operation(2, (_S, _S, SIZE)),
-    "mkdir": Operation(20, (_P, MODE)),
-    "rmdir": Operation(8, (_P,)),
-    "mknod": Operation(8, (_P, NODE, DEVICE)),
+    "mkdir": Operation(14, (DIRECTORY, MODE)),
+    "rmdir": Operation(7, (DIRECTORY,)),
+    "mknod": Operation(7, (FILE, NODE, DEVICE)),
     "symlink": Operation(9, (TARGET, _P)),
-    "link": Operation(10, (_P, _P, BOOL)),
+    "link": Operation(14, (FILE, _P, BOOL)),
     "link_open": Operation(4, (_S, _P)),
-    "unlink": Operation(10, (_P,)),
-    "rename": Operation(14, (_P, _P)),
+    "unlink": Operation(9, (FILE,)),
+    "rename": Operation(10, (FILE, FILE)),
+    "rename_directory": Operation(5, (DIRECTORY, DIRECTORY)),
+    "rename_any": Operation(7, (_P, _P)),
     "renameat2": Operation(10, (_P, _P, RENAME_FLAGS)),
-    "listdir": Operation(6, (_P,)),
+    "listdir": Operation(6, (DIRECTORY,)),
     "flistdir": Operation(4, (_S,)),
     "stat": Operation(4, (_P,)),
     "fstat": Operation(2, (_S,)),
@@ -198,13 +211,13 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "utimens": Operation(8, (_P, TIME, TIME, BOOL)),
     "futimens": Operation(4, (_S, TIME, TIME)),
     "utimes_now": Operation(2, (_P,)),
-    "setxattr": Operation(8, (_P, XATTR, VALUE, XATTR_FLAGS, BOOL)),
+    "setxattr": Operation(8, (FILE, XATTR, VALUE, XATTR_FLAGS, BOOL)),
     "setxattr_huge": Operation(1, (_P, XATTR, HUGE_VALUE)),
     "fsetxattr": Operation(4, (_S, XATTR, VALUE, XATTR_FLAGS)),
-    "getxattr": Operation(5, (_P, XATTR, XATTR_ROOM, BOOL)),
+    "getxattr": Operation(5, (FILE, XATTR, XATTR_ROOM, BOOL)),
     "fgetxattr": Operation(2, (_S, XATTR, XATTR_ROOM)),
     "listxattr": Operation(4, (_P, BOOL)),
-    "removexattr": Operation(4, (_P, XATTR, BOOL)),
+    "removexattr": Operation(5, (FILE, XATTR, BOOL)),
     "fremovexattr": Operation(2, (_S, XATTR)),
     "map_write": Operation(6, (_S, OFFSET, DATA)),
     "map_read": Operation(4, (_S, OFFSET, SIZE)),
@@ -217,19 +230,34 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "lock_ofd": Operation(3, (_S, LOCK, LOCK_START, LOCK_LENGTH)),
     "lock_test": Operation(3, (_S, LOCK, LOCK_START, LOCK_LENGTH)),
     "umask": Operation(2, (UMASK,)),
-    "chdir": Operation(4, (_P,)),
-    "chdir_root": Operation(6, ()),
+    "chdir": Operation(4, (DIRECTORY,)),
+    "chdir_root": Operation(8, ()),
     "fchdir": Operation(1, (_S,)),
     "getcwd": Operation(1, ()),
 }  # fmt: skip
 
 
+def _prologue(chance: random.Random) -> Iterator[Call]:
+    """Something to begin with: directories, and for each worker open files."""
+    yield Call(0, "mkdir", (b"a", chance.choice((0o777, 0o777, 0o2777, 0o1777))))
+    yield Call(1, "mkdir", (b"b", chance.choice((0o777, 0o2775, 0o1777))))
+    for worker in range(len(WORKERS)):
+        yield Call(worker, "umask", (chance.choice((0, 0, 0o22)),))
+        for slot in range(3):
+            yield Call(worker, "open", (chance.choice(_FILES), os.O_RDWR | os.O_CREAT, 0o666, slot))
+            yield Call(worker, "pwrite", (slot, chance.choice(DATA.values), 0))
+
+
 def random_calls(chance: random.Random, count: int, without: Collection[str] = ()) -> Iterator[Call]:
-    """`count` calls at random; the same `chance` gives the same calls.  `without` names operations to leave out."""
+    """`count` calls at random, after some to begin with; the same `chance` gives the same calls.
+
+    `without` names operations to leave out.
+    """
     names = [name for name in OPERATIONS if name not in without]
     weights = list(accumulate(OPERATIONS[name].weight for name in names))
     choose, draw, pick = chance.choices, chance.random, chance.choice
     worker = 0
+    yield from _prologue(chance)
     for name in choose(names, cum_weights=weights, k=count):
         if draw() > _STAY_SHARE:
             worker = pick(range(len(WORKERS)))

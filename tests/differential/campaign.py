@@ -83,4 +83,5 @@ def reduced(bench: Bench, calls: Sequence[Call], difference: Difference) -> tupl
 
     if not any(fails(calls) for _ in range(_TRIES)):
         return None
-    return last, reduce(calls, fails)
+    small = reduce(calls, fails)
+    return last, small

@@ -57,8 +57,11 @@ class Known:
 
 
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
+_PYFUSE3: Final = ("pyfuse3",)
 _BOTH: Final = ("native", "pyfuse3")
-_MOVES: Final = frozenset({"unlink", "rmdir", "rename", "renameat2", "link", "link_open"})
+_MOVES: Final = frozenset(
+    {"unlink", "rmdir", "rename", "rename_directory", "rename_any", "renameat2", "link", "link_open"}
+)
 
 
 def _coarse_clock(_: Call, difference: Difference) -> bool:
@@ -111,6 +114,19 @@ def _fifo_times(call: Call, difference: Difference) -> bool:
         and difference.what.endswith((": mtime", ": ctime", ": atime"))
         and (call.operation in {"write", "writev", "read", "sendfile", "copy_file_range"})
     )
+
+
+def _touched(call: Call, difference: Difference) -> bool:
+    sets_now = call.operation == "utimes_now" or (call.operation in {"utimens", "futimens"} and call.args[2] == NOW)
+    return sets_now and difference.what.endswith(": order of times")
+
+
+def _seeks_hole(call: Call, difference: Difference) -> bool:
+    return call.operation == "lseek" and call.args[2] in {os.SEEK_DATA, os.SEEK_HOLE} and difference.what == "answer"
+
+
+def _both_flags(call: Call, difference: Difference) -> bool:
+    return call.operation in {"setxattr", "fsetxattr"} and call.args[3] == os.XATTR_CREATE | os.XATTR_REPLACE
 
 
 def _symlink_pages(_: Call, difference: Difference) -> bool:
@@ -168,6 +184,28 @@ KNOWN: Final[tuple[Known, ...]] = (
         "what goes through a fifo leaves its times alone: the kernel's FUSE layer marks all inodes S_NOCMTIME "
         "(fuse_iget, fs/fuse/inode.c), and a fifo's content never reaches the file system",
         "Times",
+        ends_episode=True,
+    ),
+    Known(
+        _PYFUSE3,
+        _touched,
+        "setting mtime to now makes it up to 4 ms older than ctime: libfuse hands on the kernel's coarse clock, and "
+        "not that the time was asked to be now",
+        "Times",
+        ends_episode=True,
+    ),
+    Known(
+        _PYFUSE3,
+        _seeks_hole,
+        "SEEK_DATA and SEEK_HOLE see a file without holes: pyfuse3 has no lseek",
+        "Sparse files",
+        ends_episode=True,
+    ),
+    Known(
+        _PYFUSE3,
+        _both_flags,
+        "XATTR_CREATE with XATTR_REPLACE: pyfuse3 looks at the first of them only (handlers.pxi)",
+        "Extended attributes",
         ends_episode=True,
     ),
     Known(

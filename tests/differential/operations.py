@@ -109,7 +109,7 @@ class Process:
         # Without O_NONBLOCK a fifo waits for its other end.
         self._put(slot, os.open(path, flags | os.O_NONBLOCK, mode))
 
-    do_tmpfile = do_open
+    do_tmpfile = do_open_any = do_open_directory = do_open
 
     def do_close(self, slot: int) -> None:
         os.close(self.fd(slot))
@@ -245,6 +245,8 @@ class Process:
 
     def do_rename(self, old: bytes, new: bytes) -> None:
         os.rename(old, new)
+
+    do_rename_directory = do_rename_any = do_rename
 
     def do_renameat2(self, old: bytes, new: bytes, flags: int) -> None:
         _checked(_libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, flags))
