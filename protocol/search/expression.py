@@ -81,7 +81,8 @@ class Expression:
             line_end = text.find(b"\n", stop, end)
             if line_end < 0:
                 line_end = end
-            newlines += text.count(b"\n", at, line_start)
+            if line_start > at:
+                newlines += text.count(b"\n", at, line_start)
             yield Hit(newlines, line_start, line_end, start, stop)
             at = line_end + 1
             newlines += 1

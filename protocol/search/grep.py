@@ -149,15 +149,19 @@ class _Search:
             self.files_searched += 1
 
     def _add(self, path: bytes, text: bytes, hits: Iterator[Hit], first_line: int) -> None:
+        shown_path = decode(path)
         for hit in hits:
             if len(self.matches) == self.max_matches:
                 self.is_truncated = True
                 return
             line = text[hit.line_start : hit.line_end].decode()
-            start = len(text[hit.line_start : hit.start].decode())
-            end = start + len(text[hit.start : hit.end].decode())
-            shown = _shown(line, start, end, self.max_line_characters)
-            self.matches.append(GrepMatch(decode(path), first_line + hit.newlines, *shown))
+            start, end = hit.start - hit.line_start, hit.end - hit.line_start
+            if not line.isascii():  # else bytes are characters
+                start = len(text[hit.line_start : hit.start].decode())
+                end = start + len(text[hit.start : hit.end].decode())
+            if len(line) > self.max_line_characters:
+                line, start, end = _cut(line, start, end, self.max_line_characters)
+            self.matches.append(GrepMatch(shown_path, first_line + hit.newlines, line, start, end))
 
 
 def _is_utf8(text: bytes) -> bool:
@@ -170,7 +174,7 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-def _shown(line: str, start: int, end: int, width: int) -> tuple[str, int, int]:
+def _cut(line: str, start: int, end: int, width: int) -> tuple[str, int, int]:
     """At most `width` characters of a line, and the match in them; of a match that is longer, its start."""
     if end <= width:
         return line[:width], start, end

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protocol.search import USUAL_SKIPS, GrepResult, grep_tree
+from protocol.backends.memory import MemoryVolume
+from protocol.search import USUAL_SKIPS, GrepResult, glob_paths, grep_tree
 from protocol.search.grep import BLOCK_BYTES
 from protocol.search.tokens import required_literal, tokens_of
 from protocol.tree import TreeEntry
@@ -341,6 +342,20 @@ def test_an_error_of_the_backend_ends_the_search() -> None:
 
     with pytest.raises(OSError, match="broken"):
         grep_tree(Broken(FILES), "needle")
+
+
+def test_a_memory_volume_is_searched_as_any_tree() -> None:
+    volume = MemoryVolume()
+    items = {**FILES, b"big": big_text().encode(), b"lat\xff": b"\xff"}
+    volume.import_tree(DictTree(items), replace=True)
+
+    with volume.tree() as tree:
+        for pattern in ["needle", "^$", "line 1[0-9]*7 "]:
+            assert grep_tree(tree, pattern) == grep_tree(DictTree(items), pattern)
+        for pattern in ["**", "*.py", "d/*", "/*.txt", "d/c.py", "nowhere/x"]:
+            assert glob_paths(tree, pattern) == glob_paths(DictTree(items), pattern)
+        with pytest.raises(FileNotFoundError):
+            glob_paths(tree, "*", path=b"nowhere")
 
 
 # -- limits --------------------------------------------------------------------------------------------
