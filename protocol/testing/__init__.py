@@ -7,11 +7,28 @@
                 return MyVolume(...)
             return make
 
-What each call must answer is `protocol.volume`'s docstrings; where they are silent, tmpfs is asked.
+What each call must answer is the docstrings of `protocol.volume` and `protocol.filesystem`; where those of a
+volume are silent, tmpfs is asked.
 """
 
 from __future__ import annotations
 
+from protocol.testing import _assertions as _assertions
+from protocol.testing.archive import ArchiveContract
+from protocol.testing.filesystem import FilesystemContract
+from protocol.testing.read_only import ReadOnlyContract
+from protocol.testing.snapshot import SnapshotContract
+from protocol.testing.streaming import StreamingContract
 from protocol.testing.volume import Clock, Driver, MakeVolume, VolumeContract
 
-__all__ = ["Clock", "Driver", "MakeVolume", "VolumeContract"]
+__all__ = [
+    "ArchiveContract",
+    "Clock",
+    "Driver",
+    "FilesystemContract",
+    "MakeVolume",
+    "ReadOnlyContract",
+    "SnapshotContract",
+    "StreamingContract",
+    "VolumeContract",
+]

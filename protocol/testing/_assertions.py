@@ -9,16 +9,13 @@ import pytest
 
 _SUITES: Final = (
     "archive",
-    "attributes",
     "checks",
-    "content",
-    "driver",
-    "entries",
     "filesystem",
     "read_only",
     "search",
     "snapshot",
     "streaming",
+    "volume",
     "writing",
 )
 

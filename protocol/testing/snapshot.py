@@ -50,6 +50,7 @@ class SnapshotContract:
         filesystem.write("becomes-directory/inner", "x")
         filesystem.delete("becomes-file", recursive=True)
         filesystem.write("becomes-file", "x")
+        filesystem.write("new-file", "x")
         filesystem.write("new/deep/file", "x")
         filesystem.restore(snapshot)
 

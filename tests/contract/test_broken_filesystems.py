@@ -1,0 +1,49 @@
+"""A filesystem that breaks its contract fails the suite."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.broken import BROKEN
+
+pytest_plugins = ["pytester"]
+
+SOURCE = """
+import pytest
+import protocol.testing
+from protocol import HostMount, InMemoryFilesystem
+from protocol.testing.read_only import READ_ONLY_CONTENTS
+from tests.contract import broken
+
+SUITE = getattr(protocol.testing, {suite!r})
+
+
+def make(kind, directory):
+    if {suite!r} != "ReadOnlyContract":
+        return kind()
+    for path, content in READ_ONLY_CONTENTS.items():
+        (directory / path).mkdir() if content is None else (directory / path).write_bytes(content)
+    return kind(mounts=[HostMount(directory)], read_only=True)
+
+
+def suite_of(kind):
+    @pytest.fixture
+    def filesystem(self, tmp_path_factory):
+        return make(kind, tmp_path_factory.mktemp("backend"))
+
+    return type("Test" + kind.__name__, (SUITE,), dict(filesystem=filesystem))
+
+
+for kind in [InMemoryFilesystem, *broken.BROKEN[{suite!r}]]:
+    globals()["Test" + kind.__name__] = suite_of(kind)
+"""
+
+
+@pytest.mark.parametrize("suite", BROKEN)
+def test_every_broken_filesystem_fails_its_suite_and_a_sound_one_passes(pytester: pytest.Pytester, suite: str) -> None:
+    pytester.makepyfile(SOURCE.format(suite=suite))
+
+    reports = pytester.inline_run("-p", "no:cacheprovider").getreports("pytest_runtest_logreport")
+
+    failed = {report.nodeid.split("::")[1] for report in reports if report.failed}  # type: ignore[union-attr]
+    assert failed == {"Test" + kind.__name__ for kind in BROKEN[suite]}  # type: ignore[attr-defined]
