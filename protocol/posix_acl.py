@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from protocol.errors import fail
 
-__all__ = ["ACCESS", "DEFAULT", "Inherited", "access_acl", "chmod", "inherit"]
+__all__ = ["ACCESS", "DEFAULT", "Inherited", "access_acl", "check", "chmod", "inherit", "is_empty"]
 
 ACCESS: Final = b"system.posix_acl_access"
 DEFAULT: Final = b"system.posix_acl_default"
@@ -51,6 +51,8 @@ class Inherited(NamedTuple):
 
 def _parse(value: bytes) -> list[Entry]:
     """The entries of an xattr's value.  EINVAL, EOPNOTSUPP (another version) where it is none."""
+    if not value:
+        return []  # setxattr(2) of nothing at all removes an ACL
     if len(value) < len(_VERSION) or (len(value) - len(_VERSION)) % _ENTRY.size:
         raise fail(errno.EINVAL)
     if not value.startswith(_VERSION):
@@ -60,6 +62,16 @@ def _parse(value: bytes) -> list[Entry]:
     if entries and (tags - _TAGS or _REQUIRED - tags):
         raise fail(errno.EINVAL)
     return entries
+
+
+def check(value: bytes) -> None:
+    """EINVAL or EOPNOTSUPP for what is no ACL."""
+    _parse(value)
+
+
+def is_empty(value: bytes) -> bool:
+    """Whether an xattr's value has no entries, which stands for no ACL.  EINVAL, EOPNOTSUPP."""
+    return not _parse(value)
 
 
 def _pack(entries: list[Entry]) -> bytes:

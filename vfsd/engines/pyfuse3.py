@@ -16,6 +16,8 @@ What pyfuse3 cannot carry, so that a mount of this engine lacks it or shows it o
 - libfuse negotiates FUSE_AUTO_INVAL_DATA: the kernel drops a file's pages when the mtime that it asks for
   has changed, by its own writes too.  The first read after a write asks for attributes and data again.
 - The readdir cache of the kernel (FOPEN_CACHE_DIR) and opens without a request cannot be asked for.
+- libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask also narrows what inherits a
+  default ACL, and an access ACL that its setter's group has no part in leaves sgid as it is.
 - An interrupted request can be taken back by the kernel between poll and read; pyfuse3's blocking read then
   keeps the loop until the next request.
 """
@@ -94,12 +96,12 @@ class _Handlers(pyfuse3.Operations):
 
     supports_dot_lookup = False  # only NFS export asks for it
     enable_writeback_cache = False  # a write that returned is in the volume
-    enable_acl = False
 
     def __init__(self, volume: Volume, cache_timeout_s: float, impersonator: Impersonator | None) -> None:
         self.requests = 0
         self.in_progress = 0
         self._volume = volume
+        self.enable_acl = bool(getattr(volume, "supports_acl", False))
         self._impersonator = impersonator
         self._timeout_s = min(cache_timeout_s, _FOREVER_S)
         # Absence is cached only where nobody but us can end it.

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.view import SnapshotTree
 from protocol.diff import is_below
@@ -311,10 +312,12 @@ class Converger:
         wanted = (mode, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs), entry.rdev)
         if (node.mode, node.uid, node.gid, node.mtime_ns, node.xattrs or {}, node.rdev) == wanted:
             return
+        if entry.xattrs:
+            xattrs.check_imported(entry.xattrs)
         state = self._state
         node = state.own(node)
-        node.mode, node.uid, node.gid, node.mtime_ns, xattrs, node.rdev = wanted
-        node.xattrs = xattrs or None
+        node.mode, node.uid, node.gid, node.mtime_ns, kept, node.rdev = wanted
+        node.xattrs = kept or None
         node.ctime_ns = state.clock()
         if self._own_view is not None:
             version = self._own_view.version(entry.inode)

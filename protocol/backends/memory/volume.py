@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.memory import xattrs
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
 from protocol.backends.memory.listing import Listing
@@ -39,8 +40,6 @@ __all__ = ["MemoryVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
-# Of one inode, names and values; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.
-XATTRS_MAX_BYTES: Final = 1024 * 1024
 _PAGE: Final = 4096
 _UNLIMITED_INODES: Final = 2**31 - 1
 _DAY_NS: Final = 24 * 3600 * 10**9
@@ -48,9 +47,7 @@ _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
-_XATTR_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
 _SUPERUSER: Final = Caller(0, 0)
-_CAPABILITY: Final = b"security.capability"
 
 
 class MemoryVolume(Snapshots):
@@ -60,6 +57,9 @@ class MemoryVolume(Snapshots):
     `max_inodes` the live inodes, the root among them; None: no limit.  What snapshots hold is not counted.
     `clock` gives the time in nanoseconds since the epoch.  The root belongs to `uid` and `gid`.
     """
+
+    # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
+    supports_acl: Final = True
 
     def __init__(
         self,
@@ -149,17 +149,10 @@ class MemoryVolume(Snapshots):
                 # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c)
                 now = node.ctime_ns
             self._resize(node, changes.size)
-            _drop_capability(node)
+            node.xattrs = xattrs.without_capability(node.xattrs)
         if (changes.uid is not None or changes.gid is not None) and not node.is_dir:
-            _drop_capability(node)
-        if changes.kill_privileges:
-            node.mode = _without_privileges(node.mode)
-        if changes.mode is not None:
-            node.mode = stat.S_IFMT(node.mode) | (changes.mode & 0o7777)
-        if changes.uid is not None:
-            node.uid = changes.uid
-        if changes.gid is not None:
-            node.gid = changes.gid
+            node.xattrs = xattrs.without_capability(node.xattrs)
+        _set_owner_and_mode(node, changes)
         if changes.atime_ns is not None:
             node.atime_ns = changes.atime_ns
         if changes.mtime_ns is not None:
@@ -197,7 +190,7 @@ class MemoryVolume(Snapshots):
         if len(target) > SYMLINK_MAX:
             raise fail(errno.ENAMETOOLONG)
         directory = self._room_for(parent, name)
-        node = self._new(directory, stat.S_IFLNK | 0o777, caller)
+        node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
         node.target = target
         node.size = len(target)
         return self._enter(directory, name, node)
@@ -397,7 +390,7 @@ class MemoryVolume(Snapshots):
         if kill_privileges:
             node.mode = _without_privileges(node.mode)
         if node.xattrs:
-            _drop_capability(node)
+            node.xattrs = xattrs.without_capability(node.xattrs)
         return length
 
     def _fitting(self, node: Inode, offset: int, length: int) -> int:
@@ -487,26 +480,18 @@ class MemoryVolume(Snapshots):
         return StatFs(_PAGE, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
-        _check_xattr_name(name)
-        xattrs = self.getattr(inode).xattrs
-        if xattrs is None or name not in xattrs:
+        xattrs.check_name(name)
+        kept = self.getattr(inode).xattrs
+        if kept is None or name not in kept:
             raise fail(errno.ENODATA)
-        return xattrs[name]
+        return kept[name]
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
         self._check_writable()
-        _check_xattr_name(name)
         node = self.getattr(inode)
-        present = node.xattrs is not None and name in node.xattrs
-        if flags & os.XATTR_CREATE and present:
-            raise fail(errno.EEXIST)
-        if flags & os.XATTR_REPLACE and not present:
-            raise fail(errno.ENODATA)
-        others = {key: kept for key, kept in (node.xattrs or {}).items() if key != name}
-        if sum(len(key) + len(kept) for key, kept in others.items()) + len(name) + len(value) > XATTRS_MAX_BYTES:
-            raise fail(errno.ENOSPC)
+        mode, kept = xattrs.after_set(node.mode, node.xattrs, name, bytes(value), flags)
         node = self._state.own(node)
-        node.xattrs = {**(node.xattrs or {}), name: bytes(value)}
+        node.mode, node.xattrs = mode, kept
         node.ctime_ns = self._clock()
 
     def listxattr(self, inode: int) -> Sequence[bytes]:
@@ -514,12 +499,10 @@ class MemoryVolume(Snapshots):
 
     def removexattr(self, inode: int, name: bytes) -> None:
         self._check_writable()
-        _check_xattr_name(name)
         node = self.getattr(inode)
-        if node.xattrs is None or name not in node.xattrs:
-            raise fail(errno.ENODATA)
+        kept = xattrs.after_remove(node.xattrs, name)
         node = self._state.own(node)
-        node.xattrs = {key: value for key, value in (node.xattrs or {}).items() if key != name} or None
+        node.xattrs = kept
         node.ctime_ns = self._clock()
 
     # -- helpers ---------------------------------------------------------------------------------------
@@ -558,8 +541,13 @@ class MemoryVolume(Snapshots):
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
-        gid = directory.gid if directory.mode & stat.S_ISGID else caller.gid
-        return self._state.create(mode, caller.uid, gid)
+        """An inode that nobody can see yet, its mode by the umask or by the ACL that takes its place."""
+        if directory.xattrs is None:
+            return self._state.create(mode & ~caller.umask, caller.uid, _group(directory, caller))
+        mode, acls = xattrs.inherited(directory.xattrs, mode, caller.umask)
+        node = self._state.create(mode, caller.uid, _group(directory, caller))
+        node.xattrs = acls
+        return node
 
     def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:
         """Give `node` (owned) a name.  The directory gets its ctime: a new inode's times are all one, as on tmpfs."""
@@ -633,15 +621,9 @@ def _check_name(name: bytes) -> None:
         raise fail(errno.EINVAL, _show(name))
 
 
-def _check_xattr_name(name: bytes) -> None:
-    """As xattr_resolve_name (fs/xattr.c) does for a file system with these namespaces."""
-    namespace, _, rest = name.partition(b".")
-    if namespace not in _XATTR_NAMESPACES or len(namespace) == len(name):
-        raise fail(errno.EOPNOTSUPP)
-    if not rest:
-        raise fail(errno.EINVAL)
-    if len(name) > NAME_MAX:
-        raise fail(errno.ERANGE)
+def _group(directory: Inode, caller: Caller) -> int:
+    """The group of what `caller` makes in `directory`."""
+    return directory.gid if directory.mode & stat.S_ISGID else caller.gid
 
 
 def _missing(name: bytes) -> OSError:
@@ -656,21 +638,25 @@ def _modified(directory: Inode, now_ns: int) -> None:
     directory.mtime_ns = directory.ctime_ns = now_ns
 
 
+def _set_owner_and_mode(node: Inode, changes: AttributeChanges) -> None:
+    if changes.kill_privileges:
+        node.mode = _without_privileges(node.mode)
+    if changes.mode is not None:
+        node.mode = stat.S_IFMT(node.mode) | (changes.mode & 0o7777)
+        if node.xattrs is not None:
+            node.xattrs = xattrs.after_chmod(node.xattrs, node.mode)
+    if changes.uid is not None:
+        node.uid = changes.uid
+    if changes.gid is not None:
+        node.gid = changes.gid
+
+
 def _without_privileges(mode: int) -> int:
     """Without suid, and without sgid where it is one (with group execute): setattr_should_drop_suidgid, fs/attr.c."""
     if stat.S_ISDIR(mode):
         return mode
     mode &= ~stat.S_ISUID
     return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
-
-
-def _drop_capability(node: Inode) -> None:
-    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us.
-
-    (An empty value grants nothing, and stays: cap_inode_need_killpriv, security/commoncap.c.)
-    """
-    if node.xattrs is not None and node.xattrs.get(_CAPABILITY):
-        node.xattrs = {name: value for name, value in node.xattrs.items() if name != _CAPABILITY} or None
 
 
 def _pages(offset: int, length: int) -> int:

@@ -1,0 +1,122 @@
+"""Extended attributes of an inode in memory, POSIX ACLs among them: what setting, removing, making and chmod do.
+
+Functions of an inode's mode and attributes; whoever calls them makes the inode his own before he stores what they
+return.  Dicts are replaced, never changed: versions of an inode share them.
+
+Source: xattr(7), fs/xattr.c; for ACLs simple_set_acl and posix_acl_create (fs/posix_acl.c), as tmpfs uses them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+from protocol import posix_acl
+from protocol.errors import fail
+from protocol.volume import NAME_MAX
+
+__all__ = [
+    "XATTRS_MAX_BYTES",
+    "Xattrs",
+    "after_chmod",
+    "after_remove",
+    "after_set",
+    "check_imported",
+    "check_name",
+    "inherited",
+    "without_capability",
+]
+
+Xattrs: TypeAlias = dict[bytes, bytes]
+
+# Of one inode, names and values; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.
+XATTRS_MAX_BYTES: Final = 1024 * 1024
+_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
+_ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
+_CAPABILITY: Final = b"security.capability"
+
+
+def check_name(name: bytes) -> None:
+    """As xattr_resolve_name (fs/xattr.c) does for a file system with these namespaces."""
+    if name in _ACLS:
+        return
+    namespace, _, rest = name.partition(b".")
+    if namespace not in _NAMESPACES or len(namespace) == len(name):
+        raise fail(errno.EOPNOTSUPP)
+    if not rest:
+        raise fail(errno.EINVAL)
+    if len(name) > NAME_MAX:
+        raise fail(errno.ERANGE)
+
+
+def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags: int) -> tuple[int, Xattrs | None]:
+    """Mode and attributes after setxattr(2).  EEXIST, ENODATA, ENOSPC; for ACLs EACCES, EINVAL, EOPNOTSUPP."""
+    check_name(name)
+    present = xattrs is not None and name in xattrs
+    if flags & os.XATTR_CREATE and present:
+        raise fail(errno.EEXIST)
+    if flags & os.XATTR_REPLACE and not present:
+        raise fail(errno.ENODATA)
+    kept: bytes | None = value
+    if name in _ACLS:
+        mode, kept = _acl_to_keep(mode, name, value)
+    others = {key: other for key, other in (xattrs or {}).items() if key != name}
+    if kept is None:
+        return mode, others or None
+    if sum(len(key) + len(other) for key, other in others.items()) + len(name) + len(kept) > XATTRS_MAX_BYTES:
+        raise fail(errno.ENOSPC)
+    # What is replaced keeps its place in the list.
+    return mode, {**(xattrs or {}), name: kept}
+
+
+def _acl_to_keep(mode: int, name: bytes, value: bytes) -> tuple[int, bytes | None]:
+    if stat.S_ISLNK(mode):
+        raise fail(errno.EOPNOTSUPP)
+    if name == posix_acl.ACCESS:
+        return posix_acl.access_acl(mode, value)
+    empty = posix_acl.is_empty(value)
+    if not stat.S_ISDIR(mode) and not empty:
+        raise fail(errno.EACCES)
+    return mode, None if empty else value
+
+
+def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
+    """The attributes after removexattr(2).  ENODATA where there is none; an ACL may be removed that is not there."""
+    check_name(name)
+    if xattrs is None or name not in xattrs:
+        if name in _ACLS:
+            return xattrs
+        raise fail(errno.ENODATA)
+    return {key: value for key, value in xattrs.items() if key != name} or None
+
+
+def after_chmod(xattrs: Xattrs, mode: int) -> Xattrs:
+    """The attributes after chmod(2) to `mode`: an access ACL says the same as the mode."""
+    acl = xattrs.get(posix_acl.ACCESS)
+    return xattrs if acl is None else {**xattrs, posix_acl.ACCESS: posix_acl.chmod(acl, mode)}
+
+
+def inherited(directory: Xattrs, mode: int, umask: int) -> tuple[int, Xattrs | None]:
+    """Mode and attributes of what is made in a directory that has the attributes `directory`."""
+    new = posix_acl.inherit(directory.get(posix_acl.DEFAULT), mode, umask)
+    acls = {posix_acl.ACCESS: new.access, posix_acl.DEFAULT: new.default}
+    return new.mode, {name: value for name, value in acls.items() if value is not None} or None
+
+
+def without_capability(xattrs: Xattrs | None) -> Xattrs | None:
+    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us.
+
+    (An empty value grants nothing, and stays: cap_inode_need_killpriv, security/commoncap.c.)
+    """
+    if xattrs is None or not xattrs.get(_CAPABILITY):
+        return xattrs
+    return {name: value for name, value in xattrs.items() if name != _CAPABILITY} or None
+
+
+def check_imported(xattrs: Mapping[bytes, bytes]) -> None:
+    """EINVAL or EOPNOTSUPP for ACLs that no kernel would have let anybody set."""
+    for name in _ACLS & xattrs.keys():
+        posix_acl.check(xattrs[name])
