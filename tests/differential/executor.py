@@ -60,15 +60,18 @@ def _execute(channel: socket.socket, role: dict[str, Any]) -> None:
     os.setresgid(role["gid"], role["gid"], role["gid"])
     os.setresuid(role["uid"], role["uid"], role["uid"])
     os.umask(0o022)
-    observer = Observer(Process())
-    while True:
-        calls = marshal.loads(receive(channel))
-        send(channel, [observer.observe(operation, args) for operation, args in calls])
+    process = Process()
+    observer = Observer(process)
+    try:
+        while True:
+            calls = marshal.loads(receive(channel))
+            send(channel, [observer.observe(operation, args) for operation, args in calls])
+    finally:
+        process.close()  # before the channel is: what was unlinked is gone when the other end sees that
 
 
 def _child(channel: socket.socket, role: dict[str, Any]) -> None:
     try:
-        # A reader or a writer that never comes must not hold the run up: SIGALRM would show as a difference.
         _execute(channel, role)
     except (EOFError, ConnectionError):
         pass

@@ -49,6 +49,7 @@ _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock on 64 bits
 _LOCK_TYPES: Final = {"r": fcntl.F_RDLCK, "w": fcntl.F_WRLCK, "u": fcntl.F_UNLCK}
 _TIMES: Final = struct.Struct("qqqq")
+_COPY_BYTES: Final = 1 << 20  # of a hole of 2**62 bytes as much as both have room for
 _SHORT_BYTES: Final = 64
 
 
@@ -88,6 +89,10 @@ class Process:
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
+
+    def close(self) -> None:
+        while self.slots:
+            os.close(self.slots.popitem()[1])
 
     def run(self, operation: str, args: tuple[Any, ...]) -> Any:
         """OSError is an answer too."""
@@ -158,9 +163,12 @@ class Process:
         _checked(_libc.fallocate(self.fd(slot), mode, offset, length))
 
     def do_copy_file_range(self, source: int, at: int | None, target: int, to: int | None, length: int) -> int:
-        return os.copy_file_range(self.fd(source), self.fd(target), min(length, 2**31) if length > 0 else 0, at, to)
+        return os.copy_file_range(self.fd(source), self.fd(target), max(0, min(length, _COPY_BYTES)), at, to)
 
     def do_sendfile(self, source: int, target: int, size: int) -> int:
+        if os.path.samestat(os.fstat(self.fd(source)), os.fstat(self.fd(target))):
+            # The pages themselves go through a pipe: which content they have by then is not defined.
+            raise OSError(errno.EINVAL, "a file is not sent to itself here")
         return os.sendfile(self.fd(target), self.fd(source), None, size)
 
     # -- mappings: only within the file, past its end a process dies of SIGBUS ---------------------
