@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class KernelCache:
             if new is not None and new.generation != old.generation:
                 assert old.attributes[1] == 0, "only what was removed comes back as another generation"
                 continue  # the kernel makes another inode of it
+            if new is not None and stat.S_ISDIR(new.attributes[0]):
+                assert old.attributes[1] or not new.attributes[1], "a removed directory is dead to a kernel"
             for name, target in old.names.items():
                 current = new.names.get(name, 0) if new is not None else 0
                 change = named.get((number, name))

@@ -425,22 +425,26 @@ class MemoryMachine(RuleBasedStateMachine):
                 return self.volume.import_tree(plain, replace=replace, paths=paths)
             other = MemoryVolume()
             other.import_tree(plain, replace=True)
+            for path, node in walk(source):  # so that blocks can be changed in place
+                if len(node.data) > 1:
+                    number = self.locate(other, path)
+                    other.write(number, 0, node.data[:1])
+                    other.setattr(number, AttributeChanges(mtime_ns=node.mtime))
             with other.tree() as tree:
                 coherence = self.volume.import_tree(tree, replace=replace, paths=paths)
-            for _, node in walk(source):  # the other goes its own way, and nothing of it is seen here
+            for path, node in walk(source):  # the other goes its own way, and nothing of it is seen here
                 if node.is_file:
-                    number = other.lookup(*self.locate(other, source, node)).inode
-                    other.write(number, 0, b"other")
+                    other.write(self.locate(other, path), 0, b"other")
             return coherence
 
         self.put(self.trial(), put, source, paths, replace, lambda like: None)
 
-    def locate(self, volume: MemoryVolume, root: Node, node: Node) -> tuple[int, bytes]:
-        *parts, name = groups(root)[node][0].split(b"/")
-        parent = ROOT_INODE
-        for part in parts:
-            parent = volume.lookup(parent, part).inode
-        return parent, name
+    def locate(self, volume: MemoryVolume, path: bytes) -> int:
+        number = ROOT_INODE
+        for name in path.split(b"/") if path else ():
+            number = volume.lookup(number, name).inode
+            volume.forget(number, 1)
+        return number
 
     def trial(self) -> Plain:
         trial = Plain(copy.deepcopy(self.model.root))
@@ -501,7 +505,7 @@ class MemoryMachine(RuleBasedStateMachine):
         """
         numbers: dict[Node, int] = {}
         for path, node in walk(trial.root):
-            inode = self.volume.getattr(self.number_at(path))
+            inode = self.volume.getattr(self.locate(self.volume, path))
             assert numbers.setdefault(node, inode.inode) == inode.inode, "one file became two"
             old = before.get(path)
             if path in parents:
@@ -526,13 +530,6 @@ class MemoryMachine(RuleBasedStateMachine):
                 kept = inode.content.reserved if inode.content is not None else ()
                 node.reserved = frozenset(page for first, after in kept for page in range(first, after))
         assert len(set(numbers.values())) == len(numbers), "two files became one"
-
-    def number_at(self, path: bytes) -> int:
-        number = ROOT_INODE
-        for name in path.split(b"/") if path else ():
-            number = self.volume.lookup(number, name).inode
-            self.volume.forget(number, 1)
-        return number
 
     def written(self, number: int, size: int) -> frozenset[int]:
         pages: set[int] = set()
