@@ -58,6 +58,7 @@ class Known:
 
 
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
+_CHANGING_CONTENT: Final = frozenset({"write", "pwrite", "writev", "sendfile", "copy_file_range", "fallocate"})
 _PYFUSE3: Final = ("pyfuse3",)
 _BOTH: Final = ("native", "pyfuse3")
 _MOVES: Final = frozenset(
@@ -98,6 +99,12 @@ def _group_id_without_execute(_: Call, difference: Difference) -> bool:
         return False
     tmpfs, mount = str(difference.tmpfs), str(difference.mount)
     return mount[6] == "S" and tmpfs == mount[:6] + "-" + mount[7:]
+
+
+def _capability_and_set_id(call: Call, difference: Difference) -> bool:
+    tmpfs, mount = str(difference.tmpfs), str(difference.mount)
+    cleared = tmpfs.replace("s", "x") == mount.replace("s", "x")
+    return call.worker == 0 and difference.what.endswith(": mode") and call.operation in _CHANGING_CONTENT and cleared
 
 
 def _chown_nothing(call: Call, difference: Difference) -> bool:
@@ -172,6 +179,14 @@ KNOWN: Final[tuple[Known, ...]] = (
         "sgid without group execute stays when somebody outside the file's group changes the file: the kernel tells a "
         "server that keeps set-id bits itself to clear sgid only with group execute (FUSE_HANDLE_KILLPRIV_V2, "
         "linux/fuse.h), and does not say which groups the caller has",
+        "Privileges",
+        ends_episode=True,
+    ),
+    Known(
+        ("native",),
+        _capability_and_set_id,
+        "root's write to a file with security.capability clears its suid and sgid too: the kernel asks for the same "
+        "as with a chown to (-1, -1), which has to clear them (file_remove_privs, fs/inode.c)",
         "Privileges",
         ends_episode=True,
     ),
