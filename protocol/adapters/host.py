@@ -24,7 +24,6 @@ class HostFilesystem(StoreFilesystem):
     def __init__(
         self, root: str | os.PathLike[str], *, read_only: bool = False, limits: Limits = DEFAULT_LIMITS
     ) -> None:
-        store = HostStore(root, read_only=read_only)
-        if not os.path.isdir(store.root):
-            raise fail(errno.ENOTDIR if os.path.lexists(store.root) else errno.ENOENT, store.root)
-        super().__init__(store, limits=limits)
+        if not os.path.isdir(root):
+            raise fail(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
+        super().__init__(HostStore(root, read_only=read_only), limits=limits)

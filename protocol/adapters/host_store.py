@@ -24,11 +24,11 @@ _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class HostStore:
-    """Nodes are file descriptors."""
+    """Nodes are file descriptors.  A file system that is mounted read-only is one here."""
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = os.path.realpath(root)
-        self.read_only = read_only
+        self.read_only = read_only or bool(os.statvfs(self.root).f_flag & os.ST_RDONLY)
 
     def top(self) -> int:
         return os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,0 +1,88 @@
+"""The filesystem suites over a real mount, on each engine: an agent's calls see what every tool sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import Filesystem, HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol.testing import (
+    ArchiveContract,
+    FilesystemContract,
+    ReadOnlyContract,
+    SnapshotContract,
+    StreamingContract,
+)
+from protocol.testing.read_only import READ_ONLY_CONTENTS
+from vfsd.workspace import Workspace
+
+
+@pytest.fixture(scope="module", params=["native", "pyfuse3"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One mount for all tests: some hundred of them need no daemon each."""
+    place = tmp_path_factory.mktemp("shared") / "mount"
+    with Workspace.mount(place, engine=request.param, name=f"contract-{request.param}"):
+        yield place
+
+
+@pytest.fixture(scope="module", params=["native", "pyfuse3"])
+def shared_read_only(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("read-only")
+    content = InMemoryFilesystem()
+    for path, data in READ_ONLY_CONTENTS.items():
+        content.mkdir(path) if data is None else content.write_bytes(path, data)
+    content.export_archive(directory / "content.zip")
+    place = directory / "mount"
+    name = f"contract-ro-{request.param}"
+    with Workspace.mount(place, engine=request.param, name=name, archive=directory / "content.zip", read_only=True):
+        yield place
+
+
+class OnMount:
+    @pytest.fixture
+    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> SnapshotableFilesystem:
+        # A directory of the test's own, with a name that no other test has.
+        root = shared / tmp_path_factory.mktemp("test").name
+        root.mkdir()
+        return HostFilesystem(root)
+
+
+class TestFilesystem(OnMount, FilesystemContract):
+    pass
+
+
+class TestStreaming(OnMount, StreamingContract):
+    pass
+
+
+class TestSnapshots(OnMount, SnapshotContract):
+    pass
+
+
+class TestArchives(OnMount, ArchiveContract):
+    pass
+
+
+class TestReadOnly(ReadOnlyContract):
+    @pytest.fixture
+    def filesystem(self, shared_read_only: Path) -> Filesystem:
+        return HostFilesystem(shared_read_only)
+
+
+def test_the_mountpoint_itself_is_a_filesystem(workdir: Path) -> None:
+    place = workdir / "mount"
+    with Workspace.mount(place, name=workdir.name):
+        filesystem = HostFilesystem(place)
+        filesystem.write("a/b", "seen by everybody")
+        snapshot = filesystem.snapshot()
+        (place / "a" / "b").write_text("changed by a tool")
+        assert filesystem.read("a/b").content == "changed by a tool"
+
+        filesystem.restore(snapshot)
+
+        assert (place / "a" / "b").read_text() == "seen by everybody"
+        assert filesystem.root == str(place)
+    # It holds nothing open: the mount could be taken away.
+    assert filesystem.list() == []
