@@ -431,6 +431,7 @@ class MemoryVolume(Snapshots):
             self._change_pages(node, lambda: state.content(node).reserve(offset, length))
             if not mode & _FALLOC_KEEP_SIZE and offset + length > node.size:
                 state.resize(node, offset + length)
+        node.xattrs = xattrs.without_capability(node.xattrs)
         node.mtime_ns = node.ctime_ns = self._clock()
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
@@ -639,8 +640,9 @@ def _modified(directory: Inode, now_ns: int) -> None:
 
 
 def _set_owner_and_mode(node: Inode, changes: AttributeChanges) -> None:
-    if changes.kill_privileges:
+    if changes.kill_privileges and not node.is_dir:
         node.mode = _without_privileges(node.mode)
+        node.xattrs = xattrs.without_capability(node.xattrs)
     if changes.mode is not None:
         node.mode = stat.S_IFMT(node.mode) | (changes.mode & 0o7777)
         if node.xattrs is not None:
