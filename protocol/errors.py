@@ -10,6 +10,7 @@ Source for what each call may answer: the man pages of section 2, and tmpfs (mm/
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from typing import Final
 
@@ -46,7 +47,12 @@ class ArchiveError(OSError):
 
 def fail(code: int, detail: str | None = None) -> OSError:
     """The `OSError` for errno `code`, of the subclass that Python maps it to; to be raised."""
-    return OSError(code, os.strerror(code), detail) if detail else OSError(code, os.strerror(code))
+    text = _text(code)
+    return OSError(code, text, detail) if detail else OSError(code, text)
+
+
+# "No such file" and "no such attribute" are answers that a busy mount gives all the time.
+_text: Final = functools.cache(os.strerror)
 
 
 # Exceptions that are not OSError but still mean something to a caller.  Most specific first.

@@ -101,8 +101,7 @@ class Caller(NamedTuple):
     pid: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AttributeChanges:
+class AttributeChanges(NamedTuple):
     """The attributes to set; None leaves one alone.  `mode` has permission bits only.
 
     `kill_privileges`: clear suid and sgid as a chown, a write or a truncate by an unprivileged

@@ -68,6 +68,8 @@ class Operations:
         self._umask_is_ours = umask_is_ours
         self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
         self._drop = drop
+        self._who: Buffer = b""
+        self._last_caller = Caller(0, 0)
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -147,15 +149,15 @@ class Operations:
         # One moment for all that is set to the present, ctime too, as the kernel's own setattr_copy has it.
         now_ns = time.time_ns() if valid & (wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW) else None
         changes = AttributeChanges(
-            mode=stat.S_IMODE(mode) if valid & wire.FATTR_MODE else None,
-            uid=uid if valid & wire.FATTR_UID else None,
-            gid=gid if valid & wire.FATTR_GID else None,
-            size=size if valid & wire.FATTR_SIZE else None,
-            atime_ns=now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),
-            mtime_ns=now_ns if valid & wire.FATTR_MTIME_NOW else _time(valid & wire.FATTR_MTIME, mtime, mtime_ns),
-            ctime_ns=_time(valid & wire.FATTR_CTIME, ctime, ctime_ns) if valid & wire.FATTR_CTIME else now_ns,
+            mode & 0o7777 if valid & wire.FATTR_MODE else None,
+            uid if valid & wire.FATTR_UID else None,
+            gid if valid & wire.FATTR_GID else None,
+            size if valid & wire.FATTR_SIZE else None,
+            now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),
+            now_ns if valid & wire.FATTR_MTIME_NOW else _time(valid & wire.FATTR_MTIME, mtime, mtime_ns),
+            _time(valid & wire.FATTR_CTIME, ctime, ctime_ns) if valid & wire.FATTR_CTIME else now_ns,
             # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
-            kill_privileges=bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
+            bool(owner_changes or valid & wire.FATTR_KILL_SUIDGID),
         )
         if not valid & ~wire.FATTR_FH:
             return self._set_nothing(node, message)
@@ -180,7 +182,9 @@ class Operations:
             def clear(found: Attributes) -> object:
                 if not found.mode & (stat.S_ISUID | stat.S_ISGID):
                     return result
-                changes = AttributeChanges(kill_privileges=True, ctime_ns=found.ctime_ns)  # that of the change of content
+                changes = AttributeChanges(
+                    kill_privileges=True, ctime_ns=found.ctime_ns
+                )  # that of the change of content
                 return _then(self._volume.setattr(node, changes), lambda _: result)
 
             # Root stands for CAP_FSETID.
@@ -193,8 +197,14 @@ class Operations:
 
     # -- directory entries -------------------------------------------------------------------
     def _caller(self, message: Request, umask: int) -> Caller:
-        uid, gid, pid = wire.IN_HEADER_CALLER.unpack_from(message, 0)
-        return Caller(uid, gid, umask if self._umask_is_ours else 0, pid)
+        if not self._umask_is_ours:
+            umask = 0
+        who = message[24:36]  # uid, gid, pid
+        if who != self._who or umask != self._last_caller.umask:  # mostly it is the one who asked last
+            self._who = who
+            uid, gid, pid = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+            self._last_caller = Caller(uid, gid, umask, pid)
+        return self._last_caller
 
     def _mknod(self, node: int, message: Request, length: int) -> object:
         mode, rdev, umask, _ = wire.FUSE_MKNOD_IN.unpack_from(message, BODY)
@@ -374,7 +384,8 @@ _DOTS: Final = (b".", b"..")
 
 def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
     """`change(answer)`, now or once `answer` is there."""
-    return _after(answer, change) if isinstance(answer, Awaitable) else change(answer)
+    # Not isinstance: asking an abstract class takes longer than most changes.
+    return _after(cast("Awaitable[T]", answer), change) if hasattr(answer, "__await__") else change(answer)
 
 
 async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:

@@ -60,9 +60,9 @@ class Replies:
 
     def entry(self, unique: int, a: Attributes) -> bytes:
         """fuse_entry_out, of which the kernel takes a lookup."""
-        atime, atime_ns = divmod(a.atime_ns, _SECOND)
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
         inode = a.inode
         return wire.ENTRY_REPLY.pack(
             wire.ENTRY_REPLY.size, 0, unique,
@@ -73,9 +73,9 @@ class Replies:
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
         """fuse_attr_out."""
-        atime, atime_ns = divmod(a.atime_ns, _SECOND)
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
         return wire.ATTR_REPLY.pack(
             wire.ATTR_REPLY.size, 0, unique,
             self._seconds, self._nanoseconds, 0,
@@ -108,9 +108,9 @@ class Replies:
 
     def direntplus(self, a: Attributes, entry: DirectoryEntry) -> bytes:
         """One entry of READDIRPLUS, with attributes and a lookup."""
-        atime, atime_ns = divmod(a.atime_ns, _SECOND)
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
-        ctime, ctime_ns = divmod(a.ctime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
         name, inode, mode, cookie = entry
         length = len(name)
         return _named(wire.FUSE_DIRENTPLUS, length).pack(

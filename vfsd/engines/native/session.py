@@ -163,20 +163,20 @@ class NativeEngine:
         device = self._device
         if device is None:
             raise OSError(errno.ENOTCONN, "not mounted")
-        lingering = select.poll()
-        lingering.register(device, select.POLLIN)
+        readable = select.poll()
+        readable.register(device, select.POLLIN)
         try:
             with self._stopped:
                 async with trio.open_nursery() as self._nursery:
-                    await self._serve(device, lingering.poll)
+                    await self._serve(device, readable.poll)
                     self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
 
-    async def _serve(self, device: io.FileIO, linger: Callable[[int], object]) -> None:
+    async def _serve(self, device: io.FileIO, wait: Callable[[int], object]) -> None:
         while True:
             try:
-                empty = self._answer_some(device.readinto, device.fileno(), linger)
+                empty = self._answer_some(device.readinto, device.fileno(), wait)
             except OSError as error:
                 if error.errno == errno.ENODEV:  # unmounted
                     return
@@ -191,20 +191,21 @@ class NativeEngine:
                 await trio.lowlevel.checkpoint()
 
     def _answer_some(
-        self, read: Callable[[bytearray], int | None], descriptor: int, linger: Callable[[int], object]
+        self, read: Callable[[bytearray], int | None], descriptor: int, wait: Callable[[int], object]
     ) -> bool:
         """Answer requests until there is none (True) or the slice is over (False).  OSError of reading only."""
-        respond = self._respond
+        respond, buffer = self._respond, self._buffer
         deadline = monotonic() + _SLICE_S
-        while True:
-            length = read(self._buffer)
+        # Asked first, because asking costs less than being refused: EAGAIN is an exception made and thrown away.
+        # Lingering would keep tasks that wait for a volume from going on.
+        while wait(0 if self._waiting else _LINGER_MS):
+            length = read(buffer)
             if length:
                 respond(descriptor, length)
+                buffer = self._buffer  # another one where a volume keeps the data
                 if monotonic() > deadline:
                     return False
-            # Lingering would keep tasks that wait for a volume from going on.
-            elif self._waiting or not linger(_LINGER_MS):
-                return True
+        return True
 
     def _respond(self, descriptor: int, length: int) -> None:
         """Answer the request in the buffer; never raises."""
