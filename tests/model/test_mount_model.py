@@ -300,12 +300,16 @@ class MountMachine(RuleBasedStateMachine):
         os.pwrite(fd, pattern, offset)
         self.written(node, offset, pattern)
 
-    @precondition(lambda self: any(node.data for node in self.open.values()))
-    @rule(which=at, pattern=fills)
-    def write_mapped(self, which: int, pattern: bytes) -> None:
-        """Never synced, and the file stays open: only a snapshot, or the kernel in its own time, writes it back."""
+    def write_mapped(self, which: int | None) -> None:
+        """Never synced, and the file stays open; to be called right before what has to find it all the same.
+
+        (The comparison after a step opens and closes the file, at which the kernel writes it back.)
+        """
         some = [(fd, node) for fd, node in self.open.items() if node.data]
+        if which is None or not some:
+            return
         fd, node = some[which % len(some)]
+        pattern = b"%d" % which
         with mmap.mmap(fd, 0) as mapping:
             pattern = pattern[: len(mapping)]
             mapping[: len(pattern)] = pattern
@@ -323,8 +327,10 @@ class MountMachine(RuleBasedStateMachine):
     def state(self) -> State:
         return State(copy.deepcopy(self.root), self.last_ident)
 
-    @rule(name=st.sampled_from(SNAPSHOTS))
-    def snapshot(self, name: str) -> None:
+    @rule(name=st.sampled_from(SNAPSHOTS), dirty=st.none() | at)
+    def snapshot(self, name: str, dirty: int | None) -> None:
+        self.write_mapped(dirty)
+
         def model() -> None:
             if name in self.taken:
                 raise fail(errno.EEXIST)
@@ -341,8 +347,10 @@ class MountMachine(RuleBasedStateMachine):
 
         self.agree(lambda: self.workspace.drop(name), model)
 
-    @rule(name=st.sampled_from(SNAPSHOTS))
-    def restore(self, name: str) -> None:
+    @rule(name=st.sampled_from(SNAPSHOTS), dirty=st.none() | at)
+    def restore(self, name: str, dirty: int | None) -> None:
+        self.write_mapped(dirty)
+
         def model() -> None:
             if name not in self.taken:
                 raise fail(errno.ENOENT)
