@@ -1,0 +1,527 @@
+"""`vfsd fs` and the mount show one state: whatever is done by either, the other sees it at once."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.mount.conftest import MountIt, check_invariants, socket_of
+from tests.mount.engine_child import Watcher
+from vfsd.cli.main import cli
+from vfsd.control import fs_messages as fs
+from vfsd.control.client import ControlClient
+from vfsd.control.messages import wire_path
+from vfsd.workspace import Workspace
+
+Run = Callable[..., Any]
+ODD_NAMES = [
+    b"with space",
+    b"quo'te\"s",
+    b"new\nline",
+    b"caf\xe9 \xff",
+    "日本".encode(),
+    b"-dash",
+    b"back\\slash",
+    b"*?[x]",
+]
+
+
+def vfsd_fs(workspace: Workspace, *args: str | bytes, stdin: bytes = b"", cwd: str = "/") -> tuple[int, Any]:
+    """The exit status and the envelope of one `vfsd fs`."""
+    words = ["-w", workspace.name, "fs", *map(os.fsdecode, args)]
+    with contextlib.chdir(cwd):
+        done = CliRunner().invoke(cli, words, input=stdin)
+    assert done.stderr == ""
+    return done.exit_code, json.loads(done.stdout)
+
+
+@pytest.fixture
+def run(workspace: Workspace) -> Run:
+    """The data of a `vfsd fs` that succeeds."""
+
+    def run_it(*args: str | bytes, stdin: bytes = b"", cwd: str = "/") -> Any:
+        status, envelope = vfsd_fs(workspace, *args, stdin=stdin, cwd=cwd)
+        assert envelope["ok"] is True, envelope
+        assert status == 0
+        return envelope["data"]
+
+    return run_it
+
+
+@pytest.fixture
+def refused(workspace: Workspace) -> Run:
+    """The error of a `vfsd fs` that fails."""
+
+    def run_it(*args: str | bytes, stdin: bytes = b"") -> str:
+        status, envelope = vfsd_fs(workspace, *args, stdin=stdin)
+        assert envelope["ok"] is False, envelope
+        assert status == 1
+        assert set(envelope) == {"ok", "error"}
+        return str(envelope["error"])
+
+    return run_it
+
+
+def edit_of(old: str, new: str, **more: Any) -> bytes:
+    return json.dumps({"old_text": old, "new_text": new, **more}).encode()
+
+
+# -- a round trip of every tool ---------------------------------------------------------------------
+def test_a_round_trip_of_every_tool(run: Run, root: Path) -> None:
+    assert run("write", "src/a.py", stdin=b"print('old')\n")["bytes_written"] == 13
+    assert (root / "src" / "a.py").read_bytes() == b"print('old')\n"
+    assert run("edit", "src/a.py", stdin=edit_of("old", "new"))["replacements"] == 1
+    assert (root / "src" / "a.py").read_bytes() == b"print('new')\n"
+    (root / "src" / "b.py").write_text("print('b')\nnew\n")
+    assert run("read", "src/b.py", "--offset", "1")["content"] == "new\n"
+    assert [entry["path"] for entry in run("ls", "src")["entries"]] == ["src/a.py", "src/b.py"]
+    assert run("glob", "*.py")["files"] == [{"path": "src/a.py"}, {"path": "src/b.py"}]
+    matches = run("grep", r"ne\w")["matches"]
+    assert [(match["path"], match["line_number"]) for match in matches] == [("src/a.py", 1), ("src/b.py", 2)]
+    assert run("stat", "src/a.py")["size_bytes"] == 13
+    assert run("rm", "-r", "src")["deleted"] == 3
+    assert os.listdir(root) == []
+
+
+def test_a_process_that_runs_it_gets_the_envelope_alone(workspace: Workspace, root: Path) -> None:
+    (root / "d").mkdir()
+    for args, status, stdin in ((("write", "f"), 0, b"\xff\0"), (("read", "missing"), 1, b""), (("read",), 2, b"")):
+        done = subprocess.run(
+            [sys.executable, "-m", "vfsd.cli.main", "fs", *args],
+            input=stdin,
+            capture_output=True,
+            cwd=root / "d",
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert (done.returncode, done.stderr) == (status, b"")
+        assert json.loads(done.stdout)["ok"] is (status == 0)
+    assert (root / "d" / "f").read_bytes() == b"\xff\0"
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_go_there_and_back(run: Run, root: Path, name: bytes) -> None:
+    path = b"dir/" + name
+    content = bytes(range(256))
+    run("write", "--", path, stdin=content)
+    place = os.path.join(os.fsencode(root), path)
+    with open(place, "rb") as file:
+        assert file.read() == content
+    try:
+        expected: dict[str, Any] = {"path": path.decode()}
+    except UnicodeDecodeError:
+        expected = {"path": wire_path(path), "escaped": True}
+    for answer in (run("ls", "dir")["entries"][0], run("stat", "--", path), run("read", "--", path)):
+        assert {key: answer[key] for key in expected} == expected
+        assert ("escaped" in answer) == ("escaped" in expected)
+    data = run("read", "--", path)
+    assert data["content"] == "base64:" + base64.b64encode(content).decode()
+    run("write", "--", path, stdin=b"old needle\n")
+    run("edit", "--", path, stdin=edit_of("old", "new"))
+    assert run("grep", "needle")["matches"][0].items() >= expected.items()
+    assert run("glob", "*")["files"] == [expected]
+    run("rm", "--escaped", "--", wire_path(path))
+    assert os.listdir(root / "dir") == []
+
+
+def test_large_binary_content_goes_there_and_back(run: Run, root: Path) -> None:
+    content = os.urandom(5 << 20)
+    run("write", "big", stdin=content)
+    assert (root / "big").read_bytes() == content
+    page = run("read", "big", "--bytes", "--offset", "1000000", "--limit", "3000000")
+    assert base64.b64decode(page["content"].removeprefix("base64:")) == content[1_000_000:4_000_000]
+    assert page["truncated"] is True
+    assert page["size_bytes"] == len(content)
+
+
+def test_paths_are_relative_to_a_directory_in_the_mount(run: Run, root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    inside = str(root / "a")
+    assert run("write", "b/f", stdin=b"needle", cwd=inside)["path"] == "b/f"
+    assert run("grep", "needle", cwd=inside)["matches"][0]["path"] == "b/f"
+    assert run("stat", str(root / "a" / "b" / "f"))["path"] == "a/b/f"
+    assert run("stat", "../a/b/f", cwd=inside)["path"] == "b/f"
+
+
+def test_errors_are_envelopes(workspace: Workspace, refused: Run, root: Path) -> None:
+    (root / "f").write_text("x x")
+    (root / "d").mkdir()
+    assert "No such file" in refused("read", "missing")
+    assert "File exists" in refused("write", "f", "--mode", "create", stdin=b"y")
+    assert "Is a directory" in refused("write", "d", stdin=b"y")
+    assert "found 2 times" in refused("edit", "f", stdin=edit_of("x", "y"))
+    assert "found 0 times" in refused("edit", "f", stdin=edit_of("z", "y"))
+    assert "not an edit" in refused("edit", "f", stdin=b"{}")
+    assert "not in the workspace" in refused("read", "/etc/passwd")
+    assert "root" in refused("rm", "-r", ".")
+    assert "(" in refused("grep", "(")
+    assert vfsd_fs(workspace, "read")[0] == 2
+    assert vfsd_fs(workspace, "frobnicate")[1]["ok"] is False
+    assert (root / "f").read_text() == "x x"
+
+
+def test_a_write_over_the_quota_is_refused_and_leaves_what_was_there(mount: MountIt) -> None:
+    workspace = mount(max_bytes=1 << 20)
+    root = Path(workspace.path)
+    (root / "f").write_text("old")
+    status, envelope = vfsd_fs(workspace, "write", "new/f", stdin=bytes(2 << 20))
+    assert (status, envelope["ok"]) == (1, False)
+    assert "No space left" in envelope["error"]
+    assert os.listdir(root) == ["f"]
+    assert (root / "f").read_text() == "old"
+    check_invariants(workspace)
+
+
+def test_a_read_only_workspace_is_read_and_not_changed(mount: MountIt) -> None:
+    workspace = mount(read_only=True)
+    for args in (("write", "f"), ("rm", "f")):
+        status, envelope = vfsd_fs(workspace, *args, stdin=b"x")
+        assert status == 1
+        assert "Read-only" in envelope["error"]
+    assert vfsd_fs(workspace, "ls")[1]["data"]["entries"] == []
+
+
+# -- coherence: from `vfsd fs` to the mount ---------------------------------------------------------
+@pytest.fixture
+def call(workspace: Workspace) -> Iterator[Callable[[str, Any], Any]]:
+    """Calls over the control socket: quicker than a process for each."""
+    with ControlClient(socket_of(workspace)) as client:
+        yield client.call
+
+
+def test_a_name_whose_absence_the_kernel_has_cached_is_seen(call: Run, root: Path) -> None:
+    for _ in range(2):
+        assert not (root / "new").exists()
+        assert not (root / "dir" / "below").exists()
+    assert os.listdir(root) == []
+    call("fs.write", fs.FsWriteParams(path="new", content=b"x"))
+    call("fs.write", fs.FsWriteParams(path="dir/below", content=b"y"))
+    assert (root / "new").read_bytes() == b"x"
+    assert (root / "dir" / "below").read_bytes() == b"y"
+    assert sorted(os.listdir(root)) == ["dir", "new"]
+
+
+def test_a_file_removed_is_gone_from_the_kernels_caches(call: Run, root: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "f").write_text("x")
+    assert os.listdir(root / "d") == ["f"]
+    os.stat(root / "d" / "f")
+    call("fs.rm", fs.FsRmParams(path="d/f"))
+    assert not (root / "d" / "f").exists()
+    assert os.listdir(root / "d") == []
+    assert os.stat(root / "d").st_nlink == 2
+    call("fs.rm", fs.FsRmParams(path="d", recursive=True))
+    assert os.listdir(root) == []
+    (root / "d").mkdir()
+
+
+def test_content_that_the_kernel_has_cached_is_replaced(call: Run, root: Path) -> None:
+    for turn in range(20):
+        content = f"turn {turn} ".encode() * (turn + 1)
+        call("fs.write", fs.FsWriteParams(path="f", content=content))
+        assert (root / "f").read_bytes() == content
+        assert os.stat(root / "f").st_size == len(content)
+
+
+def test_what_is_appended_is_seen_by_a_program_that_has_the_file_open(call: Run, root: Path) -> None:
+    (root / "log").write_bytes(b"one\n")
+    with open(root / "log", "rb") as reader, open(root / "log", "ab", buffering=0) as writer:
+        assert reader.read() == b"one\n"
+        call("fs.write", fs.FsWriteParams(path="log", content=b"two\n", mode="append"))
+        assert reader.read() == b"two\n"
+        writer.write(b"three\n")
+        assert reader.read() == b"three\n"
+    assert (root / "log").read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_a_program_goes_on_with_the_file_that_it_has_open_when_that_is_replaced(call: Run, root: Path) -> None:
+    (root / "f").write_bytes(b"old")
+    with open(root / "f", "r+b") as held:
+        call("fs.write", fs.FsWriteParams(path="f", content=b"brand new"))
+        assert held.read() == b"old"
+        assert (root / "f").read_bytes() == b"brand new"
+        assert os.fstat(held.fileno()).st_nlink == 0
+
+
+def test_the_exec_bit_survives_an_edit_and_the_program_runs(call: Run, root: Path) -> None:
+    script = root / "run.sh"
+    script.write_text("#!/bin/sh\necho old\n")
+    script.chmod(0o755)
+    assert subprocess.run([script], capture_output=True, check=True).stdout == b"old\n"
+    call("fs.edit", fs.FsEditParams(path="run.sh", old_text="old", new_text="new"))
+    assert script.stat().st_mode & 0o7777 == 0o755
+    assert subprocess.run([script], capture_output=True, check=True).stdout == b"new\n"
+    call("fs.write", fs.FsWriteParams(path="run.sh", content=b"#!/bin/sh\necho newest\n"))
+    assert subprocess.run([script], capture_output=True, check=True).stdout == b"newest\n"
+
+
+def test_a_symlink_is_followed_within_the_workspace(call: Run, root: Path) -> None:
+    (root / "real").mkdir()
+    (root / "relative").symlink_to("real")
+    (root / "absolute").symlink_to(root / "real")
+    (root / "out").symlink_to("/etc")
+    call("fs.write", fs.FsWriteParams(path="relative/a", content=b"a"))
+    call("fs.write", fs.FsWriteParams(path="absolute/b", content=b"b"))
+    assert sorted(os.listdir(root / "real")) == ["a", "b"]
+    with pytest.raises(PermissionError):
+        call("fs.read", fs.FsReadParams(path="out/passwd"))
+    assert call("fs.stat", fs.FsStatParams(path="absolute")).type == "directory"
+
+
+# -- coherence: from the mount to `vfsd fs` ---------------------------------------------------------
+def test_whatever_the_mount_does_is_seen(call: Run, root: Path) -> None:
+    def content(path: str) -> bytes:
+        pieces: list[bytes] = []
+        with ControlClient(call.__self__._path) as client:
+            client.call("fs.read", fs.FsReadParams(path=path, as_bytes=True), on_output=pieces.append)
+        return b"".join(pieces)
+
+    with open(root / "f", "wb", buffering=0) as file:
+        for turn in range(20):
+            file.write(b"%d," % turn)
+            assert content("f").endswith(b"%d," % turn)
+    os.rename(root / "f", root / "g")
+    assert [entry.path for entry in call("fs.ls", fs.FsLsParams()).entries] == ["g"]
+    os.chmod(root / "g", 0o700)
+    assert call("fs.stat", fs.FsStatParams(path="g")).mode == "0700"
+    os.truncate(root / "g", 2)
+    assert content("g") == b"0,"
+    os.unlink(root / "g")
+    with pytest.raises(FileNotFoundError):
+        content("g")
+
+
+def test_a_shared_mapping_is_seen_once_it_was_synced(call: Run, root: Path) -> None:
+    (root / "f").write_bytes(b"old!")
+    with open(root / "f", "r+b") as file, mmap.mmap(file.fileno(), 4) as mapped:
+        mapped[:] = b"new!"
+        mapped.flush()
+        assert call("fs.grep", fs.FsGrepParams(pattern="new!")).matches[0].path == "f"
+
+
+def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(workspace: Workspace, root: Path) -> None:
+    (root / "f").write_text("".join(f"<{n}>" for n in range(8)))
+
+    def edit(number: int) -> None:
+        with ControlClient(socket_of(workspace)) as client:
+            client.call("fs.edit", fs.FsEditParams(path="f", old_text=f"<{number}>", new_text=f"[{number}]"))
+            client.call("fs.write", fs.FsWriteParams(path=f"by-socket/{number}", content=b"x"))
+
+    threads = [threading.Thread(target=edit, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    (root / "by-mount").mkdir()
+    for number in range(50):
+        (root / "by-mount" / str(number)).write_text("y")
+    for thread in threads:
+        thread.join()
+    assert (root / "f").read_text() == "".join(f"[{n}]" for n in range(8))
+    assert len(os.listdir(root / "by-socket")) == 8
+    assert len(os.listdir(root / "by-mount")) == 50
+
+
+# -- watchers -----------------------------------------------------------------------------------------
+def test_an_inotify_watcher_sees_what_is_written(call: Run, root: Path) -> None:
+    (root / "old").write_text("x")
+    (root / "removed").write_text("x")
+    with watching(root) as wait_for:
+        call("fs.write", fs.FsWriteParams(path="new", content=b"x"))
+        wait_for("CREATE /new")
+        call("fs.write", fs.FsWriteParams(path="old", content=b"y", mode="append"))
+        wait_for("MODIFY /old")
+        call("fs.rm", fs.FsRmParams(path="removed"))
+        wait_for("DELETE /removed")
+        call("fs.edit", fs.FsEditParams(path="new", old_text="x", new_text="edited"))
+        wait_for("CREATE /new")
+    assert (root / "new").read_text() == "edited"
+
+
+@contextlib.contextmanager
+def watching(path: Path) -> Iterator[Callable[[str], None]]:
+    """Waits for events in `path`, as "CREATE /name"; the replay that raises them comes after the answer."""
+    watcher = Watcher()
+    watcher.add(str(path), "")
+
+    def wait_for(event: str) -> None:
+        seen: list[str] = []
+        while event not in seen:
+            assert select.select([watcher.fd], [], [], 30)[0], f"no {event!r} but {seen}"
+            seen += watcher.events()
+
+    try:
+        yield wait_for
+    finally:
+        os.close(watcher.fd)
+
+
+# -- commands -----------------------------------------------------------------------------------------
+@pytest.fixture
+def able(mount: MountIt) -> Workspace:
+    return mount(exec_on_host=True)
+
+
+def exec_in(workspace: Workspace, *argv: str, **more: Any) -> fs.FsExecResult:
+    with ControlClient(socket_of(workspace)) as client:
+        result: fs.FsExecResult = client.call(
+            "fs.exec", fs.FsExecParams(argv=[wire_path(word.encode()) for word in argv], **more)
+        )
+    return result
+
+
+def test_without_on_host_a_memory_workspace_runs_no_command(refused: Run, root: Path) -> None:
+    assert "--on-host" in refused("exec", "--", "touch", "made")
+    assert os.listdir(root) == []
+
+
+def test_a_command_runs_in_the_mount_that_its_daemon_serves(able: Workspace) -> None:
+    root = Path(able.path)
+    (root / "d").mkdir()
+    (root / "tool").write_text('#!/bin/sh\necho tool "$@"; cat; echo made >made; exit 5\n')
+    (root / "tool").chmod(0o755)
+    command = ("exec", "--stdin", "--", "../tool", "-a", "b c")
+    status, envelope = vfsd_fs(able, *command, stdin=b"in", cwd=str(root / "d"))
+    assert status == 0
+    assert envelope["data"] == {
+        "exit_status": 5,
+        "stdout": "tool -a b c\nin",
+        "stderr": "",
+        "timed_out": False,
+        "truncated": False,
+    }
+    assert (root / "d" / "made").read_text() == "made\n"
+
+
+def test_a_command_is_killed_when_its_time_is_over_with_all_that_it_started(able: Workspace) -> None:
+    done = exec_in(able, "sh", "-c", "setsid sleep 1000 & echo $! >inner; sleep 1000", timeout_s=1)
+    assert done.timed_out
+    assert not is_running(int((Path(able.path) / "inner").read_text()))
+
+
+def test_a_command_is_killed_when_its_client_goes_away(able: Workspace) -> None:
+    root = Path(able.path)
+    os.mkfifo(root / "started")
+    client = subprocess.Popen(
+        [sys.executable, "-m", "vfsd.cli.main", "-w", able.name, "fs", "exec", "--", "sh", "-c", SLEEPER],
+        stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    pids = [int(word) for word in (root / "started").read_text().split()]
+    handles = [os.pidfd_open(pid) for pid in pids]
+    client.kill()
+    client.wait()
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0], "a process is left"
+        os.close(handle)
+    assert len(pids) == 2
+
+
+SLEEPER = "setsid sleep 1000 & echo $$ $! >started; sleep 1000"
+
+
+def test_the_mount_answers_while_commands_work_in_it(able: Workspace) -> None:
+    root = Path(able.path)
+    fifos = [root / f"go{number}" for number in range(4)]
+    results: list[bytes] = []
+    threads = []
+    for fifo in fifos:
+        os.mkfifo(fifo)
+        argv = ("sh", "-c", f"cat {fifo.name}; ls | wc -l")
+        threads.append(threading.Thread(target=lambda argv=argv: results.append(exec_in(able, *argv).stdout)))
+    for thread in threads:
+        thread.start()
+    with contextlib.ExitStack() as stack:
+        # An open waits for the command at the other end: from here on all of them run.
+        writers = [stack.enter_context(open(fifo, "w")) for fifo in fifos]
+        (root / "f").write_text("x")
+        assert (root / "f").read_text() == "x"
+        for writer in writers:
+            writer.write("line\n")
+    for thread in threads:
+        thread.join()
+    assert results == [b"line\n5\n"] * 4
+
+
+def test_output_beyond_the_limit_is_cut(able: Workspace) -> None:
+    done = exec_in(able, "sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x", output_limit_bytes=1000)
+    assert (done.stdout, done.truncated, done.exit_status) == (b"x" * 1000, True, 0)
+
+
+def test_a_command_that_is_not_there_is_an_error(able: Workspace) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        exec_in(able, "no-such-program")
+    with pytest.raises(FileNotFoundError):
+        exec_in(able, "true", cwd="missing")
+
+
+# -- searches -----------------------------------------------------------------------------------------
+def test_searches_skip_what_agents_do_not_look_for_unless_told(run: Run, root: Path) -> None:
+    for name in ("src", "node_modules", "__pycache__", "vendor", ".git"):
+        (root / name).mkdir()
+        (root / name / "f.txt").write_text("needle\n")
+    (root / "src" / "binary").write_bytes(b"\0needle\n")
+    assert [one["path"] for one in run("glob", "f*")["files"]] == ["src/f.txt"]
+    assert len(run("glob", "f*", "--all")["files"]) == 5
+    assert [one["path"] for one in run("grep", "needle")["matches"]] == ["src/f.txt"]
+    assert len(run("grep", "needle", "--all")["matches"]) == 5
+    assert [one["path"] for one in run("glob", "b*")["files"]] == []
+    assert [one["path"] for one in run("glob", "b*", "--all")["files"]] == ["src/binary"]
+
+
+def test_searches_stop_at_their_limits_and_say_so(run: Run, root: Path) -> None:
+    for number in range(101):
+        (root / f"f{number:03}").write_text("needle\n" * 3)
+    found = run("glob", "*")
+    assert (len(found["files"]), found["truncated"]) == (100, True)
+    found = run("grep", "needle")
+    assert (len(found["matches"]), found["truncated"]) == (200, True)
+    found = run("grep", "needle", "--limit", "303")
+    assert (len(found["matches"]), found["truncated"]) == (303, False)
+    assert run("glob", "*", "--limit", "101")["truncated"] is False
+
+
+def test_the_mount_answers_while_a_search_runs(workspace: Workspace, root: Path) -> None:
+    for number in range(200):
+        (root / f"f{number}").write_bytes(b"nothing to be found here\n" * 10_000)
+    # A search that stopped the loop would let no more than the request through that waited for its end.
+    assert any(answered_during_search(workspace, root) > 20 for _ in range(5))
+
+
+def answered_during_search(workspace: Workspace, root: Path) -> int:
+    """How many requests the mount answered meanwhile."""
+    done = threading.Event()
+
+    def search() -> None:
+        with ControlClient(socket_of(workspace)) as client:
+            client.call("fs.grep", fs.FsGrepParams(pattern="(a|b)*needle"))
+        done.set()
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    answered = 0
+    while not done.is_set():
+        os.mkdir(root / "busy")
+        os.rmdir(root / "busy")
+        answered += 1
+    thread.join()
+    return answered
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
