@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
-from protocol.backends.memory.listing import Listing
 from protocol.backends.memory.snapshots import Snapshots
 from protocol.backends.memory.state import State
 from protocol.errors import fail
+from protocol.listing import Listing
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,

@@ -1,0 +1,500 @@
+"""FilesystemVolume: any object with the Filesystem methods as a Volume, so that third parties' can be mounted.
+
+What a Filesystem has no word for lives only as long as the mount knows the inode: modes, owners and times
+that were set, and files that were removed while they were open.  What it cannot do at all is refused: links,
+special files, xattrs (EPERM, EOPNOTSUPP), and renaming directories (EXDEV, upon which mv copies).
+
+A file is read whole when it is first written to or truncated, kept in memory while it changes, and written
+back by `flush` (each close), `fsync` and the last forget.  So a program that fails to close loses nothing
+but what it had not closed; and what others read through the Filesystem is as of the last close.
+
+Threading: the serving loop, which waits for the Filesystem's methods: one for slow media belongs in a
+process of its own.
+
+Invariants (`check_invariants`): a node with a path is the one that its path leads to; a node without is a
+removed file with lookups, whose content is in memory; only files have content; dirty ones have it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from protocol.errors import errno_of, fail
+from protocol.listing import Listing
+from protocol.volume import (
+    NAME_MAX,
+    RENAME_NOREPLACE,
+    ROOT_INODE,
+    AttributeChanges,
+    Caller,
+    DirectoryEntry,
+    StatFs,
+)
+
+if TYPE_CHECKING:
+    from protocol.filesystem import Filesystem
+    from protocol.types import FileStat
+    from protocol.volume import Buffer
+
+__all__ = ["FilesystemVolume"]
+
+_PAGE: Final = 4096
+_FILE_MODE: Final = 0o644
+_DIRECTORY_MODE: Final = 0o755
+_MANY: Final = 2**31 - 1  # inodes and pages: a Filesystem does not say how many it can hold
+MAX_FILE_BYTES: Final = 1 << 30  # a file that changes is in memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What `stat` shows: `protocol.volume.Attributes`."""
+
+    inode: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    birth_ns: int
+    generation: int = 0
+    rdev: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.size // _PAGE) * (_PAGE // 512)
+
+
+class _Node:
+    """A file or directory that the kernel knows.  `path` is None once it was removed."""
+
+    __slots__ = ("data", "dirty", "gid", "inode", "is_dir", "listing", "lookups", "mode", "mtime_ns", "path", "uid")
+
+    def __init__(self, inode: int, path: str, *, is_dir: bool) -> None:
+        self.inode = inode
+        self.path: str | None = path
+        self.is_dir = is_dir
+        self.lookups = 0
+        self.data: bytearray | None = None
+        self.dirty = False
+        self.mode: int | None = None
+        self.uid = os.getuid()
+        self.gid = os.getgid()
+        self.mtime_ns: int | None = None
+        self.listing: Listing | None = None
+
+
+class FilesystemVolume:
+    """The volume of `filesystem`; implements `protocol.volume.Volume` and its optional `flush`."""
+
+    def __init__(self, filesystem: Filesystem, *, clock: Callable[[], int] = time.time_ns) -> None:
+        self._filesystem = filesystem
+        self._clock = clock
+        self._started_ns = clock()
+        root = _Node(ROOT_INODE, ".", is_dir=True)
+        root.lookups = 1
+        self._nodes = {ROOT_INODE: root}
+        self._by_path = {".": root}
+        self._next_inode = ROOT_INODE + 1
+
+    @property
+    def read_only(self) -> bool:
+        """Whether every changing call answers EROFS."""
+        return self._filesystem.read_only
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the invariants of the module's docstring do not hold."""
+        for number, node in self._nodes.items():
+            assert node.inode == number
+            if node.path is not None:
+                assert self._by_path[node.path] is node, node.path
+            else:
+                assert node.lookups > 0
+                assert node.is_dir or node.data is not None
+            assert not (node.is_dir and node.data is not None)
+            assert not node.dirty or node.data is not None
+        assert all(node.path == path for path, node in self._by_path.items())
+
+    # -- inodes --------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> _Shown:
+        """See `protocol.volume.Volume`, as for all that follow."""
+        directory = self._directory(parent)
+        if name in (b".", b".."):
+            node = directory if name == b"." else self._parent(directory)
+        else:
+            path = self._below(directory, name)
+            with _as_errno():
+                found = self._filesystem.stat(path)
+            node = self._known(path, is_dir=found.is_directory)
+        node.lookups += 1
+        return self._show(node)
+
+    def forget(self, inode: int, count: int) -> None:
+        node = self._nodes.get(inode)
+        if node is None or inode == ROOT_INODE:
+            return
+        node.lookups -= count
+        if node.lookups <= 0:
+            # An error has nobody left to go to; close and fsync have told theirs.
+            with _as_errno():
+                self._write_back(node)
+            del self._nodes[inode]
+            if node.path is not None:
+                del self._by_path[node.path]
+
+    def getattr(self, inode: int) -> _Shown:
+        return self._show(self._node(inode))
+
+    def setattr(self, inode: int, changes: AttributeChanges) -> _Shown:
+        self._check_writable()
+        node = self._node(inode)
+        if changes.size is not None:
+            self._resize(node, changes.size)
+        if changes.mode is not None:
+            node.mode = changes.mode & 0o7777
+        if changes.uid is not None:
+            node.uid = changes.uid
+        if changes.gid is not None:
+            node.gid = changes.gid
+        if changes.mtime_ns is not None:
+            node.mtime_ns = changes.mtime_ns
+        return self._show(node)
+
+    def readlink(self, inode: int) -> bytes:
+        self._node(inode)
+        raise fail(errno.EINVAL)
+
+    # -- entries -------------------------------------------------------------------------------
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> _Shown:
+        del rdev
+        if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+            raise fail(errno.EPERM)
+        path = self._new_path(parent, name)
+        with _as_errno():
+            self._filesystem.write_bytes(path, b"", mode="create", create_parents=False)
+        return self._made(path, mode, caller, is_dir=False)
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> _Shown:
+        path = self._new_path(parent, name)
+        with _as_errno():
+            self._filesystem.mkdir(path, parents=False, exist_ok=False)
+        return self._made(path, mode, caller, is_dir=True)
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> _Shown:
+        del parent, name, target, caller
+        raise fail(errno.EPERM)
+
+    def link(self, inode: int, parent: int, name: bytes) -> _Shown:
+        del inode, parent, name
+        raise fail(errno.EPERM)
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> _Shown:
+        del parent, mode, caller
+        raise fail(errno.EOPNOTSUPP)
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        path, found = self._victim(parent, name)
+        if found.is_directory:
+            raise fail(errno.EISDIR)
+        self._detach(path)
+        with _as_errno():
+            self._filesystem.delete(path)
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        path, found = self._victim(parent, name)
+        if not found.is_directory:
+            raise fail(errno.ENOTDIR)
+        with _as_errno():
+            if self._filesystem.list(path):
+                raise fail(errno.ENOTEMPTY)
+            self._filesystem.delete(path, recursive=True)
+        self._detach(path)
+
+    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
+        if flags & ~RENAME_NOREPLACE:
+            raise fail(errno.EINVAL)
+        path, found = self._victim(parent, name)
+        new_path = self._below(self._directory(new_parent), new_name)
+        if path == new_path:
+            return
+        if found.is_directory:
+            raise fail(errno.EXDEV)
+        with _as_errno():
+            if self._filesystem.is_dir(new_path):
+                raise fail(errno.EISDIR)
+            if flags & RENAME_NOREPLACE and self._filesystem.exists(new_path):
+                raise fail(errno.EEXIST)
+        node = self._by_path.get(path)
+        content = bytes(node.data) if node is not None and node.data is not None else self._load(path)
+        self._detach(new_path)
+        with _as_errno():
+            self._filesystem.write_bytes(new_path, content, mode="overwrite", create_parents=False)
+            self._filesystem.delete(path)
+        if node is not None:
+            del self._by_path[path]
+            node.path = new_path
+            node.dirty = False
+            self._by_path[new_path] = node
+
+    def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
+        directory = self._directory(inode)
+        with _as_errno():
+            found = {
+                os.fsencode(entry.name): entry.is_directory for entry in self._filesystem.list(self._path(directory))
+            }
+        listing = directory.listing
+        if listing is None:
+            listing = directory.listing = Listing(sorted(found))
+        else:
+            for name in [name for _, name in listing.after(0) if name not in found]:
+                listing.remove(name)
+            for name in sorted(name for name in found if name not in listing):
+                listing.add(name)
+        return self._entries(directory, found, listing, cookie)
+
+    def _entries(
+        self, directory: _Node, found: dict[bytes, bool], listing: Listing, cookie: int
+    ) -> Iterator[DirectoryEntry]:
+        for dot, node, name in ((1, directory, b"."), (2, self._parent(directory), b"..")):
+            if dot > cookie:
+                yield DirectoryEntry(name, node.inode, stat.S_IFDIR, dot)
+        for at, name in listing.after(cookie):
+            path = self._below(directory, name)
+            known = self._by_path.get(path)
+            # An inode number of its own for each name, also before the kernel looks it up.
+            number = known.inode if known is not None else _MANY + at
+            yield DirectoryEntry(name, number, stat.S_IFDIR if found.get(name) else stat.S_IFREG, at)
+
+    # -- content -------------------------------------------------------------------------------
+    def read(self, inode: int, offset: int, size: int) -> Buffer:
+        node = self._file(inode)
+        if node.data is not None:
+            return bytes(node.data[offset : offset + size])
+        with _as_errno():
+            return self._filesystem.read_bytes(self._path(node), offset=offset, limit=size).content
+
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        self._check_writable()
+        node = self._file(inode)
+        end = offset + len(data)
+        if end > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        content = self._loaded(node)
+        if offset > len(content):
+            content.extend(bytes(offset - len(content)))
+        content[offset:end] = data
+        node.dirty = True
+        node.mtime_ns = self._clock()
+        if kill_privileges and node.mode is not None:
+            node.mode &= ~(stat.S_ISUID | stat.S_ISGID)
+        return len(data)
+
+    def flush(self, inode: int) -> None:
+        """Write `inode` back: the kernel calls it at each close of a descriptor."""
+        self._write_back(self._node(inode))
+
+    def fsync(self, inode: int, *, data_only: bool) -> None:
+        del data_only
+        self._write_back(self._node(inode))
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        del inode, mode, offset, length
+        raise fail(errno.EOPNOTSUPP)
+
+    def seek(self, inode: int, offset: int, whence: int) -> int:
+        size = self._size(self._file(inode))
+        if offset >= size:
+            raise fail(errno.ENXIO)
+        return offset if whence == os.SEEK_DATA else size
+
+    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+        return self.write(target, target_offset, self.read(source, source_offset, length))
+
+    # -- the rest ------------------------------------------------------------------------------
+    def statfs(self) -> StatFs:
+        return StatFs(_PAGE, _MANY, _MANY, _MANY, _MANY)
+
+    def getxattr(self, inode: int, name: bytes) -> bytes:
+        del name
+        self._node(inode)
+        raise fail(errno.EOPNOTSUPP)
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        del name, value, flags
+        self._node(inode)
+        raise fail(errno.EOPNOTSUPP)
+
+    def listxattr(self, inode: int) -> Sequence[bytes]:
+        self._node(inode)
+        return ()
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        del name
+        self._node(inode)
+        raise fail(errno.EOPNOTSUPP)
+
+    # -- helpers -------------------------------------------------------------------------------
+    def _node(self, inode: int) -> _Node:
+        try:
+            return self._nodes[inode]
+        except KeyError:
+            raise fail(errno.ENOENT, f"inode {inode}") from None
+
+    def _directory(self, inode: int) -> _Node:
+        node = self._node(inode)
+        if not node.is_dir:
+            raise fail(errno.ENOTDIR)
+        return node
+
+    def _file(self, inode: int) -> _Node:
+        node = self._node(inode)
+        if node.is_dir:
+            raise fail(errno.EISDIR)
+        return node
+
+    def _path(self, node: _Node) -> str:
+        if node.path is None:
+            raise fail(errno.ENOENT)
+        return node.path
+
+    def _parent(self, directory: _Node) -> _Node:
+        above = self._path(directory).rpartition("/")[0] or "."
+        return self._by_path.get(above, self._nodes[ROOT_INODE])
+
+    def _below(self, directory: _Node, name: bytes) -> str:
+        if len(name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG)
+        path = self._path(directory)
+        text = os.fsdecode(name)
+        return text if path == "." else f"{path}/{text}"
+
+    def _new_path(self, parent: int, name: bytes) -> str:
+        self._check_writable()
+        path = self._below(self._directory(parent), name)
+        with _as_errno():
+            if self._filesystem.exists(path):
+                raise fail(errno.EEXIST)
+        return path
+
+    def _victim(self, parent: int, name: bytes) -> tuple[str, FileStat]:
+        self._check_writable()
+        path = self._below(self._directory(parent), name)
+        with _as_errno():
+            return path, self._filesystem.stat(path)
+
+    def _known(self, path: str, *, is_dir: bool) -> _Node:
+        node = self._by_path.get(path)
+        if node is not None and node.is_dir != is_dir:
+            self._detach(path)  # it became something else behind the mount
+            node = None
+        if node is None:
+            node = _Node(self._next_inode, path, is_dir=is_dir)
+            self._next_inode += 1
+            self._nodes[node.inode] = self._by_path[path] = node
+        return node
+
+    def _made(self, path: str, mode: int, caller: Caller, *, is_dir: bool) -> _Shown:
+        node = self._known(path, is_dir=is_dir)
+        node.mode = mode & 0o7777
+        node.uid, node.gid = caller.uid, caller.gid
+        node.lookups += 1
+        return self._show(node)
+
+    def _detach(self, path: str) -> None:
+        """What `path` stands for is about to go; who has it open goes on with what it held."""
+        node = self._by_path.get(path)
+        if node is None:
+            return
+        if not node.is_dir:
+            self._loaded(node)
+        node.dirty = False
+        node.path = None
+        del self._by_path[path]
+
+    def _load(self, path: str) -> bytes:
+        pieces = []
+        with _as_errno(), self._filesystem.open_read(path) as reader:
+            pieces.extend(reader.chunks())
+        return b"".join(pieces)
+
+    def _loaded(self, node: _Node) -> bytearray:
+        if node.data is None:
+            node.data = bytearray(self._load(self._path(node)))
+        return node.data
+
+    def _write_back(self, node: _Node) -> None:
+        if node.path is None or node.data is None:
+            return
+        if node.dirty:
+            with _as_errno(), self._filesystem.open_write(node.path, create_parents=False) as writer:
+                writer.write_all([bytes(node.data)])
+            node.dirty = False
+        node.data = None  # from here on the Filesystem is asked again
+
+    def _resize(self, node: _Node, size: int) -> None:
+        if node.is_dir:
+            raise fail(errno.EISDIR)
+        if size > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        content = self._loaded(node)
+        del content[size:]
+        content.extend(bytes(size - len(content)))
+        node.dirty = True
+        node.mtime_ns = self._clock()
+
+    def _size(self, node: _Node) -> int:
+        if node.data is not None:
+            return len(node.data)
+        with _as_errno():
+            return self._filesystem.stat(self._path(node)).size_bytes
+
+    def _show(self, node: _Node) -> _Shown:
+        size, mtime_ns, mode = 0, self._started_ns, 0
+        if node.path is not None:
+            with _as_errno():
+                found = self._filesystem.stat(node.path)
+            size, mode = found.size_bytes, found.mode & 0o7777
+            if found.modified_at is not None:
+                mtime_ns = int(found.modified_at.timestamp() * 1e9)
+        if node.data is not None:
+            size = len(node.data)
+        kind, usual = (stat.S_IFDIR, _DIRECTORY_MODE) if node.is_dir else (stat.S_IFREG, _FILE_MODE)
+        mtime_ns = mtime_ns if node.mtime_ns is None else node.mtime_ns
+        return _Shown(
+            inode=node.inode,
+            mode=kind | (node.mode if node.mode is not None else mode or usual),
+            nlink=(2 if node.is_dir else 1) if node.path is not None else 0,
+            uid=node.uid,
+            gid=node.gid,
+            size=0 if node.is_dir else size,
+            atime_ns=mtime_ns,
+            mtime_ns=mtime_ns,
+            ctime_ns=mtime_ns,
+            birth_ns=self._started_ns,
+        )
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise fail(errno.EROFS)
+
+
+@contextmanager
+def _as_errno() -> Iterator[None]:
+    """A Filesystem's errors as a kernel can be told: ValueError (a limit, a name it does not take) is EINVAL."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
+    except OSError as error:
+        if errno_of(error) is None:
+            raise OSError(errno.EIO, str(error)) from error
+        raise
