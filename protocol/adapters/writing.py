@@ -135,21 +135,19 @@ def remove(store: Store, names: tuple[bytes, ...], *, recursive: bool) -> int:
 def _remove_below(store: Store, names: tuple[bytes, ...]) -> int:
     """Remove a directory and all in it.  Nothing is held from one directory to the next: it may be very deep."""
     count = 0
-    waiting = [names]
+    waiting = [(names, False)]  # a directory, and whether what was in it is gone
     while waiting:
-        directory = waiting[-1]
-        below: list[tuple[bytes, ...]] = []
-        with held(store, enter(store, directory)) as node:
-            for name, kind in store.names(node):
-                if kind == stat.S_IFDIR:
-                    below.append((*directory, name))
-                    continue
-                store.unlink(node, name)
-                count += 1
-        if below:
-            waiting += below
+        directory, is_empty = waiting.pop()
+        if not is_empty:
+            waiting.append((directory, True))
+            with held(store, enter(store, directory)) as node:
+                for name, kind in store.names(node):
+                    if kind == stat.S_IFDIR:
+                        waiting.append(((*directory, name), False))
+                    else:
+                        store.unlink(node, name)
+                        count += 1
             continue
-        waiting.pop()
         with held(store, enter(store, directory[:-1])) as parent:
             store.rmdir(parent, directory[-1])
         count += 1

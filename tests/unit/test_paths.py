@@ -1,0 +1,105 @@
+"""Paths as agents write them."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.paths import Limits, decode, encode, located, normalise
+
+
+@pytest.mark.parametrize(
+    ("path", "normal"),
+    [
+        ("a", "a"),
+        ("/a", "a"),
+        ("//a//b//", "a/b"),
+        ("./a/./b/.", "a/b"),
+        ("a/../b", "b"),
+        ("../../a", "a"),
+        ("a/b/../../..", "."),
+        ("", "."),
+        (".", "."),
+        ("/", "."),
+        ("...", "..."),
+        ("a b/ c", "a b/ c"),
+        ("a\\b", "a\\b"),
+        ("~/x", "~/x"),
+    ],
+)
+def test_a_path_is_normalised(path: str, normal: str) -> None:
+    assert normalise(path) == normal
+
+
+@given(st.text(st.sampled_from("ab./")))
+def test_a_normalised_path_stays_below_the_root_and_is_normalised_already(path: str) -> None:
+    normal = normalise(path)
+
+    assert normalise(normal) == normal
+    assert normal == "." or not {"", ".", ".."}.intersection(normal.split("/"))
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\0", "\ud800"])
+def test_what_no_kernel_can_have_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="path"):
+        normalise(path)
+
+
+def test_only_text_is_a_path() -> None:
+    with pytest.raises(TypeError, match="bytes"):
+        normalise(b"a")  # type: ignore[arg-type]
+
+
+@given(st.binary(min_size=1).filter(lambda path: b"\0" not in path and normalise(decode(path)) == decode(path)))
+def test_every_name_of_a_kernel_survives_the_way_to_text_and_back(path: bytes) -> None:
+    assert encode(decode(path)) == path or decode(path) == "."
+
+
+def test_the_root_has_no_bytes() -> None:
+    assert (encode("."), decode(b"")) == (b"", ".")
+
+
+@pytest.mark.parametrize("path", ["/".join("a" * 16), "n" * 80, "é" * 80])
+def test_a_path_within_the_limits_may_be_created(path: str) -> None:
+    Limits().check_new(path)
+
+
+@pytest.mark.parametrize(("path", "match"), [("/".join("a" * 17), "deep"), ("a/" + "n" * 81 + "/b", "81")])
+def test_a_path_over_the_limits_may_not_be_created(path: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Limits().check_new(path)
+
+
+def test_limits_are_the_callers_to_choose() -> None:
+    Limits(depth=20, segment=200).check_new("/".join(["n" * 200] * 20))
+
+
+def test_an_error_is_given_the_path_and_keeps_its_errno_and_class() -> None:
+    with pytest.raises(FileNotFoundError) as caught, located("a/b"):
+        raise OSError(errno.ENOENT, "gone", "inode 5")
+
+    assert (caught.value.errno, caught.value.strerror, caught.value.filename) == (errno.ENOENT, "gone", "a/b")
+
+
+def test_an_error_without_errno_is_given_one() -> None:
+    with pytest.raises(OSError, match="a/b") as caught, located("a/b"):
+        raise OSError("strange")
+
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_read_only_file_system_is_a_lack_of_permission() -> None:
+    with pytest.raises(PermissionError) as caught, located("a/b"):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    assert (caught.value.errno, caught.value.filename) == (errno.EROFS, "a/b")
+
+
+def test_a_class_that_says_more_than_its_errno_is_kept() -> None:
+    with pytest.raises(IsADirectoryError) as caught, located("a"):
+        raise IsADirectoryError(errno.ENOTEMPTY, "Directory not empty", "a")
+
+    assert caught.value.errno == errno.ENOTEMPTY

@@ -1,0 +1,318 @@
+"""VolumeFilesystem: what the suites cannot see of it, the volume below."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tracemalloc
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol import InMemoryFilesystem, VolumeFilesystem
+from protocol.backends.memory import MemoryVolume
+from protocol.paths import Limits
+from protocol.testing.checks import contents
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+
+CALLER = Caller(0, 0)
+MEGABYTE = 1 << 20
+
+
+class CountingVolume(MemoryVolume):
+    """Knows how many lookups are out."""
+
+    out = 0
+
+    def _counted(self, made: Any) -> Any:
+        self.out += 1
+        return made
+
+    def lookup(self, *arguments: Any) -> Any:
+        return self._counted(super().lookup(*arguments))
+
+    def mknod(self, *arguments: Any) -> Any:
+        return self._counted(super().mknod(*arguments))
+
+    def mkdir(self, *arguments: Any) -> Any:
+        return self._counted(super().mkdir(*arguments))
+
+    def symlink(self, *arguments: Any) -> Any:
+        return self._counted(super().symlink(*arguments))
+
+    def link(self, *arguments: Any) -> Any:
+        return self._counted(super().link(*arguments))
+
+    def forget(self, inode: int, count: int) -> None:
+        self.out -= count
+        super().forget(inode, count)
+
+
+@pytest.fixture
+def volume() -> Iterator[CountingVolume]:
+    volume = CountingVolume()
+    yield volume
+    volume.check_invariants()
+    assert volume.out == 0, "lookups were not given back"
+
+
+@pytest.fixture
+def filesystem(volume: CountingVolume) -> VolumeFilesystem:
+    return VolumeFilesystem(volume)
+
+
+def inode_of(volume: MemoryVolume, *names: bytes) -> int:
+    inode = ROOT_INODE
+    for name in names:
+        inode = volume.lookup(inode, name).inode
+        volume.forget(inode, 1)
+    return inode
+
+
+def test_every_call_gives_its_lookups_back(
+    volume: CountingVolume, filesystem: VolumeFilesystem, tmp_path: Path
+) -> None:
+    filesystem.write("d/e/file", "text\n")
+    filesystem.write("d/e/file", "more", mode="append")
+    filesystem.write("d/new", "x", mode="create")
+    volume.forget(volume.symlink(ROOT_INODE, b"link", b"d/../d/e", CALLER).inode, 1)
+    for call in (filesystem.stat, filesystem.exists, filesystem.is_dir, filesystem.list):
+        call("link")
+        call("d/e")
+    filesystem.read("link/file")
+    filesystem.read_bytes("d/e/file")
+    filesystem.glob("*", path="link")
+    filesystem.grep("text", path="link")
+    snapshot = filesystem.snapshot()
+    filesystem.mkdir("more/and/more")
+    filesystem.delete("d", recursive=True)
+    filesystem.restore(snapshot)
+    filesystem.export_archive(tmp_path / "a.zip")
+    filesystem.import_archive(tmp_path / "a.zip")
+
+    assert volume.out == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda filesystem: filesystem.read("missing"),
+        lambda filesystem: filesystem.read("directory"),
+        lambda filesystem: filesystem.read("file/below"),
+        lambda filesystem: filesystem.read("loop"),
+        lambda filesystem: filesystem.read("out"),
+        lambda filesystem: filesystem.read("binary"),
+        lambda filesystem: filesystem.read("fifo"),
+        lambda filesystem: filesystem.list("file"),
+        lambda filesystem: filesystem.write("file", "x", mode="create"),
+        lambda filesystem: filesystem.write("file/below", "x"),
+        lambda filesystem: filesystem.write("no/parent", "x", create_parents=False),
+        lambda filesystem: filesystem.write("n" * 81, "x"),
+        lambda filesystem: filesystem.write("fifo", "x"),
+        lambda filesystem: filesystem.write("fifo", "x", mode="append"),
+        lambda filesystem: filesystem.mkdir("file"),
+        lambda filesystem: filesystem.delete("directory"),
+        lambda filesystem: filesystem.delete("missing"),
+    ],
+)
+def test_a_call_that_fails_gives_its_lookups_back(
+    volume: CountingVolume, filesystem: VolumeFilesystem, call: Any
+) -> None:
+    filesystem.write("file", "x")
+    filesystem.write("directory/inner", "x")
+    filesystem.write_bytes("binary", b"\xff")
+    volume.forget(volume.symlink(ROOT_INODE, b"loop", b"./loop", CALLER).inode, 1)
+    volume.forget(volume.symlink(ROOT_INODE, b"out", b"directory/../../x", CALLER).inode, 1)
+    volume.forget(volume.mknod(ROOT_INODE, b"fifo", stat.S_IFIFO | 0o644, 0, CALLER).inode, 1)
+
+    with pytest.raises((OSError, ValueError)):
+        call(filesystem)
+
+    assert volume.out == 0
+
+
+def test_a_reader_holds_its_file_and_lets_it_go(volume: CountingVolume, filesystem: VolumeFilesystem) -> None:
+    filesystem.write("file", "content")
+    inode = inode_of(volume, b"file")
+
+    reader = filesystem.open_read("file")
+    assert volume.out == 1
+    filesystem.delete("file")
+    assert reader.read() == b"content"
+    reader.close()
+
+    with pytest.raises(FileNotFoundError):
+        volume.getattr(inode)
+
+
+def test_a_writer_that_fails_to_finish_gives_its_lookups_back(
+    volume: CountingVolume, filesystem: VolumeFilesystem
+) -> None:
+    writer = filesystem.open_write("name")
+    filesystem.mkdir("name/in/the/way")
+
+    with pytest.raises(IsADirectoryError) as caught:
+        writer.close()
+
+    assert caught.value.filename == "name"
+    assert [entry.name for entry in filesystem.list()] == ["name"]
+
+
+@pytest.mark.parametrize("mode", ["create", "overwrite"])
+def test_a_write_that_runs_out_of_room_changes_nothing(mode: Any) -> None:
+    volume = CountingVolume(max_bytes=MEGABYTE)
+    filesystem = VolumeFilesystem(volume)
+    if mode == "overwrite":
+        filesystem.write("file", "old")
+    before = contents(filesystem)
+
+    with pytest.raises(OSError, match="No space") as caught:
+        filesystem.write_bytes("file", bytes(range(256)) * 8192, mode=mode)
+
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "file")
+    assert (contents(filesystem), volume.out) == (before, 0)
+
+
+def test_an_overwritten_file_keeps_its_mode_and_owner(volume: CountingVolume, filesystem: VolumeFilesystem) -> None:
+    filesystem.write("run.sh", "old")
+    volume.setattr(inode_of(volume, b"run.sh"), AttributeChanges(mode=0o6755, uid=1234, gid=5678))
+
+    filesystem.write("run.sh", "new")
+
+    seen = volume.getattr(inode_of(volume, b"run.sh"))
+    assert (stat.S_IMODE(seen.mode), seen.uid, seen.gid) == (0o6755, 1234, 5678)
+
+
+def test_what_is_created_belongs_to_the_caller() -> None:
+    volume = MemoryVolume()
+    VolumeFilesystem(volume, caller=Caller(1234, 5678)).write("d/file", "x")
+
+    for names in ((b"d",), (b"d", b"file")):
+        seen = volume.getattr(inode_of(volume, *names))
+        assert (seen.uid, seen.gid) == (1234, 5678)
+
+
+def test_limits_bind_what_a_call_creates_and_not_what_the_mount_did(
+    volume: CountingVolume, filesystem: VolumeFilesystem
+) -> None:
+    inode = ROOT_INODE
+    for _ in range(20):
+        inode = volume.mkdir(inode, b"d" * 200, 0o755, CALLER).inode
+        volume.forget(inode, 1)
+    volume.forget(volume.mknod(inode, b"f" * 255, stat.S_IFREG | 0o644, 0, CALLER).inode, 1)
+    path = "/".join(["d" * 200] * 20 + ["f" * 255])
+
+    filesystem.write(path, "overwritten")
+    filesystem.write(path, ", appended", mode="append")
+
+    assert filesystem.read(path).content == "overwritten, appended"
+    with pytest.raises(ValueError, match="deep"):
+        filesystem.write(path[:-1], "x")
+    assert filesystem.delete("d" * 200, recursive=True) == 21
+
+
+def test_a_tree_as_deep_as_a_kernel_allows_is_deleted(volume: CountingVolume, filesystem: VolumeFilesystem) -> None:
+    inode = ROOT_INODE
+    for _ in range(300):
+        inode = volume.mkdir(inode, b"d", 0o755, CALLER).inode
+        volume.forget(inode, 1)
+
+    assert filesystem.delete("d", recursive=True) == 300
+
+
+def test_names_that_are_not_utf8_are_listed_read_and_deleted(
+    volume: CountingVolume, filesystem: VolumeFilesystem
+) -> None:
+    volume.forget(volume.mknod(ROOT_INODE, b"caf\xe9", stat.S_IFREG | 0o644, 0, CALLER).inode, 1)
+
+    (entry,) = filesystem.list()
+    filesystem.write(entry.path, "x")
+
+    assert entry.path == "caf\udce9"
+    assert filesystem.read(entry.path).content == "x"
+    assert filesystem.delete(entry.path) == 1
+
+
+def test_an_absolute_symlink_below_the_mountpoint_stays_inside(volume: CountingVolume) -> None:
+    filesystem = VolumeFilesystem(volume, root="/mnt/here")
+    filesystem.write("d/file", "inside")
+    for name, target in ((b"in", b"/mnt/here/d"), (b"root", b"/mnt/here"), (b"out", b"/mnt/here-not/d")):
+        volume.forget(volume.symlink(ROOT_INODE, name, target, CALLER).inode, 1)
+
+    assert filesystem.read("in/file").content == "inside"
+    assert filesystem.read("root/in/file").content == "inside"
+    with pytest.raises(PermissionError, match="outside"):
+        filesystem.read("out/file")
+
+
+def test_a_search_through_a_symlink_names_files_as_they_were_asked_for(
+    volume: CountingVolume, filesystem: VolumeFilesystem
+) -> None:
+    filesystem.write("real/deep/file", "needle")
+    volume.forget(volume.symlink(ROOT_INODE, b"link", b"real/deep", CALLER).inode, 1)
+
+    assert [match.path for match in filesystem.glob("*", path="link")] == ["link/file"]
+    assert [match.path for match in filesystem.grep("needle", path="link")] == ["link/file"]
+
+
+class RemoteVolume(MemoryVolume):
+    """One whose answers must be awaited."""
+
+    async def getattr(self, inode: int) -> Any:  # type: ignore[override]
+        return super().getattr(inode)
+
+
+def test_a_volume_that_makes_its_callers_wait_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "coroutine ... was never awaited"
+        with pytest.raises(TypeError, match="await"):
+            VolumeFilesystem(RemoteVolume()).stat(".")
+
+
+def test_a_snapshot_of_another_filesystem_is_not_found() -> None:
+    one, other = InMemoryFilesystem(), InMemoryFilesystem()
+    snapshot = one.snapshot()
+
+    with pytest.raises(FileNotFoundError):
+        other.restore(snapshot)
+
+
+def test_snapshots_are_the_volumes_own(volume: CountingVolume, filesystem: VolumeFilesystem) -> None:
+    snapshot = filesystem.snapshot(tag="mine")
+
+    assert [(info.name, info.tag) for info in volume.snapshots()] == [(snapshot.commit_ref, "mine")]
+
+
+def test_streams_copy_a_file_larger_than_they_may_hold(filesystem: VolumeFilesystem, volume: CountingVolume) -> None:
+    # Sparse: what the volume keeps of it costs nothing, so what is held is the streams'.
+    filesystem.write("sparse", "")
+    volume.setattr(inode_of(volume, b"sparse"), AttributeChanges(size=64 * MEGABYTE))
+    small = VolumeFilesystem(volume, limits=Limits(read_bytes=MEGABYTE))
+
+    tracemalloc.start()
+    try:
+        with small.open_read("sparse") as reader:
+            total = sum(len(chunk) for chunk in reader)
+        with small.open_text("sparse") as text:
+            while text.read(MEGABYTE):
+                pass
+        page = small.read_bytes("sparse", offset=63 * MEGABYTE, limit=10)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert (total, page.content) == (64 * MEGABYTE, bytes(10))
+    assert peak < 16 * MEGABYTE
+
+
+def test_a_read_that_ends_in_the_middle_of_the_volume_is_whole(filesystem: VolumeFilesystem) -> None:
+    data = os.urandom(3 * MEGABYTE + 5)
+    with filesystem.open_write("file") as writer:
+        writer.write_all(data[start : start + 70_000] for start in range(0, len(data), 70_000))
+
+    with filesystem.open_read("file") as reader:
+        assert reader.read() == data
