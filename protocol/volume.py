@@ -39,6 +39,7 @@ __all__ = [
     "Coherence",
     "DirectoryEntry",
     "EntryChange",
+    "FlushingVolume",
     "InodeChange",
     "SnapshotInfo",
     "SnapshotableVolume",
@@ -261,6 +262,15 @@ class Volume(Protocol):
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Answer[Attributes]:
         """An unnamed regular file (O_TMPFILE), to be given a name by `link`; adds a lookup."""
+        ...
+
+
+@runtime_checkable
+class FlushingVolume(Volume, Protocol):
+    """A volume that wants to know of every close(2) of a descriptor, at the price of a request each."""
+
+    def flush(self, inode: int) -> Answer[None]:
+        """A descriptor of `inode` was closed; an error is what close(2) answers with."""
         ...
 
 

@@ -421,7 +421,7 @@ class FilesystemVolume:
         del self._by_path[path]
 
     def _load(self, path: str) -> bytes:
-        pieces = []
+        pieces: list[bytes] = []
         with _as_errno(), self._filesystem.open_read(path) as reader:
             pieces.extend(reader.chunks())
         return b"".join(pieces)

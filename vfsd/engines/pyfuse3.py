@@ -41,7 +41,7 @@ import pyfuse3
 import trio
 
 from protocol.errors import errno_of, fail
-from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
+from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
 from vfsd.engines.base import EngineSettings, Impersonator
 
 __all__ = ["Pyfuse3Engine"]
@@ -341,7 +341,12 @@ class _Handlers(pyfuse3.Operations):
             self._forget_attributes(inode)
         return written
 
-    # `flush` is left to Operations: its ENOSYS makes the kernel never ask again, which saves a request a close.
+    @_handler
+    async def flush(self, fh: int) -> None:
+        if not isinstance(self._volume, FlushingVolume):
+            # Makes the kernel never ask again, which saves a request a close.
+            raise pyfuse3.FUSEError(errno.ENOSYS)
+        await _result(self._volume.flush(fh & _INODE_MASK))
 
     @_handler
     async def release(self, fh: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import trio
 
 from protocol.errors import fail
-from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, DirectoryEntry, Volume
+from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, DirectoryEntry, FlushingVolume, Volume
 from vfsd.engines.native import wire
 from vfsd.engines.native.negotiation import MAX_WRITE_BYTES
 from vfsd.engines.native.replies import Message, Replies, dirents
@@ -114,7 +114,9 @@ class Operations:
             (Opcode.RELEASEDIR, 0, self._accept, r.done),
             (Opcode.DESTROY, 0, self._accept, r.done),
         ]
-        # OPEN, OPENDIR, CREATE, FLUSH and ACCESS are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
+        if isinstance(self._volume, FlushingVolume):
+            rows.append((Opcode.FLUSH, 0, self._flush, r.done))
+        # OPEN, OPENDIR, CREATE, mostly FLUSH, and ACCESS are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
         # of them makes the kernel do them alone for as long as the mount lives.  Opens then keep caches, and a
         # CREATE becomes a MKNOD.
         return {int(opcode): Handler(BODY + least, method, reply) for opcode, least, method, reply in rows}
@@ -329,6 +331,10 @@ class Operations:
     def _fsync(self, node: int, message: Request, _length: int) -> object:
         _, flags, _ = wire.FUSE_FSYNC_IN.unpack_from(message, BODY)
         return self._volume.fsync(node, data_only=bool(flags & wire.FUSE_FSYNC_FDATASYNC))
+
+    def _flush(self, node: int, _message: Request, _length: int) -> object:
+        assert isinstance(self._volume, FlushingVolume)
+        return self._volume.flush(node)
 
     # -- the rest ----------------------------------------------------------------------------
     def _statfs(self, _node: int, _message: Request, _length: int) -> object:
