@@ -7,6 +7,7 @@ import errno
 import json
 import marshal
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from tests.differential.calls import WORKERS, Call
 from tests.differential.executor import MARSHAL_VERSION, receive, send
 from tests.differential.known import Difference, Known, avoided, reason
 from vfsd.control.client import ControlClient
+from vfsd.launch import log_path
 from vfsd.workspace import Workspace
 
 __all__ = ["Bench", "Hung", "executors", "mount_flags"]
@@ -30,8 +32,8 @@ _ANSWER_S: Final = 60.0  # an executor that takes longer hangs
 _ATTRIBUTES: Final = (
     "mode", "nlink", "uid", "gid", "size", "blocks", "rdev", "atime", "mtime", "ctime", "order of times",
 )  # fmt: skip
+_COMPLAINT: Final = re.compile(r" (warning|error) |Traceback")
 _TREE_CALL: Final = ("tree", ())
-_OPTIONS: Final = {"rw", "nosuid", "nodev", "relatime"}
 
 
 class Hung(Exception):
@@ -90,27 +92,35 @@ class Bench:
 
         The trees are compared at the end, and after every `tree_every` calls.
         """
+        try:
+            with self._roots() as roots, contextlib.ExitStack() as stack:
+                teams = [stack.enter_context(self._nursery.team(root)) for root in roots]
+                return self._compare(calls, teams, tree_every)
+        except _Parted:
+            return None
+
+    @contextlib.contextmanager
+    def _roots(self) -> Iterator[list[str]]:
+        """Fresh directories, of tmpfs and of the mount."""
         self._episodes += 1
-        name = f"run-{self._episodes}"
-        roots = [os.path.join(root, name) for root in (self.tmpfs, self.mount)]
+        roots = [os.path.join(root, f"run-{self._episodes}") for root in (self.tmpfs, self.mount)]
         try:
             for root in roots:
                 os.mkdir(root)
                 os.stat(root)  # else tmpfs takes the coarse clock for the next line, and its times do not differ
                 os.chmod(root, 0o777)
-            with contextlib.ExitStack() as stack:
-                teams = [stack.enter_context(self._nursery.team(root)) for root in roots]
-                return self._compare(calls, teams, tree_every)
-        except _Parted:
-            return None
+            yield roots
         finally:
             for root in roots:
                 shutil.rmtree(root)
 
     def check(self) -> None:
-        """Have the daemon check its own state."""
+        """Have the daemon check its own state, and look for complaints in its log.  AssertionError."""
         with ControlClient(os.path.join(self._socket_dir, self.workspace.name + ".sock")) as client:
             client.call("check")
+        with open(log_path(self.workspace.name), encoding="utf-8") as log:
+            complaints = [line for line in log if _COMPLAINT.search(line)]
+        assert not complaints, "".join(complaints)
 
     def _compare(self, calls: Sequence[Call], teams: list[Team], tree_every: int | None) -> Difference | None:
         done = since = 0

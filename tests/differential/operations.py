@@ -37,6 +37,8 @@ for _name in ("setxattr", "lsetxattr"):
 _libc.fsetxattr.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 for _name in ("getxattr", "lgetxattr", "fgetxattr"):
     getattr(_libc, _name).restype = ctypes.c_ssize_t
+_libc.lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+_libc.lseek.restype = ctypes.c_int64
 _libc.syncfs.argtypes = [ctypes.c_int]
 _libc.fchmodat.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_int]
 
@@ -146,7 +148,9 @@ class Process:
         return os.writev(self.fd(slot), [data(*one), data(*two)])
 
     def do_lseek(self, slot: int, offset: int, whence: int) -> int:
-        return os.lseek(self.fd(slot), offset, whence)
+        # Not os.lseek, which takes every negative answer for an error.
+        answer: int = _libc.lseek(self.fd(slot), offset, whence)
+        return _checked(answer) if answer == -1 else answer
 
     do_seek_sparse = do_lseek
 

@@ -1,0 +1,213 @@
+"""The differential harness: that a mount answers as tmpfs does, on each engine, and that the harness would notice.
+
+`python -m tests.differential --calls 1000000 --engine native` runs for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from tests.differential import known
+from tests.differential.calls import OPERATIONS, WORKERS, Call, random_calls
+from tests.differential.campaign import Campaign, reduced
+from tests.differential.compare import Bench, mount_flags
+from tests.differential.script import parse, reduce, script
+
+pytestmark = [
+    pytest.mark.fuse,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and works as several users"),
+]
+
+CALLS = 100_000
+LONG_CALLS = 1_000_000
+
+
+@pytest.fixture(scope="module", params=("native", "pyfuse3"))
+def bench(
+    request: pytest.FixtureRequest, session_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    with Bench(request.param, tmp_path_factory.mktemp("diff"), os.environ["VFSD_RUNTIME_DIR"]) as made:
+        yield made
+        made.check()
+
+
+def test_both_are_mounted_alike(bench: Bench) -> None:
+    assert mount_flags(bench.tmpfs) == mount_flags(bench.mount)
+
+
+# -- the mount answers as tmpfs does ---------------------------------------------------------------
+
+
+def campaign(bench: Bench, calls: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    for finding in Campaign(bench, seed).run(calls):
+        if finding is not None:
+            raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+
+
+def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench: Bench) -> None:
+    campaign(bench, CALLS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_calls_are_answered_as_tmpfs_answers_them(bench: Bench) -> None:
+    campaign(bench, LONG_CALLS)
+
+
+def sequences(without: frozenset[str]) -> st.SearchStrategy[list[Call]]:
+    """Sequences of calls that shrink: fewer ones, plainer arguments, root."""
+    each = [
+        st.builds(
+            Call,
+            st.sampled_from(range(len(WORKERS))),
+            st.just(name),
+            st.tuples(*(st.sampled_from(kind.values) for kind in operation.kinds)),
+        )
+        for name, operation in OPERATIONS.items()
+        if name not in without
+    ]
+    return st.lists(st.one_of(each), min_size=1, max_size=60)
+
+
+@pytest.mark.parametrize("engine", ["native", "pyfuse3"])
+def test_sequences_that_hypothesis_makes_are_answered_as_tmpfs_answers_them(
+    engine: str, tmp_path: Path, session_dir: str
+) -> None:
+    with Bench(engine, tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as bench:
+
+        @settings(report_multiple_bugs=False)
+        @given(sequences(bench.without))
+        def answers_alike(calls: list[Call]) -> None:
+            difference = bench.run(calls, tree_every=10)
+            if difference is not None and difference.may_pass:
+                difference = bench.run(calls, tree_every=10)
+            if difference is not None:
+                note(script(calls))
+                raise AssertionError(str(difference))
+
+        answers_alike()
+        bench.check()
+
+
+# -- what is known to differ still does, and nothing more ------------------------------------------
+
+EXAMPLES = {
+    "_seek_in_directory": "root: open(b'/', 0x0, 0o0, 0)\nroot: lseek(0, 0, 2)",
+    "_failed_fallocate": "1001: open(b'a', 0x42, 0o6777, 0)\n1001: fallocate(0, 16, 0, 4096)",
+    "_group_id_without_execute": (
+        "1001: open(b'a', 0x42, 0o666, 0)\nroot: lchown(b'a', -1, 0)\nroot: chmod(b'a', 0o2666)\n1001: write(0, (0, 1))"
+    ),
+    "_chown_nothing": "root: open(b'a', 0x42, 0o4777, 0)\n1001: chown(b'a', -1, -1)",
+    "_fifo_times": (
+        "root: mknod(b'a', 0o10666, 0)\nroot: utimens(b'a', (0, 0), (0, 0), 1)\n"
+        "root: open(b'a', 0x2, 0o0, 0)\nroot: write(0, (0, 1))"
+    ),
+    "_symlink_pages": f"root: symlink({b't' * 128!r}, b'a')",
+    "_capability_and_set_id": (
+        "root: open(b'a', 0x42, 0o777, 0)\nroot: chmod(b'a', 0o4777)\n"
+        f"root: fsetxattr(0, b'security.capability', {bytes.fromhex('0100000200040000') + bytes(12)!r}, 0)\n"
+        "root: write(0, (0, 1))"
+    ),
+    "_seeks_hole": "root: open(b'a', 0x42, 0o666, 0)\nroot: ftruncate(0, 8192)\nroot: lseek(0, 0, 3)",
+    "_mapped_write": (
+        "1001: open(b'a', 0x42, 0o777, 0)\n1001: write(0, (0, 100))\nroot: chmod(b'a', 0o4777)\n"
+        "1001: map_write(0, 0, (0, 1))"
+    ),
+    "_both_flags": "root: open(b'a', 0x42, 0o666, 0)\nroot: setxattr(b'a', b'user.a', b'1', 3, 1)",
+    # Of a clock's ticks: there is no sequence that always shows them.
+    "_coarse_clock": None,
+    "_coarse_atime": None,
+    "_touched": None,
+}
+
+
+@pytest.mark.parametrize("entry", known.KNOWN, ids=lambda entry: entry.matches.__name__)
+def test_a_known_difference_is_one(bench: Bench, entry: known.Known) -> None:
+    example = EXAMPLES[entry.matches.__name__]
+    if example is None or bench.engine not in entry.engines:
+        return
+    before = bench.seen.get(entry, 0)
+    assert bench.run(parse(example)) is None
+    assert bench.seen.get(entry, 0) > before, "there is no difference any more: take it out of the table"
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("root: tmpfile(b'.', 0x410002, 0o666, 1)", "ENOTSUP"),
+        ("root: fallocate(0, 0, 0, 4096)", "ENOTSUP"),
+        ("root: seek_sparse(0, 0, 4)", 8192),
+    ],
+)
+def test_what_pyfuse3_cannot_carry_says_so(bench: Bench, line: str, answer: object) -> None:
+    if bench.engine != "pyfuse3":
+        return
+    first = "root: open(b'a', 0x42, 0o666, 0)\nroot: ftruncate(0, 8192)\n"
+    difference = bench.run(parse(first + line))
+    assert difference is not None
+    assert difference.what == "answer"
+    assert difference.mount[1] == answer  # type: ignore[index]
+
+
+# -- the harness notices, and reduces --------------------------------------------------------------
+
+
+class Unequal(Bench):
+    """A bench on which a file of the same size has other content in the mount than in tmpfs."""
+
+    @contextlib.contextmanager
+    def _roots(self) -> Iterator[list[str]]:
+        with super()._roots() as roots:
+            for root, content in zip(roots, (b"text", b"tent"), strict=True):
+                with open(os.path.join(root, "a"), "wb") as file:
+                    file.write(content)
+            yield roots
+
+
+@pytest.fixture
+def unequal(tmp_path: Path, session_dir: str) -> Iterator[Bench]:
+    with Unequal("native", tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as bench:
+        yield bench
+
+
+def test_a_difference_is_found_and_reduced_to_the_calls_that_show_it(unequal: Bench) -> None:
+    noise = [Call(0, "umask", (0o22,)), Call(2, "stat", (b"a",)), Call(1, "getcwd", ())]
+    calls = [*noise, Call(2, "open", (b"a", os.O_RDONLY, 0, 1)), *noise, Call(2, "read", (1, 100)), *noise]
+    difference = unequal.run(calls)
+    assert difference is not None
+    assert (difference.index, difference.what) == (7, "answer")
+    assert (difference.tmpfs, difference.mount) == (("ok", b"text"), ("ok", b"tent"))
+    small = reduced(unequal, calls, difference)
+    assert small is not None
+    assert [call.operation for call in small[1]] == ["open", "read"]
+
+
+def test_a_difference_that_no_call_touches_is_found_in_the_tree(unequal: Bench) -> None:
+    difference = unequal.run([Call(0, "umask", (0,))])
+    assert difference is not None
+    assert (difference.operation, difference.what) == ("tree", "b'/a': content")
+
+
+def test_a_script_says_all_of_its_calls() -> None:
+    calls = list(random_calls(random.Random(1), 2000))
+    assert parse(script(calls)) == calls
+
+
+def test_reduction_leaves_what_is_needed_and_nothing_else() -> None:
+    needed = [Call(0, "mkdir", (b"a", 0o777)), Call(0, "rmdir", (b"b",))]
+
+    def fails(part: Sequence[Call]) -> bool:
+        return [call for call in part if call.operation in {"mkdir", "rmdir"}][-2:] == needed
+
+    calls = [call for call in random_calls(random.Random(2), 50) if call.operation not in {"mkdir", "rmdir"}]
+    assert reduce([*calls, needed[0], *calls, needed[1], *calls], fails) == needed
