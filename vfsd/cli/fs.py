@@ -7,6 +7,7 @@ a usage error.  Nothing else is printed.
 from __future__ import annotations
 
 import binascii
+import codecs
 import os
 import sys
 import tempfile
@@ -132,9 +133,10 @@ class _Workspace:
             yield file
 
 
-def _text_or_base64(content: bytes) -> str:
+def _text_or_base64(content: bytes, *, truncated: bool) -> str:
     try:
-        return content.decode()
+        # Not the last: what was cut off may begin within a character.
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
     except UnicodeDecodeError:
         return _base64(content)
 
@@ -424,8 +426,8 @@ def exec_command(
     )
     return {
         "exit_status": done.exit_status,
-        "stdout": _text_or_base64(done.stdout),
-        "stderr": _text_or_base64(done.stderr),
+        "stdout": _text_or_base64(done.stdout, truncated=done.truncated),
+        "stderr": _text_or_base64(done.stderr, truncated=done.truncated),
         "timed_out": done.timed_out,
         "truncated": done.truncated,
     }
