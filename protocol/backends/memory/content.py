@@ -170,8 +170,18 @@ class Content:
         """How many pages a write of `length` bytes at `offset` would add to `pages`."""
         if not length:
             return 0
-        new = 0
         end = offset + length
+        if self.holes is None and not self.reserved and (offset ^ (end - 1)) >> _BLOCK_SHIFT == 0:
+            # Nearly always: within one block, where all below its end was written.
+            after = ((end - 1) & _BLOCK_MASK) >> _PAGE_SHIFT
+            block = self.blocks.get(offset >> _BLOCK_SHIFT)
+            if block is None:
+                return after + 1 - ((offset & _BLOCK_MASK) >> _PAGE_SHIFT)
+            last = (len(block) - 1) >> _PAGE_SHIFT
+            if after <= last:
+                return 0
+            return after - max(last, ((offset & _BLOCK_MASK) >> _PAGE_SHIFT) - 1)
+        new = 0
         for index in range(offset >> _BLOCK_SHIFT, ((end - 1) >> _BLOCK_SHIFT) + 1):
             base = index << _BLOCK_SHIFT
             first = max(0, offset - base) >> _PAGE_SHIFT
@@ -213,6 +223,9 @@ class Content:
     def _write_block(self, index: int, start: int, data: Buffer) -> None:
         block = self.blocks.get(index)
         end = start + len(data)
+        if block is None and not start and self.owned is None:  # the first write to most files: a new block, no holes
+            self.blocks[index] = bytes(data)
+            return
         if block is None or (start == 0 and end >= len(block)):
             self._replace_block(index, bytes(start) + data if start else bytes(data))
             if start >= PAGE_BYTES and block is None:

@@ -185,7 +185,8 @@ class State:
         children = directory.children
         assert children is not None
         old = children.get(name, 0)
-        self._record(directory, name, old, number)
+        if self.log.newest is not None:
+            self._record(directory, name, old, number)
         listing = directory.listing
         if number:
             children[name] = number
@@ -200,7 +201,7 @@ class State:
         """Make `name` in `directory` (both owned) stand for `inode`; there is no such name yet."""
         self.set_name(directory, name, inode.inode)
         directory.size += DIRECTORY_ENTRY_BYTES
-        inode.links = (*inode.links, (directory.inode, name))
+        inode.links = (*inode.links, (directory.inode, name)) if inode.links else ((directory.inode, name),)
         if inode.nlink == 0:
             self.count(inode, +1)
         if inode.children is not None:
