@@ -99,8 +99,11 @@ class MountMachine(RuleBasedStateMachine):
         self.taken: dict[str, State] = {}
         self.undo_state: State | None = None
         self.open: dict[int, Node] = {}
+        self.mappings: list[mmap.mmap] = []
 
     def teardown(self) -> None:
+        for mapping in self.mappings:
+            mapping.close()
         for fd in self.open:
             os.close(fd)
         self.open.clear()
@@ -301,18 +304,20 @@ class MountMachine(RuleBasedStateMachine):
         self.written(node, offset, pattern)
 
     def write_mapped(self, which: int | None) -> None:
-        """Never synced, and the file stays open; to be called right before what has to find it all the same.
+        """Never synced; to be called right before what has to find it all the same.
 
-        (The comparison after a step opens and closes the file, at which the kernel writes it back.)
+        The kernel writes pages back when a mapping, or any descriptor of the file, is closed: the mapping stays,
+        and the comparison comes only after the step.
         """
         some = [(fd, node) for fd, node in self.open.items() if node.data]
         if which is None or not some:
             return
         fd, node = some[which % len(some)]
         pattern = b"%d" % which
-        with mmap.mmap(fd, 0) as mapping:
-            pattern = pattern[: len(mapping)]
-            mapping[: len(pattern)] = pattern
+        mapping = mmap.mmap(fd, 0)
+        self.mappings.append(mapping)
+        pattern = pattern[: len(mapping)]
+        mapping[: len(pattern)] = pattern
         node.data = pattern + node.data[len(pattern) :]
         node.mapped = True
 
