@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -118,13 +119,14 @@ def test_what_swaps_a_directory_for_a_symlink_meanwhile_leads_nobody_out(
     thread = threading.Thread(target=swap)
     thread.start()
     try:
-        for number in range(500):
-            try:
-                seen.add(filesystem.read("d/secret").content)
-                filesystem.write(f"d/new-{number % 5}", "x")
-                filesystem.write("d/secret", "inside")
-            except OSError:
-                pass
+        for number in range(200):
+            for call in (
+                lambda: seen.add(filesystem.read("d/secret").content),
+                lambda number=number: filesystem.write(f"d/new-{number % 5}", "x", create_parents=False),
+                lambda: filesystem.write("d/secret", "inside", create_parents=False),
+            ):
+                with contextlib.suppress(OSError):
+                    call()
     finally:
         done.set()
         thread.join()
