@@ -107,7 +107,7 @@ EXAMPLES = {
     "_group_id_without_execute": (
         "1001: open(b'a', 0x42, 0o666, 0)\nroot: lchown(b'a', -1, 0)\nroot: chmod(b'a', 0o2666)\n1001: write(0, (0, 1))"
     ),
-    "_chown_nothing": "root: open(b'a', 0x42, 0o4777, 0)\n1001: chown(b'a', -1, -1)",
+    "_chown_nothing": "root: open(b'a', 0x42, 0o2644, 0)\n1001: chown(b'a', -1, -1)",
     "_fifo_times": (
         "root: mknod(b'a', 0o10666, 0)\nroot: utimens(b'a', (0, 0), (0, 0), 1)\n"
         "root: open(b'a', 0x2, 0o0, 0)\nroot: write(0, (0, 1))"
