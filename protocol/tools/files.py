@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -13,6 +13,8 @@ from protocol.filesystem import Filesystem
 from protocol.paths import normalise
 from protocol.tools.base import Params, Result, Tool, ToolContext
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
+from protocol.tools.walk import below
+from protocol.tree import TreeEntry
 from protocol.types import DEFAULT_READ_LINES, FileStat, WriteMode
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
 
 _SHOWN_LINE_CHARACTERS: Final = 2_000  # of one line, for a model
 DEFAULT_ENTRIES: Final = 1_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 Path = Annotated[str, Meta(min_length=1, description="Relative to the root of the workspace.")]
 EntryType = Literal["file", "directory", "symlink", "other"]
@@ -78,15 +81,52 @@ def entry_of(found: FileStat) -> Entry:
 
 
 def _ls(params: LsParams, context: ToolContext) -> LsResult:
+    list_entries = _entries if context.tree is None else _tree_entries
+    entries, truncated = list_entries(params, context)
+    return LsResult(path=normalise(params.path), entries=entries, truncated=truncated)
+
+
+def _entries(params: LsParams, context: ToolContext) -> tuple[list[Entry], bool]:
     listed = context.filesystem.list(params.path)
-    entries = []
-    for one in listed[: params.limit]:
-        try:
-            entries.append(entry_of(context.filesystem.stat(one.path)))
-        except OSError:  # a symlink that leads nowhere, or out of the workspace; or gone meanwhile
-            kind: EntryType = "symlink" if one.is_symlink else "other"
-            entries.append(Entry(path=one.path, type=kind, size_bytes=0, mode=0, is_symlink=one.is_symlink))
-    return LsResult(path=normalise(params.path), entries=entries, truncated=len(listed) > params.limit)
+    entries = [_entry(one.path, context, is_symlink=one.is_symlink) for one in listed[: params.limit]]
+    return entries, len(listed) > params.limit
+
+
+def _tree_entries(params: LsParams, context: ToolContext) -> tuple[list[Entry], bool]:
+    """The same from the context's tree: one look-up for each entry, where a path takes one for each of its parts."""
+    with below(params.path, context) as (tree, directory, shown):
+        names = tree.children(directory)
+        entries = []
+        for name in names[: params.limit]:
+            found = tree.entry(directory + b"/" + name if directory else name)
+            path = shown(found.path)
+            entries.append(_entry(path, context, is_symlink=True) if found.is_symlink else _tree_entry(path, found))
+        return entries, len(names) > params.limit
+
+
+def _tree_entry(path: str, found: TreeEntry) -> Entry:
+    return Entry(
+        path=path,
+        type="file" if found.is_file else "directory" if found.is_dir else "other",
+        size_bytes=found.size,
+        mode=stat.S_IMODE(found.mode),
+        modified_at=_time(found.mtime_ns),
+    )
+
+
+def _time(ns: int) -> datetime | None:
+    try:
+        return _EPOCH + timedelta(microseconds=ns // 1000)
+    except OverflowError:  # a year that `datetime` does not have
+        return None
+
+
+def _entry(path: str, context: ToolContext, *, is_symlink: bool) -> Entry:
+    try:
+        return entry_of(context.filesystem.stat(path))
+    except OSError:  # a symlink that leads nowhere, or out of the workspace; or gone meanwhile
+        kind: EntryType = "symlink" if is_symlink else "other"
+        return Entry(path=path, type=kind, size_bytes=0, mode=0, is_symlink=is_symlink)
 
 
 def _render_ls(result: LsResult) -> str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from protocol.adapters.resolve import resolve
-from protocol.adapters.tree_store import TreeStore
-from protocol.paths import decode, encode, normalise
+from protocol.paths import encode
 from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
 from protocol.tools.base import Params, Result, Tool, ToolContext
-from protocol.tools.walk import FilesystemTree
-from protocol.tree import Tree
+from protocol.tools.walk import below
 
 __all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", "GrepResult"]
 
@@ -55,7 +50,7 @@ class GlobResult(Result, frozen=True):
 
 
 def _glob(params: GlobParams, context: ToolContext) -> GlobResult:
-    with _searched(params.path, context) as (tree, start, shown):
+    with below(params.path, context) as (tree, start, shown):
         found = glob_paths(
             tree,
             params.pattern,
@@ -115,7 +110,7 @@ class GrepResult(Result, frozen=True):
 
 
 def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
-    with _searched(params.path, context) as (tree, start, shown):
+    with below(params.path, context) as (tree, start, shown):
         found = grep_tree(
             tree,
             params.pattern,
@@ -168,30 +163,3 @@ GREP: Final = Tool(
     function=_grep,
     rendering=_render_grep,
 )
-
-
-# -- where to search ------------------------------------------------------------------------------
-class _Shown:
-    """Paths as the caller wrote their beginning, where that went through a symlink."""
-
-    def __init__(self, asked: bytes, real: bytes) -> None:
-        self._asked = asked
-        self._real = real
-
-    def __call__(self, path: bytes) -> str:
-        rest = path[len(self._real) :].lstrip(b"/")
-        return decode(self._asked + b"/" + rest if self._asked and rest else self._asked or rest)
-
-
-@contextmanager
-def _searched(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, _Shown]]:
-    """The tree to search, where in it, and how to say what was found."""
-    asked = encode(normalise(path))
-    if context.tree is None:
-        yield FilesystemTree(context.filesystem), asked, _Shown(asked, asked)
-        return
-    with context.tree() as tree:
-        # A tree knows no symlinks.
-        with resolve(TreeStore(tree, root=context.filesystem.root), asked) as place:
-            real = b"/".join(place.names)
-        yield tree, real, _Shown(asked, real)

@@ -1,23 +1,26 @@
-"""FilesystemTree: any Filesystem as a tree, for what searches trees.
-
-It asks for no more than a search needs: types, sizes and content.  Symlinks count as symlinks, and so are not
-searched.
-"""
+"""What the tools that look at many files walk: the context's tree, or any Filesystem as one."""
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
+from protocol.adapters.resolve import resolve
+from protocol.adapters.tree_store import TreeStore
 from protocol.filesystem import Filesystem
-from protocol.paths import decode, encode
+from protocol.paths import decode, encode, normalise
+from protocol.tools.base import ToolContext
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["FilesystemTree"]
+__all__ = ["FilesystemTree", "Shown", "below"]
 
 
 class FilesystemTree:
-    """Implements `protocol.tree.Tree`, live: what changes while it is walked is seen as it is then."""
+    """Implements `protocol.tree.Tree`, live: what changes while it is walked is seen as it is then.
+
+    It asks for no more than a search needs: types, sizes and content.  It has no symlinks: they are not searched.
+    """
 
     def __init__(self, filesystem: Filesystem) -> None:
         self._filesystem = filesystem
@@ -51,3 +54,29 @@ class FilesystemTree:
 
     def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (the contract's)
         return None
+
+
+class Shown:
+    """Paths as the caller wrote their beginning, where that went through a symlink."""
+
+    def __init__(self, asked: bytes, real: bytes) -> None:
+        self._asked = asked
+        self._real = real
+
+    def __call__(self, path: bytes) -> str:
+        rest = path[len(self._real) :].lstrip(b"/")
+        return decode(self._asked + b"/" + rest if self._asked and rest else self._asked or rest)
+
+
+@contextmanager
+def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]]:
+    """A tree in which `path` leads to something: the tree, where in it, and how to say what was found below."""
+    asked = encode(normalise(path))
+    if context.tree is None:
+        yield FilesystemTree(context.filesystem), asked, Shown(asked, asked)
+        return
+    with context.tree() as tree:
+        # A tree knows no symlinks.
+        with resolve(TreeStore(tree, root=context.filesystem.root), asked) as place:
+            real = b"/".join(place.names)
+        yield tree, real, Shown(asked, real)
