@@ -23,7 +23,7 @@ import os
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import trio
 
@@ -39,6 +39,10 @@ from vfsd.options import EngineChoice, MountOptions
 from vfsd.results import Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
 from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import UserPath
+
+if TYPE_CHECKING:
+    from protocol.filesystem import Filesystem
+    from vfsd.inprocess import MountedFilesystem
 
 __all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
@@ -88,6 +92,20 @@ class _Base:
 class Workspace(_Base):
     """A running workspace, driven by plain (blocking) calls.  Made by `mount` or `attach`."""
 
+    @overload
+    @classmethod
+    def mount(
+        cls,
+        path: FilePath,
+        *,
+        filesystem: Filesystem,
+        name: str | None = None,
+        engine: EngineChoice = "auto",
+        allow_other: bool = False,
+        create: bool = True,
+    ) -> MountedFilesystem: ...
+
+    @overload
     @classmethod
     def mount(
         cls,
@@ -103,11 +121,31 @@ class Workspace(_Base):
         allow_other: bool = False,
         exec_on_host: bool = False,
         create: bool = True,
-    ) -> Self:
+    ) -> Self: ...
+
+    @classmethod
+    def mount(
+        cls,
+        path: FilePath,
+        backend: str = "memory",
+        *,
+        filesystem: Filesystem | None = None,
+        name: str | None = None,
+        engine: EngineChoice = "auto",
+        archive: FilePath | None = None,
+        max_bytes: int | None = None,
+        max_inodes: int | None = None,
+        read_only: bool = False,
+        allow_other: bool = False,
+        exec_on_host: bool = False,
+        create: bool = True,
+    ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
         `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
+        With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
+        a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
         `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user.
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
@@ -124,6 +162,10 @@ class Workspace(_Base):
             allow_other=allow_other,
             exec_on_host=exec_on_host,
         )
+        if filesystem is not None:
+            if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
+                raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
+            return _mount_object(filesystem, options, create=create)
         return cls._started(_launch(options, create=create))
 
     @classmethod
@@ -404,6 +446,17 @@ def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
         with contextlib.suppress(FileExistsError):
             os.makedirs(options.mountpoint)
     return launch.launch(options)
+
+
+def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool) -> MountedFilesystem:
+    # Start-up: who drives a daemon needs no engine in this process.
+    from vfsd.inprocess import MountedFilesystem  # noqa: PLC0415
+
+    if create:
+        os.makedirs(options.mountpoint, exist_ok=True)
+    return MountedFilesystem(
+        filesystem, options.mountpoint, name=options.name, engine=options.engine, allow_other=options.allow_other
+    )
 
 
 def _still_mounted(path: str) -> bool:

@@ -219,7 +219,16 @@ class FilesystemVolume:
             self._filesystem.delete(path, recursive=True)
         self._detach(path)
 
-    def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> None:
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = Caller(0, 0),  # noqa: B008  (a named tuple)
+    ) -> None:
+        del caller
         if flags & ~RENAME_NOREPLACE:
             raise fail(errno.EINVAL)
         path, found = self._victim(parent, name)

@@ -31,7 +31,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "vfsd": (
         ("vfsd.control", "vfsd.engines"),
-        ("vfsd.daemon",),
+        ("vfsd.daemon", "vfsd.inprocess"),
         ("vfsd.daemon_process",),
         ("vfsd.launch",),
         ("vfsd.workspace",),
