@@ -114,7 +114,8 @@ class Filesystem(Protocol):
     ) -> WriteResult:
         """Write a file: "create" it, "overwrite" it (or create it), or "append" to it (or create it).
 
-        Overwriting is atomic: a reader sees the old file or the new; the old one's mode is kept.
+        Overwriting is atomic: a reader sees the old file or the new.  The new one has the old one's mode, and its
+        owner where that is allowed; other hard links of the old one stay what they were.
         FileExistsError ("create"), IsADirectoryError; FileNotFoundError where the parent is missing and
         `create_parents` false.  ValueError at the root, over the limit of 32 MiB, for another mode, and for
         a new path that is too deep (16) or has too long a part (80).

@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from datetime import UTC, datetime
+from typing import BinaryIO
 from uuid import uuid4
 
 from protocol.adapters.converge import converge
@@ -26,16 +27,31 @@ def put_archive(store: Store, state: Tree, path: str | os.PathLike[str], limits:
     """Make the state of `store`, which `state` shows, that of the archive at `path`.
 
     All of it, or the state before: that is kept in a temporary archive, and put back when anything fails.
+    Where that fails too, the error's note says where the archive is.
     """
-    with open_archive(path, limits=limits) as tree, tempfile.TemporaryFile(prefix="vfsd-before-") as before:
-        write_archive(state, before, level=0)
+    with open_archive(path, limits=limits) as tree:
+        descriptor, kept = tempfile.mkstemp(prefix="vfsd-before-", suffix=".fs.zip")
         try:
-            converge(store, tree)
-        except BaseException:
-            before.seek(0)
-            with open_archive(before, limits=_OWN) as old:
-                converge(store, old)
-            raise
+            with open(descriptor, "w+b") as before:
+                write_archive(state, before, level=0)
+                try:
+                    converge(store, tree)
+                except BaseException as error:
+                    try:
+                        _put_back(store, before)
+                    except OSError as again:
+                        error.add_note(f"the state before could not be put back ({again}); it is in {kept}")
+                        kept = ""
+                    raise
+        finally:
+            if kept:
+                os.unlink(kept)
+
+
+def _put_back(store: Store, before: BinaryIO) -> None:
+    before.seek(0)
+    with open_archive(before, limits=_OWN) as old:
+        converge(store, old)
 
 
 class ArchiveSnapshots:

@@ -27,13 +27,56 @@ def converge(store: Store, tree: Tree) -> None:
 
 
 class _Converging:
+    """Two steps: new content is written beside the state, which may need room; then names are changed, which does not.
+
+    So a full disk is noticed before anything has changed.
+    """
+
     def __init__(self, store: Store, tree: Tree) -> None:
         self._store = store
         self._tree = tree
         self._firsts: dict[int, bytes] = {}  # the path of the first name of each file with several
-        self._claimed: set[int] = set()  # inodes of the store that are one of these files already
+        self._stage = temporary_name()  # a directory in the root
+        self._staged: dict[bytes, bytes] = {}  # path to the name of its new content in there
 
     def run(self) -> None:
+        store = self._store
+        with held(store, store.top()) as root:
+            store.mkdir(root, self._stage)
+            try:
+                with held(store, store.child(root, self._stage)) as stage:
+                    store.set_mode(stage, _USER_ALL)
+                    self._write_new(stage)
+                    self._change_names(stage)
+            finally:
+                remove(store, (self._stage,), recursive=True)
+            self._attributes(root, self._tree.entry(b""), store.status(root))
+
+    def _write_new(self, stage: int) -> None:
+        claimed: set[int] = set()  # inodes that are a file of the tree already
+        seen: set[int] = set()
+        for entry in self._tree.walk():
+            if not entry.is_file or (entry.nlink > 1 and entry.inode and entry.inode in seen):
+                continue
+            seen.add(entry.inode)
+            old = self._old(_names(entry.path))
+            if self._is_equal(entry, old, claimed):
+                assert old is not None
+                claimed.add(old.inode)
+            else:
+                self._staged[entry.path] = self._write(stage, entry)
+
+    def _write(self, stage: int, entry: TreeEntry) -> bytes:
+        name = b"%d" % len(self._staged)
+        file = self._store.create(stage, name, 0o600)
+        try:
+            self._fill(file, entry)
+            self._attributes(file.node, entry, self._store.status(file.node))
+        finally:
+            file.close()
+        return name
+
+    def _change_names(self, stage: int) -> None:
         directories: list[TreeEntry] = []
         for entry in self._tree.walk():
             names = _names(entry.path)
@@ -41,7 +84,7 @@ class _Converging:
                 self._directory(names)
                 directories.append(entry)
             else:
-                self._leaf(names, entry)
+                self._leaf(names, entry, stage)
         for entry in reversed(directories):  # children first: each change in a directory changes its mtime
             with held(self._store, enter(self._store, _names(entry.path))) as node:
                 self._attributes(node, entry, self._store.status(node))
@@ -60,47 +103,31 @@ class _Converging:
             if mode & _USER_ALL != _USER_ALL:
                 store.set_mode(node, mode | _USER_ALL)  # until its content is there
             present = {name for name, _ in store.names(node)}
-        for name in present.difference(self._tree.children(b"/".join(names))):
+        for name in present.difference(self._tree.children(b"/".join(names)), () if names else (self._stage,)):
             remove(store, (*names, name), recursive=True)
 
-    def _leaf(self, names: tuple[bytes, ...], entry: TreeEntry) -> None:
+    def _leaf(self, names: tuple[bytes, ...], entry: TreeEntry, stage: int) -> None:
+        store = self._store
         old = self._old(names)
-        first = self._firsts.get(entry.inode) if entry.inode else None
+        first = self._firsts.get(entry.inode) if entry.nlink > 1 else None
         if first is not None:
             self._link(names, old, _names(first))
             return
         if old is not None and stat.S_ISDIR(old.mode):
             self._clear(names, old)
             old = None
-        if entry.is_file:
-            self._file(names, entry, old)
+        staged = self._staged.get(entry.path)
+        if staged is not None:
+            with held(store, enter(store, names[:-1])) as parent:
+                store.rename(stage, staged, parent, names[-1])
+        elif entry.is_file:
+            assert old is not None
+            with held(store, enter(store, names)) as node:
+                self._attributes(node, entry, old)
         else:
             self._special(names, entry, old)
         if entry.nlink > 1 and entry.inode:
             self._firsts[entry.inode] = entry.path
-        made = self._old(names)
-        assert made is not None
-        self._claimed.add(made.inode)
-
-    def _file(self, names: tuple[bytes, ...], entry: TreeEntry, old: Status | None) -> None:
-        store = self._store
-        if self._is_equal(names, entry, old):
-            assert old is not None
-            with held(store, enter(store, names)) as node:
-                self._attributes(node, entry, old)
-            return
-        with held(store, enter(store, names[:-1])) as parent:
-            temporary = temporary_name()
-            file = store.create(parent, temporary, 0o600)
-            try:
-                self._fill(file, entry)
-                self._attributes(file.node, entry, store.status(file.node))
-                store.rename(parent, temporary, names[-1])
-            except BaseException:
-                store.unlink(parent, temporary)
-                raise
-            finally:
-                file.close()
 
     def _fill(self, file: OpenFile, entry: TreeEntry) -> None:
         offset = 0
@@ -111,13 +138,13 @@ class _Converging:
                 offset += written
                 view = view[written:]
 
-    def _is_equal(self, names: tuple[bytes, ...], entry: TreeEntry, old: Status | None) -> bool:
+    def _is_equal(self, entry: TreeEntry, old: Status | None, claimed: set[int]) -> bool:
         """Whether the file that is there is one of its own, with as many names and the same content."""
         if old is None or not stat.S_ISREG(old.mode) or old.size != entry.size:
             return False
-        if old.nlink != max(1, entry.nlink) or old.inode in self._claimed:
+        if old.nlink != max(1, entry.nlink) or old.inode in claimed:
             return False
-        node = enter(self._store, names)
+        node = enter(self._store, _names(entry.path))
         try:
             file = self._store.open(node, "read")
         except PermissionError:
@@ -184,11 +211,11 @@ class _Converging:
                 raise
 
     def _old(self, names: tuple[bytes, ...]) -> Status | None:
-        with held(self._store, enter(self._store, names[:-1])) as parent:
-            try:
+        try:
+            with held(self._store, enter(self._store, names[:-1])) as parent:
                 return self._store.status_of(parent, names[-1])
-            except FileNotFoundError:
-                return None
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _clear(self, names: tuple[bytes, ...], old: Status | None) -> None:
         if old is not None:

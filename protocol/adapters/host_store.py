@@ -99,8 +99,8 @@ class HostStore:
     def rmdir(self, node: int, name: bytes) -> None:
         os.rmdir(name, dir_fd=node)
 
-    def rename(self, node: int, name: bytes, new_name: bytes) -> None:
-        os.rename(name, new_name, src_dir_fd=node, dst_dir_fd=node)
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
+        os.rename(name, new_name, src_dir_fd=node, dst_dir_fd=new_node)
 
     # -- attributes --------------------------------------------------------------------------
     def set_mode(self, node: int, mode: int) -> None:

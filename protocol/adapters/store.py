@@ -109,8 +109,8 @@ class Store(Protocol):
 
     def rmdir(self, node: int, name: bytes) -> None: ...
 
-    def rename(self, node: int, name: bytes, new_name: bytes) -> None:
-        """Rename within directory `node`, over what `new_name` stands for."""
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
+        """Rename, over what `new_name` in directory `new_node` stands for."""
         ...
 
     # -- attributes --------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class TreeStore:
     def rmdir(self, node: int, name: bytes) -> None:  # noqa: ARG002
         _refuse()
 
-    def rename(self, node: int, name: bytes, new_name: bytes) -> None:  # noqa: ARG002
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:  # noqa: ARG002
         _refuse()
 
     def set_mode(self, node: int, mode: int) -> None:  # noqa: ARG002

@@ -105,8 +105,8 @@ class VolumeStore:
     def rmdir(self, node: int, name: bytes) -> None:
         now(self.volume.rmdir(node, name))
 
-    def rename(self, node: int, name: bytes, new_name: bytes) -> None:
-        now(self.volume.rename(node, name, node, new_name))
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
+        now(self.volume.rename(node, name, new_node, new_name))
 
     # -- attributes --------------------------------------------------------------------------
     def set_mode(self, node: int, mode: int) -> None:

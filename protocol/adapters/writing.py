@@ -44,7 +44,7 @@ def open_writer(store: Store, path: str, place: Place, mode: WriteMode) -> FileW
     parent = enter(store, names[:-1])
     try:
         if mode == "overwrite":
-            replacement = _Replacement(store, parent, names[-1], None if place.missing else place.status)
+            replacement = _Replacement(store, parent, names[-1], place)
             return FileWriter(path, replacement.file, commit=replacement.commit, abort=replacement.abort)
         creation = _Creation(store, parent, names[-1])
         return FileWriter(path, creation.file, commit=creation.commit, abort=creation.abort)
@@ -75,13 +75,14 @@ class _Creation:
 
 
 class _Replacement:
-    """A file under a temporary name, which takes the old one's place, mode and owner when it is finished."""
+    """A file under a temporary name, which takes the old one's place, mode, owner and attributes in the end."""
 
-    def __init__(self, store: Store, parent: int, name: bytes, old: Status | None) -> None:
+    def __init__(self, store: Store, parent: int, name: bytes, place: Place) -> None:
         self._store = store
         self._parent = parent
         self._name = name
-        self._old = old
+        self._old = old = None if place.missing else place.status
+        self._xattrs = {} if old is None else _own_xattrs(store, place.node)
         self._temporary = temporary_name()
         # Nobody else may read what will be a private file.
         self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
@@ -89,9 +90,11 @@ class _Replacement:
     def commit(self) -> None:
         store = self._store
         if self._old is not None:
+            if self._xattrs:
+                store.set_xattrs(self.file.node, self._xattrs)
             copy_ownership(store, self.file.node, self._old)
         self.file.sync()
-        store.rename(self._parent, self._temporary, self._name)
+        store.rename(self._parent, self._temporary, self._parent, self._name)
         store.release(self._parent)
 
     def abort(self) -> None:
@@ -109,6 +112,12 @@ def copy_ownership(store: Store, node: int, old: Status) -> None:
             # The file is ours now; then it must not run as somebody that it does not belong to.
             old = old._replace(mode=old.mode & ~(stat.S_ISUID | stat.S_ISGID))
     store.set_mode(node, old.mode)  # after the owner: changing that clears suid and sgid
+
+
+def _own_xattrs(store: Store, node: int) -> dict[bytes, bytes]:
+    """The extended attributes that a write in place would have left: not the capabilities (write(2), caps)."""
+    names = (b"user.", b"system.posix_acl_")
+    return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
 
 
 def remove(store: Store, names: tuple[bytes, ...], *, recursive: bool) -> int:
