@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from vfsd.launch import log_path
 from vfsd.workspace import Workspace
 
 ENGINES = ("native", "pyfuse3")
+PLACES = ("tmpfs", *ENGINES)  # the oracle first
 MountIt = Callable[..., Workspace]
 
 
@@ -85,3 +88,56 @@ def workspace(mount: MountIt) -> Workspace:
 def root(workspace: Workspace) -> Path:
     """The mount of `workspace`."""
     return Path(workspace.path)
+
+
+# -- the same test on tmpfs and on mounts ---------------------------------------------------------------
+@contextmanager
+def provided(kind: str, path: Path, *, max_bytes: int | None = None, max_inodes: int | None = None) -> Iterator[Path]:
+    """A tmpfs or a workspace at `path`, which everybody may use as they may use /tmp."""
+    if kind != "tmpfs":
+        with mounted(
+            path, engine=kind, name=f"p-{path.name}", allow_other=True, max_bytes=max_bytes, max_inodes=max_inodes
+        ) as workspace:
+            path.chmod(0o1777)
+            yield Path(workspace.path)
+        return
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    limits = [f"size={max_bytes}"] if max_bytes else []
+    limits += [f"nr_inodes={max_inodes}"] if max_inodes else []
+    options = ",".join(["mode=1777", "nosuid", "nodev", *limits])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def kind(request: pytest.FixtureRequest) -> str:
+    """What the test runs on: tmpfs, or an engine's name."""
+    return str(request.param)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def shared(kind: str, session_dir: str) -> Iterator[Path]:
+    """One mount for all tests of a module, on each kind."""
+    place = Path(session_dir, "work", f"{kind}{next(_numbers)}")
+    place.mkdir()
+    for above in place.parents:
+        if str(above).startswith(session_dir):
+            above.chmod(0o755)  # other users come through
+    with provided(kind, place) as root:
+        yield root
+
+
+@pytest.fixture
+def place(shared: Path) -> Path:
+    """A new directory that everybody may write in, on tmpfs and on each engine's mount."""
+    directory = shared / f"d{next(_numbers)}"
+    directory.mkdir()
+    directory.chmod(0o777)
+    return directory
