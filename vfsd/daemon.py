@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ import trio
 
 import vfsd
 from protocol.backends.memory import MemoryVolume
-from vfsd import mounts, runtime
+from vfsd import interpreter, mounts, runtime
 from vfsd.control.methods import Methods, read_archive
 from vfsd.control.server import ControlServer
 from vfsd.engines.base import EngineSettings
@@ -52,9 +51,6 @@ _logger = logging.getLogger(__name__)
 _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
 _ANSWER_POLL_S: Final = 0.01
-# A thread that computes (an export, a diff) holds the interpreter for so long at a time: that is what a
-# request through the mount waits for.  Python's own default is 5 ms.
-_SWITCH_INTERVAL_S: Final = 0.0005
 _MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
 
 
@@ -63,7 +59,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
 
     Raises what kept it from starting, with nothing left behind: OSError, ArchiveError, ValueError.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    interpreter.set_up()
     # Before the archive is read, which may take minutes, and once more when no other start can come between.
     recovered = await trio.to_thread.run_sync(_recover, options)
     volume = await trio.to_thread.run_sync(_open_volume, options)

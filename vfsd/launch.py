@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from vfsd import interpreter
 from vfsd.mounts import clear_dead_mount
 from vfsd.options import MountOptions
 from vfsd.ready import Failed, Ready, decode_report, encode_options
@@ -103,7 +104,7 @@ def _start(module: str, options_fd: int, report_fd: int, log_fd: int) -> subproc
 
 def _environment() -> dict[str, str]:
     """This process's environment, made to hold from another directory: the same vfsd is imported."""
-    environment = dict(os.environ)
+    environment = interpreter.environment(os.environ)
     entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -23,7 +23,7 @@ Names of xattrs are always written so.  Control characters are left as they are 
 a backslash is a character like any other, as it is for `unzip` on Unix.
 
 The same tree gives the same bytes: `created_at` comes from the caller or SOURCE_DATE_EPOCH, all else from
-the tree.  (Other versions of zlib may compress to other bytes.)
+the tree.  (Other versions of zlib-ng may compress to other bytes.)
 
 Reading is for hostile input: `open_archive` checks everything, each entry's content by decompressing it
 once, before it hands out a tree.

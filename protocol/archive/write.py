@@ -17,6 +17,7 @@ from typing import BinaryIO, Final, TypeAlias
 
 import msgspec
 
+from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import DEVICES, PERCENT, SPECIAL, VERSION, Manifest, Record, timestamp
 from protocol.archive.names import FILES, MANIFEST, PATH_BYTES_MAX, escape, is_utf8, shown
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
@@ -56,10 +57,11 @@ def write_archive(
 
     `created_ns` (else SOURCE_DATE_EPOCH, else now) becomes `created_at`; `level` is zlib's, 0 to 9.
     Whatever the tree or the file raises goes through; OSError (EIO) when a file's size is not what its
-    entry says; ENAMETOOLONG for a path that no reader would accept.
+    entry says; ENAMETOOLONG for a path, and EFBIG for a tree, that no reader would accept.
     """
     created_ns = _created(created_ns)
     entries = list(tree.walk())
+    _check_total(entries)
     percent = not all(is_utf8(entry.path) for entry in entries)
     names = [escape(entry.path) if percent else entry.path.decode() for entry in entries]
     manifest = _manifest(entries, names, percent, created_ns)
@@ -170,6 +172,16 @@ def _manifest(entries: Sequence[TreeEntry], names: Sequence[str], percent: bool,
         entries=[_record(entry, name) for entry, name in zip(entries, names, strict=True)],
         hard_links=[group for group in groups.values() if len(group) > 1],
     )
+
+
+def _check_total(entries: Sequence[TreeEntry]) -> None:
+    """EFBIG, naming the largest file, for a tree that no reader would take; holes count here as they do there."""
+    total = sum(entry.size for entry in entries if entry.is_file)
+    limit = ArchiveLimits().total_bytes
+    if total > limit:
+        largest = max((entry for entry in entries if entry.is_file), key=lambda entry: entry.size)
+        reason = f"{total:,} bytes are more than an archive may hold ({limit:,}); the largest file has {largest.size:,}"
+        raise OSError(errno.EFBIG, reason, shown(largest.path))
 
 
 def _record(entry: TreeEntry, name: str) -> Record:

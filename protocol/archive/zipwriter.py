@@ -1,18 +1,19 @@
 """Entries into a ZIP file: compressed on worker threads, written in order, in fixed memory.
 
 Written here and not by `zipfile`, whose work on an entry of 4 KB takes longer than the compression.
-Small entries are compressed in batches on worker threads (zlib releases the interpreter lock); the file is
+Small entries are compressed in batches on worker threads (which releases the interpreter lock); the file is
 written by the caller's thread alone.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, Final, NamedTuple
+
+from zlib_ng import zlib_ng
 
 from protocol.archive import records as zr
 
@@ -66,13 +67,12 @@ def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
         data = item.data
         if len(data) > 8 and level:  # less than that never shrinks
             # A window no larger than the data: zlib then has less to set up, and finds the same matches.
-            bits = min(max((len(data) - 1).bit_length(), 9), zlib.MAX_WBITS)
-            deflate = zlib.compressobj(level, zlib.DEFLATED, -bits)
-            smaller = deflate.compress(data) + deflate.flush()
+            bits = min(max((len(data) - 1).bit_length(), 9), zlib_ng.MAX_WBITS)
+            smaller = zlib_ng.compress(data, level, -bits)
             if len(smaller) < len(data):
-                packed.append(_Packed(item, zr.DEFLATED, zlib.crc32(data), smaller))
+                packed.append(_Packed(item, zr.DEFLATED, zlib_ng.crc32(data), smaller))
                 continue
-        packed.append(_Packed(item, zr.STORED, zlib.crc32(data), data))
+        packed.append(_Packed(item, zr.STORED, zlib_ng.crc32(data), data))
     return packed
 
 
@@ -171,9 +171,9 @@ class ZipWriter:
         self._write(header + item.name + extra)
         data_start = self.offset
         crc = 0
-        deflate = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS)
+        deflate = zlib_ng.compressobj(level, zlib_ng.DEFLATED, -zlib_ng.MAX_WBITS)
         for chunk in chunks:
-            crc = zlib.crc32(chunk, crc)
+            crc = zlib_ng.crc32(chunk, crc)
             self._write(deflate.compress(chunk))
         self._write(deflate.flush())
         compressed = self.offset - data_start

@@ -516,3 +516,19 @@ def test_more_entries_than_16_bits_can_count_come_back(tmp_path: Path) -> None:
     with open_archive(io.BytesIO(data)) as read:
         assert read.file_count == len(read.children(b"")) == 66_000
     subprocess.run([tool("unzip"), "-tqq", "a.zip"], cwd=tmp_path, check=True)
+
+
+def test_a_tree_too_large_for_any_reader_is_refused_at_once_with_its_largest_file() -> None:
+    class Sparse(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            raise AssertionError("refused before anything is read")
+
+    entry = TreeEntry(b"huge", FILE, size=10**15)
+    tree = Sparse({b"small": b"x"})
+    tree.walk = lambda: iter([TreeEntry(b"", DIRECTORY), entry, TreeEntry(b"small", FILE, size=1)])  # type: ignore[method-assign]
+    file = io.BytesIO()
+    with pytest.raises(OSError, match=r"1,000,000,000,000,000") as refused:
+        write_archive(tree, file)
+    assert refused.value.errno == errno.EFBIG
+    assert refused.value.filename == "huge"
+    assert file.getvalue() == b""
