@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
 from protocol.adapters.store import OpenFile, Status
@@ -17,12 +17,20 @@ from protocol.tree import Tree, TreeEntry
 __all__ = ["TreeFile", "TreeStore"]
 
 
-class TreeStore:
-    """Nodes are numbers given to paths as they are looked up.  One thread at a time, as the tree."""
+def _go_on() -> None:
+    """The `keep_going` of what nobody cancels."""
 
-    def __init__(self, tree: Tree, *, root: str = "/") -> None:
+
+class TreeStore:
+    """Nodes are numbers given to paths as they are looked up.  One thread at a time, as the tree.
+
+    `keep_going` is called at each look-up and read; what it raises ends the call that is going on.
+    """
+
+    def __init__(self, tree: Tree, *, root: str = "/", keep_going: Callable[[], None] = _go_on) -> None:
         self.tree = tree
         self.root = root
+        self.keep_going = keep_going
         self._paths: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
 
@@ -34,6 +42,7 @@ class TreeStore:
         return self._hold(b"")
 
     def child(self, node: int, name: bytes) -> int:
+        self.keep_going()
         path = self._below(node, name)
         self.tree.entry(path)  # there is one, or it raises
         return self._hold(path)
@@ -126,6 +135,7 @@ class TreeFile:
         return self._store.tree.entry(self._path).size
 
     def read(self, offset: int, size: int) -> bytes:
+        self._store.keep_going()
         return self._store.tree.read(self._path, offset, size)
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:  # noqa: ARG002

@@ -17,7 +17,7 @@ import trio
 from click.testing import CliRunner
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import ROOT_INODE, Caller, Coherence
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
 from vfsd.control import fs_messages as fs
@@ -321,6 +321,16 @@ def test_a_symlink_that_leads_nowhere_has_a_stat(daemon: FsDaemon) -> None:
     daemon.volume.forget(daemon.volume.symlink(ROOT_INODE, b"broken", b"nowhere", Caller(0, 0)).inode, 1)
     assert data("stat", "broken").items() >= {"type": "symlink", "is_symlink": True}.items()
     assert "No such file" in error("read", "broken")
+
+
+def test_a_read_that_nobody_waits_for_any_more_ends(place: Path) -> None:
+    # A daemon that does not end fails its own context: so the read, of a terabyte, must have.
+    with FsDaemon("demo", str(place)) as daemon:
+        data("write", "f", stdin=b"\n" * 3000)
+        found = daemon.volume.lookup(ROOT_INODE, b"f")
+        daemon.volume.setattr(found.inode, AttributeChanges(size=10**12))
+        with ControlClient(daemon.socket, timeout_s=0.5) as client, pytest.raises(TimeoutError):
+            client.call("fs.read", fs.FsReadParams(path="f"))
 
 
 # -- commands -----------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution import ExecResult, HostExecutor, Running
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
-from protocol.search.walk import KeepGoing, go_on
 from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
@@ -73,7 +72,9 @@ class FsMethods:
         self._served = served
         self._volume = served.volume
         self._options = options
-        self._commands = trio.CapacityLimiter(COMMANDS_AT_ONCE)
+        self._commands = trio.Semaphore(COMMANDS_AT_ONCE)
+        # Commands may take hours: they have threads of their own.
+        self._command_threads = trio.CapacityLimiter(COMMANDS_AT_ONCE)
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `fs_messages.FS_METHODS`."""
@@ -91,16 +92,16 @@ class FsMethods:
         return {name: _failing_with_errno(method) for name, method in methods.items()}
 
     # -- reading: in a thread, on a tree -------------------------------------------------------------
-    async def _ls(self, params: FsLsParams, _call: Call) -> FsLsResult:
-        tool = TOOLS["ls"]
-        found = await self._looking(tool.run, LsParams(path=_path(params.path), limit=params.limit))
+    async def _ls(self, params: FsLsParams, call: Call) -> FsLsResult:
+        wanted = LsParams(path=_path(params.path), limit=params.limit)
+        found = await self._looking(TOOLS["ls"].run, wanted, call)
         return FsLsResult(_wire(found.path), [_entry(entry) for entry in found.entries], found.truncated)
 
-    async def _stat(self, params: FsStatParams, _call: Call) -> FsEntry:
-        return _entry(await self._looking(_stat, _path(params.path)))
+    async def _stat(self, params: FsStatParams, call: Call) -> FsEntry:
+        return _entry(await self._looking(_stat, _path(params.path), call))
 
     async def _read(self, params: FsReadParams, call: Call) -> FsReadResult:
-        content, page = await self._looking(_read, params)
+        content, page = await self._looking(_read, params, call)
         await call.output(content)
         return page
 
@@ -108,7 +109,7 @@ class FsMethods:
         wanted = GlobParams(
             pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
         )
-        found = await self._looking(TOOLS["glob"].run, wanted, keep_going=call.raise_if_cancelled)
+        found = await self._looking(TOOLS["glob"].run, wanted, call)
         return FsGlobResult([_wire(path) for path in found.paths], found.truncated)
 
     async def _grep(self, params: FsGrepParams, call: Call) -> FsGrepResult:
@@ -120,7 +121,7 @@ class FsMethods:
             ignore_case=params.ignore_case,
             everything=params.everything,
         )
-        found = await self._looking(TOOLS["grep"].run, wanted, keep_going=call.raise_if_cancelled)
+        found = await self._looking(TOOLS["grep"].run, wanted, call)
         matches = [
             FsMatch(
                 path=_wire(match.path),
@@ -133,11 +134,12 @@ class FsMethods:
         ]
         return FsGrepResult(matches, found.truncated)
 
-    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, keep_going: KeepGoing = go_on) -> T:
-        """`look` in a worker thread, at the state of this moment."""
+    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call) -> T:
+        """`look` in a worker thread, at the state of this moment, while somebody waits for the answer."""
+        keep_going = call.raise_if_cancelled
         with self._volume.tree() as tree:
             context = ToolContext(
-                filesystem=StoreFilesystem(TreeStore(tree, root=self._options.mountpoint)),
+                filesystem=StoreFilesystem(TreeStore(tree, root=self._options.mountpoint, keep_going=keep_going)),
                 tree=lambda: nullcontext(tree),
                 keep_going=keep_going,
             )
@@ -195,11 +197,11 @@ class FsMethods:
                 "`vfsd mount --on-host` lets them run on this host",
             )
         job = _Job(self._options, params)
-        async with trio.open_nursery() as nursery:
+        async with self._commands, trio.open_nursery() as nursery:
             nursery.start_soon(job.killed_when_cancelled)
             # It ends soon after it was killed, and must have ended: nothing is left running.
             with trio.CancelScope(shield=True):
-                done = await trio.to_thread.run_sync(job.run, limiter=self._commands)
+                done = await trio.to_thread.run_sync(job.run, limiter=self._command_threads)
             nursery.cancel_scope.cancel()
         return FsExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)
 
