@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from tests.differential.script import parse, script
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
     with tempfile.TemporaryDirectory(prefix="vfsd-diff-", ignore_cleanup_errors=True) as directory:
         os.environ["VFSD_RUNTIME_DIR"] = os.path.join(directory, "run")
         os.mkdir(os.environ["VFSD_RUNTIME_DIR"], 0o700)

@@ -74,10 +74,15 @@ def _coarse_clock(_: Call, difference: Difference) -> bool:
     return changed and difference.succeeded and difference.operation in _MOVES
 
 
-def _coarse_atime(call: Call, difference: Difference) -> bool:
-    sets_now = call.operation == "utimes_now" or (call.operation in {"utimens", "futimens"} and call.args[1] == NOW)
-    changed = difference.what.endswith(": atime") and (difference.tmpfs, difference.mount) == ("same", "now")
-    return changed and difference.succeeded and sets_now
+def _late_read(_: Call, difference: Difference) -> bool:
+    return difference.what.endswith(": atime") and (difference.tmpfs, difference.mount) == ("same", "now")
+
+
+def _mapped_capability(_: Call, difference: Difference) -> bool:
+    if not difference.what.endswith(": xattrs"):
+        return False
+    kept = [(name, value) for name, value in difference.tmpfs if name != b"security.capability"]  # type: ignore[attr-defined]
+    return difference.mount == kept
 
 
 def _seek_in_directory(call: Call, difference: Difference) -> bool:
@@ -156,7 +161,21 @@ KNOWN: Final[tuple[Known, ...]] = (
         "in one tick look like one (simple_rename_timestamp, fs/libfs.c).  A workspace's clock tells them apart",
         "Times",
     ),
-    Known(_BOTH, _coarse_atime, "tmpfs sets atime by a clock that ticks every 4 ms", "Times"),
+    Known(
+        _BOTH,
+        _late_read,
+        "what the kernel reads ahead may reach the file system, and update atime, after the call that made it read; "
+        "and tmpfs sets atime by a clock that ticks every 4 ms, so that a new one can look like the old",
+        "Times",
+    ),
+    Known(
+        _BOTH,
+        _mapped_capability,
+        "what is written through a shared mapping takes security.capability away: a volume is not told that a write "
+        "comes from the page cache (FUSE_WRITE_CACHE, linux/fuse.h)",
+        "Privileges",
+        ends_episode=True,
+    ),
     Known(
         _BOTH,
         _seek_in_directory,

@@ -124,9 +124,14 @@ EXAMPLES = {
         "1001: map_write(0, 0, (0, 1))"
     ),
     "_both_flags": "root: open(b'a', 0x42, 0o666, 0)\nroot: setxattr(b'a', b'user.a', b'1', 3, 1)",
-    # Of a clock's ticks: there is no sequence that always shows them.
+    "_mapped_capability": (
+        "root: open(b'a', 0x42, 0o777, 0)\nroot: write(0, (0, 100))\n"
+        f"root: fsetxattr(0, b'security.capability', {bytes.fromhex('0100000200040000') + bytes(12)!r}, 0)\n"
+        "root: map_write(0, 0, (1, 10))"
+    ),
+    # Of clocks and of requests in the background: there is no sequence that always shows them.
     "_coarse_clock": None,
-    "_coarse_atime": None,
+    "_late_read": None,
     "_touched": None,
 }
 
