@@ -127,7 +127,11 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A running workspace.  `used_bytes` is what the content takes, holes not counted; `requests` what was served."""
+    """A running workspace.
+
+    `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
+    this engine serves where another would be preferred.
+    """
 
     name: str
     mountpoint: str
@@ -145,6 +149,7 @@ class Status:
     max_inodes: int | None
     snapshots: int
     requests: int
+    engine_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,13 +226,17 @@ def status_command(app: App, workspace_argument: str | None) -> None:
     app.emit(app.call(app.record(), "status"), _show_status)
 
 
+def _engine(status: messages.StatusResult) -> str:
+    return f"{status.engine} ({status.engine_reason})" if status.engine_reason else status.engine
+
+
 def _show_status(status: messages.StatusResult) -> None:
     output.fields(
         [
             (output.Column("name"), status.name),
             (output.Column("mountpoint", "path"), status.mountpoint),
             (output.Column("backend"), status.backend),
-            (output.Column("engine"), status.engine),
+            (output.Column("engine"), _engine(status)),
             (output.Column("read-only"), "yes" if status.read_only else "no"),
             (output.Column("files", "count"), status.files),
             (output.Column("directories", "count"), status.directories),

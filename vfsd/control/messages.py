@@ -118,6 +118,7 @@ class StatusResult(msgspec.Struct):
     max_inodes: int | None
     snapshots: int
     requests: int  # served by the engine since it started
+    engine_reason: str | None = None  # why this engine serves, where another would be preferred
 
 
 class ChangeCounts(msgspec.Struct):

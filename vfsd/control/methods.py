@@ -119,6 +119,7 @@ class Methods:
             max_inodes=volume.max_inodes,
             snapshots=len(volume.snapshots()),
             requests=self._served.engine.requests,
+            engine_reason=self._served.engine.fallback_reason,
         )
 
     # -- snapshots ---------------------------------------------------------------------------------

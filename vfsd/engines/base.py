@@ -51,6 +51,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def fallback_reason(self) -> str | None:
+        """Why this engine serves although another was to be preferred, or None."""
+        ...
+
+    @property
     def requests(self) -> int:
         """How many requests were answered so far."""
         ...

@@ -28,8 +28,9 @@ def mount_engine(
 ) -> Engine:
     """Make the mount and return the engine that is to serve it.  OSError where it cannot be made.
 
-    "auto" falls back to pyfuse3 where the native engine is not served, and logs why.
+    "auto" falls back to pyfuse3 where the native engine is not served; the engine says why, and the log.
     """
+    reason = None
     if choice != "pyfuse3":
         engine = NativeEngine(volume, settings, impersonator)
         try:
@@ -38,11 +39,12 @@ def mount_engine(
             if choice == "native" or error.errno not in _UNSERVED:
                 raise
             log_failure(_logger, "native engine", error, level=logging.WARNING)
+            reason = f"not native: {error.strerror or error}"
         else:
             return engine
     # Start-up: only who needs it loads libfuse.
     from vfsd.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
 
-    fallback = Pyfuse3Engine(volume, settings, impersonator)
+    fallback = Pyfuse3Engine(volume, settings, impersonator, fallback_reason=reason)
     fallback.mount()
     return fallback

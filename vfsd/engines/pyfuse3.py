@@ -404,7 +404,15 @@ class Pyfuse3Engine:
 
     name: Final = "pyfuse3"
 
-    def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None = None) -> None:
+    def __init__(
+        self,
+        volume: Volume,
+        settings: EngineSettings,
+        impersonator: Impersonator | None = None,
+        *,
+        fallback_reason: str | None = None,
+    ) -> None:
+        self.fallback_reason: Final = fallback_reason
         self._settings = settings
         self._handlers = _Handlers(volume, settings.cache_timeout_s, impersonator)
         self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives

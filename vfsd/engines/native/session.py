@@ -66,6 +66,7 @@ class NativeEngine:
     """Serves a volume over the kernel's own wire protocol.  See `vfsd.engines.base.Engine`."""
 
     name: Final = "native"
+    fallback_reason: Final = None  # nothing is preferred to it
 
     def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None = None) -> None:
         self._volume = volume
