@@ -1,5 +1,10 @@
-"""adapters: a Filesystem over any Volume or host directory, and a Volume over any Filesystem.
+"""adapters: one view made of another.
 
-Imported by name, for a quick start: `protocol.adapters.volume` and `host` (paths, text and streams over a
-`Store`).
+    volume, host         a Filesystem over any Volume, over a directory of the host
+    filesystem_volume    a Volume over any Filesystem, so that third parties' can be mounted
+    hydrate              files of the host as what a volume begins with
+    foreign              archives for a Filesystem that has none
+
+A Filesystem is written once, in `store_filesystem`, over the few operations of a `store`.  Nothing is
+imported here: whoever needs one adapter does not load the others.
 """

@@ -30,6 +30,7 @@ class VolumeFilesystem(StoreFilesystem):
     they are used, and an import is its own too; else both are archives.
 
     A volume whose methods give awaitables raises TypeError at the first call.
+    A kernel that serves the volume too is told of nothing here: that is for whoever mounted it.
     """
 
     def __init__(
