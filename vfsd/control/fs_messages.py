@@ -179,7 +179,8 @@ class FsRmResult(msgspec.Struct):
 
 
 class FsExecParams(_Params):
-    """fs.exec: `cwd` is in the workspace; `env` is added to the daemon's environment."""
+    """fs.exec: the words of `argv` are written as paths are; `cwd` is in the workspace; `env` is added to the daemon's
+    environment."""
 
     argv: Annotated[list[str], Meta(min_length=1)]
     cwd: str = ""
