@@ -45,6 +45,7 @@ CONTRACTS = ("vfsd.control.messages", "vfsd.control.fs_messages", "vfsd.engines.
 # Who alone may import a distribution.
 OWNERS: Mapping[str, tuple[str, ...]] = {
     "pyfuse3": ("vfsd",),
+    "re2": ("protocol.search",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "trio": ("vfsd", "protocol.backends.container"),

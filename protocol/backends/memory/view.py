@@ -150,6 +150,26 @@ class SnapshotTree:
         for offset in range(0, inode.size, size):
             yield _read(inode, offset, size)
 
+    # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
+    def node(self, path: bytes) -> Inode:
+        """See `protocol.search.NodeTree`."""
+        return self.find(path)
+
+    def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
+        """See `protocol.search.NodeTree`."""
+        if names is not None:
+            found = {name: self.name(node, name) for name in names}
+        else:
+            found = self.names(node)
+        for name, number in found.items():
+            child = self.version(number)
+            if child is not None:
+                yield name, child
+
+    def read_node(self, node: Inode, offset: int, size: int) -> bytes:
+        """See `protocol.search.NodeTree`."""
+        return _read(node, offset, size)
+
     def same_content(self, path: bytes, other: Tree) -> bool | None:
         """Whether the regular file at `path` has the same bytes in `other`; None where only reading can tell."""
         if not isinstance(other, SnapshotTree):
