@@ -157,10 +157,7 @@ class SnapshotTree:
 
     def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
         """See `protocol.search.NodeTree`."""
-        if names is not None:
-            found = {name: self.name(node, name) for name in names}
-        else:
-            found = self.names(node)
+        found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
         for name, number in found.items():
             child = self.version(number)
             if child is not None:
