@@ -1,0 +1,26 @@
+"""streams: files read and written in chunks, in fixed memory.
+
+Bytes first; text is decoded as it is read.  A stream is for one thread at a time, and must be closed: it
+is a context manager.  A file that is deleted while a stream reads it can be read to its end.
+"""
+
+from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter
+from protocol.streams.decoding import PositionedDecoder, check_encoding, text_decoder
+from protocol.streams.files import Content, FileReader, FileWriter
+from protocol.streams.text import FileTextReader, FileTextWriter
+
+__all__ = [
+    "STREAM_CHUNK_BYTES",
+    "ByteReader",
+    "ByteWriter",
+    "Content",
+    "FileReader",
+    "FileTextReader",
+    "FileTextWriter",
+    "FileWriter",
+    "PositionedDecoder",
+    "TextReader",
+    "TextWriter",
+    "check_encoding",
+    "text_decoder",
+]

@@ -1,0 +1,41 @@
+"""Decoding text in pieces, with errors that say where in the file they are."""
+
+from __future__ import annotations
+
+import codecs
+
+__all__ = ["PositionedDecoder", "check_encoding", "text_decoder"]
+
+
+def check_encoding(encoding: str) -> None:
+    """ValueError when `encoding` is no text encoding that Python knows."""
+    try:
+        "".encode(encoding)
+    except LookupError as error:
+        raise ValueError(str(error)) from None
+
+
+def text_decoder(encoding: str) -> PositionedDecoder:
+    """A decoder for the content of one file, from its start.  ValueError for an unknown encoding."""
+    check_encoding(encoding)
+    return PositionedDecoder(encoding)
+
+
+class PositionedDecoder:
+    """An incremental decoder whose errors say where in the file they are."""
+
+    def __init__(self, encoding: str) -> None:
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._position = 0  # of the next byte to come
+
+    def decode(self, chunk: bytes) -> str:
+        """The text of the next chunk; b"" is the end, at which nothing may be left over."""
+        kept = len(self._decoder.getstate()[0])
+        try:
+            text = self._decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            base = self._position - kept
+            bad = error.object[error.start : error.end]
+            raise UnicodeDecodeError(error.encoding, bad, base + error.start, base + error.end, error.reason) from None
+        self._position += len(chunk)
+        return text

@@ -1,0 +1,207 @@
+"""Streams of bytes over whatever has content: FileReader and FileWriter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from protocol.paths import located
+from protocol.streams.contract import STREAM_CHUNK_BYTES, Data
+
+__all__ = ["Closing", "Content", "FileReader", "FileWriter"]
+
+_WRITE_BYTES: Final = 1 << 20
+
+
+class Content(Protocol):
+    """An open file of a backend, by offset.  What a stream needs and no more."""
+
+    def size(self) -> int: ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Up to `size` bytes; short only at the end."""
+        ...
+
+    def write(self, offset: int, data: Data) -> int:
+        """Write some of `data`, at least one byte, at `offset`; the count written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Closing:
+    """What all streams share: a path, and an end."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._closed = False
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("I/O operation on closed file")
+
+
+class FileReader(Closing):
+    """`ByteReader` over an open file, which it closes."""
+
+    def __init__(self, path: str, content: Content) -> None:
+        super().__init__(path)
+        self._content = content
+        self._position = 0
+        self._last_size = 0
+
+    @property
+    def size(self) -> int:
+        if not self._closed:
+            with located(self._path):
+                self._last_size = self._content.size()
+        return self._last_size
+
+    @property
+    def position(self) -> int:
+        self._check_open()
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        self._check_open()
+        if size < -1:
+            raise ValueError(f"size must be -1 or more, not {size}")
+        if size == -1:
+            # As one read where the size is known; a file that grows meanwhile is read on.
+            return b"".join(self._left(max(STREAM_CHUNK_BYTES, self.size - self._position)))
+        with located(self._path):
+            data = self._content.read(self._position, size)
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._check_open()
+        if whence == os.SEEK_CUR:
+            offset += self._position
+        elif whence == os.SEEK_END:
+            offset += self.size
+        elif whence != os.SEEK_SET:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
+        if offset < 0:
+            raise ValueError(f"cannot seek to {offset}, before the start")
+        self._position = offset
+        return offset
+
+    def chunks(self, size: int = STREAM_CHUNK_BYTES) -> Iterator[bytes]:
+        self._check_open()
+        if size < 1:
+            raise ValueError(f"size must be 1 or more, not {size}")
+        return self._left(size)
+
+    def _left(self, size: int) -> Iterator[bytes]:
+        while chunk := self.read(size):
+            yield chunk
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self.chunks()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._closed:
+            try:
+                _ = self.size
+            finally:
+                self._closed = True
+                self._content.close()
+
+
+class FileWriter(Closing):
+    """`ByteWriter` over an open file, which it closes.
+
+    `position` is the offset to begin at.  `commit` is called when all is written and before the file is
+    closed; `abort` instead of it, when that or the `with` block fails.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        content: Content,
+        *,
+        position: int = 0,
+        commit: Callable[[], None] = lambda: None,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(path)
+        self._content = content
+        self._position = position
+        self._start = position
+        self._commit = commit
+        self._abort = abort
+
+    @property
+    def bytes_written(self) -> int:
+        return self._position - self._start
+
+    def write(self, data: Data) -> int:
+        self._check_open()
+        view = memoryview(data).cast("B")
+        done = 0
+        with located(self._path):
+            # In pieces: one call to a backend far away is bounded, and none copies a gigabyte.
+            while done < len(view):
+                written = self._content.write(self._position, view[done : done + _WRITE_BYTES])
+                done += written
+                self._position += written
+        return done
+
+    def write_all(self, chunks: Iterable[Data]) -> int:
+        self._check_open()
+        return sum(self.write(chunk) for chunk in chunks)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with located(self._path):
+            try:
+                self._commit()
+            except BaseException:
+                self._abort()
+                raise
+            finally:
+                self._content.close()
+
+    def discard(self) -> None:
+        """Close without finishing: the state before, except for what was appended."""
+        if not self._closed:
+            self._closed = True
+            with located(self._path):
+                try:
+                    self._abort()
+                finally:
+                    self._content.close()
