@@ -27,6 +27,8 @@ __all__ = ["DEFAULT_OUTPUT_BYTES", "DEFAULT_TIMEOUT_S", "ExecResult", "Executor"
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_OUTPUT_BYTES: Final = 256 * 1024  # of standard output, and as much again of standard error
 _PIPE_BYTES: Final = 64 * 1024
+# What systemd tells a service, and not what that runs: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3).
+_OUR_OWN: Final = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID"})
 # The supervisor kills what is left in milliseconds; longer, and the kernel itself holds a process back.
 _END_S: Final = 10.0
 
@@ -115,6 +117,10 @@ class HostExecutor:
         return Running(argv, directory, dict(env or {}), timeout_s, output_limit_bytes, stdin)
 
 
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OUR_OWN}
+
+
 class Running:
     """A command that was started."""
 
@@ -146,7 +152,7 @@ class Running:
                 pass_fds=(control, status),
                 cwd="/",  # see the module's docstring
                 start_new_session=True,
-                env={**os.environ, **env},
+                env={**_inherited(), **env},
             )
         except BaseException:
             os.close(self._status_fd)

@@ -26,6 +26,7 @@ from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import INVALID_PARAMS, METHODS
 from vfsd.control.server import ControlServer
 from vfsd.options import MountOptions
+from vfsd.ready import Ready
 
 
 class ToldKernel:
@@ -343,6 +344,19 @@ def test_without_on_host_no_command_runs(daemon: FsDaemon, place: Path) -> None:
 def able(place: Path) -> Iterator[FsDaemon]:
     with FsDaemonOnHost("demo", str(place)) as daemon:
         yield daemon
+
+
+def test_mounting_with_on_host_is_what_allows_commands(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[MountOptions] = []
+
+    def launch(options: MountOptions) -> Ready:
+        asked.append(options)
+        return Ready(options.name, options.mountpoint, "/run/x.sock", 42, "native")
+
+    monkeypatch.setattr("vfsd.launch.launch", launch)
+    for args in (["mount", str(workdir / "m"), "--on-host"], ["mount", str(workdir / "m")]):
+        assert CliRunner().invoke(cli, args).exit_code == 0
+    assert [options.exec_on_host for options in asked] == [True, False]
 
 
 def test_words_of_a_command_arrive_as_they_are(able: FsDaemon) -> None:

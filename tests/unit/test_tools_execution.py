@@ -50,6 +50,14 @@ def test_a_command_runs_in_its_directory_with_its_environment(executor: HostExec
     assert done.stdout.decode() == f"{tmp_path}/a b\n1 2|{tmp_path}/a b\n"
 
 
+def test_a_command_is_not_taken_for_the_service_that_runs_it(
+    executor: HostExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/x")
+    monkeypatch.setenv("OTHER", "kept")
+    assert executor.run(["sh", "-c", 'echo "$NOTIFY_SOCKET|$OTHER"']).stdout == b"|kept\n"
+
+
 def test_standard_input_is_given_whole_and_ends(executor: HostExecutor) -> None:
     content = os.urandom(1 << 20)
     assert executor.run(["cat"], stdin=content, output_limit_bytes=1 << 21).stdout == content
