@@ -67,10 +67,10 @@ def mount(engine: str, workdir: Path) -> Iterator[MountIt]:
     with ExitStack() as stack:
         count = 0
 
-        def mount_it(**options: Any) -> Workspace:
+        def mount_it(place: Path | None = None, **options: Any) -> Workspace:
             nonlocal count
             count += 1
-            place = workdir / f"m{count}"
+            place = place or workdir / f"m{count}"
             place.mkdir()
             return stack.enter_context(
                 mounted(place, **{"engine": engine, "name": f"{workdir.name}-{count}", **options})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.mount.conftest import MountIt
 from vfsd.workspace import Workspace
 
 
@@ -30,3 +31,11 @@ def test_restoring_a_snapshot_brings_content_names_and_times_back(workspace: Wor
         before.st_mtime_ns,
         before.st_ctime_ns,
     )
+
+
+def test_a_mountpoint_with_any_name_can_be_driven(mount: MountIt, workdir: Path) -> None:
+    place = Path(os.fsdecode(bytes(workdir) + b"/odd \xff \\ name"))
+    workspace = mount(place)
+    assert os.path.samefile(workspace.status().mountpoint, place)
+    workspace.snapshot("one")
+    workspace.restore("one")

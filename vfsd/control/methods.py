@@ -50,6 +50,7 @@ from vfsd.control.messages import (
     UnmountParams,
     UnmountResult,
     from_wire_path,
+    wire_path,
 )
 from vfsd.options import MountOptions
 from vfsd.served import Served
@@ -104,7 +105,7 @@ class Methods:
         volume, options = self._volume, self._options
         return StatusResult(
             name=options.name,
-            mountpoint=options.mountpoint,
+            mountpoint=wire_path(os.fsencode(options.mountpoint)),
             backend=options.backend,
             engine=self._served.engine.name,
             pid=os.getpid(),
@@ -296,7 +297,7 @@ class Methods:
         self.answering_unmount += 1
         call.after_answer(self._unmount_answered)
         await _in_thread(mounts.unmount, mountpoint, lazy=params.lazy)
-        return UnmountResult(mountpoint, params.lazy, held)
+        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held)
 
     def _unmount_answered(self) -> None:
         self.answering_unmount -= 1
