@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import stat
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -157,6 +158,36 @@ VALUE: Final = Kind(
 )
 HUGE_VALUE: Final = Kind("value", (b"v" * 65_536, b"v" * 65_537))
 XATTR_FLAGS: Final = Kind("xattr flags", (*(0,) * 10, os.XATTR_CREATE, os.XATTR_REPLACE, 3, 4))
+
+
+def _acl(*entries: tuple[int, int, int]) -> bytes:
+    """POSIX ACL entries (tag, permissions, id) as an attribute's value; linux/posix_acl_xattr.h, version 2."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+_ANY_ID: Final = 2**32 - 1
+# Tags: USER_OBJ 1, USER 2, GROUP_OBJ 4, GROUP 8, MASK 16, OTHER 32 (linux/posix_acl.h)
+_PLAIN: Final = ((1, 6, _ANY_ID), (4, 4, _ANY_ID), (32, 4, _ANY_ID))
+ACL_NAME: Final = Kind(
+    "acl name", (b"system.posix_acl_access", b"system.posix_acl_access", b"system.posix_acl_default")
+)
+ACL: Final = Kind(
+    "acl",
+    (
+        _acl(*_PLAIN),
+        _acl((1, 7, _ANY_ID), (4, 7, _ANY_ID), (32, 7, _ANY_ID)),
+        _acl((1, 7, _ANY_ID), (2, 7, 1001), (4, 5, _ANY_ID), (16, 7, _ANY_ID), (32, 0, _ANY_ID)),
+        _acl((1, 7, _ANY_ID), (2, 4, 1002), (4, 7, _ANY_ID), (8, 7, 2000), (16, 5, _ANY_ID), (32, 5, _ANY_ID)),
+        _acl((1, 7, _ANY_ID), (2, 0, 1001), (2, 7, 1002), (4, 7, _ANY_ID), (16, 7, _ANY_ID), (32, 7, _ANY_ID)),
+        _acl((1, 6, _ANY_ID), (4, 4, _ANY_ID), (8, 6, 2000), (8, 0, 3000), (16, 4, _ANY_ID), (32, 0, _ANY_ID)),
+        _acl((1, 6, _ANY_ID), (2, 6, 1001), (4, 4, _ANY_ID), (32, 0, _ANY_ID)),  # no mask
+        _acl(*_PLAIN[:2]),
+        _acl(*reversed(_PLAIN)),
+        _acl(),
+        b"",
+        b"short",
+    ),
+)  # fmt: skip
 XATTR_ROOM: Final = Kind("room", (65_536, 65_536, 65_536, 0, 1, 5, 100, 70_000))
 LOCK: Final = Kind("lock", ("r", "w", "u"))
 LOCK_START: Final = Kind("lock start", (0, 0, 10, 100, 2**62))
@@ -219,6 +250,11 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "listxattr": Operation(4, (_P, BOOL)),
     "removexattr": Operation(5, (FILE, XATTR, BOOL)),
     "fremovexattr": Operation(2, (_S, XATTR)),
+    "set_acl": Operation(9, (_P, ACL_NAME, ACL, XATTR_FLAGS)),
+    "set_directory_acl": Operation(5, (DIRECTORY, ACL_NAME, ACL, XATTR_FLAGS)),
+    "fset_acl": Operation(3, (_S, ACL_NAME, ACL, XATTR_FLAGS)),
+    "get_acl": Operation(3, (_P, ACL_NAME)),
+    "remove_acl": Operation(3, (_P, ACL_NAME)),
     "map_write": Operation(6, (_S, OFFSET, DATA)),
     "map_read": Operation(4, (_S, OFFSET, SIZE)),
     "map_private": Operation(2, (_S, OFFSET, DATA)),

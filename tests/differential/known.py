@@ -78,13 +78,6 @@ def _late_read(_: Call, difference: Difference) -> bool:
     return difference.what.endswith(": atime") and (difference.tmpfs, difference.mount) == ("same", "now")
 
 
-def _mapped_capability(_: Call, difference: Difference) -> bool:
-    if not difference.what.endswith(": xattrs"):
-        return False
-    kept = [(name, value) for name, value in difference.tmpfs if name != b"security.capability"]  # type: ignore[attr-defined]
-    return difference.mount == kept
-
-
 def _seek_in_directory(call: Call, difference: Difference) -> bool:
     return (
         call.operation in {"seek_sparse", "lseek"}
@@ -134,6 +127,18 @@ def _touched(call: Call, difference: Difference) -> bool:
     return sets_now and difference.what.endswith(": order of times")
 
 
+def _allocated_twice(call: Call, difference: Difference) -> bool:
+    if call.operation not in {"seek_sparse", "lseek"} or difference.what != "answer":
+        return False
+    (_, tmpfs), (_, mount) = difference.tmpfs, difference.mount  # type: ignore[misc]
+    if not isinstance(tmpfs, list | tuple) or not isinstance(mount, list | tuple) or mount[1] != "zeros":
+        return False
+    at, found = (-1 if each[0] == -1 else each[0] for each in (tmpfs, mount))
+    if call.args[2] == os.SEEK_DATA:
+        return at != -1 and (found == -1 or found > at)
+    return call.args[2] == os.SEEK_HOLE and -1 < found < at
+
+
 def _seeks_hole(call: Call, difference: Difference) -> bool:
     return call.operation == "lseek" and call.args[2] in {os.SEEK_DATA, os.SEEK_HOLE} and difference.what == "answer"
 
@@ -167,14 +172,6 @@ KNOWN: Final[tuple[Known, ...]] = (
         "what the kernel reads ahead may reach the file system, and update atime, after the call that made it read; "
         "and tmpfs sets atime by a clock that ticks every 4 ms, so that a new one can look like the old",
         "Times",
-    ),
-    Known(
-        _BOTH,
-        _mapped_capability,
-        "what is written through a shared mapping takes security.capability away: a volume is not told that a write "
-        "comes from the page cache (FUSE_WRITE_CACHE, linux/fuse.h)",
-        "Privileges",
-        ends_episode=True,
     ),
     Known(
         _BOTH,
@@ -234,6 +231,14 @@ KNOWN: Final[tuple[Known, ...]] = (
         ends_episode=True,
     ),
     Known(
+        ("native",),
+        _allocated_twice,
+        "what fallocate(2) has allocated twice is still a hole, until it is written: tmpfs has filled it with zeros by "
+        "then (shmem_get_folio_gfp, mm/shmem.c).  It reads as zeros in both",
+        "Sparse files",
+        ends_episode=True,
+    ),
+    Known(
         _PYFUSE3,
         _seeks_hole,
         "SEEK_DATA and SEEK_HOLE see a file without holes: pyfuse3 has no lseek",
@@ -263,9 +268,10 @@ KNOWN: Final[tuple[Known, ...]] = (
     ),
 )
 
+_ACL_OPERATIONS: Final = ("set_acl", "set_directory_acl", "fset_acl", "get_acl", "remove_acl")
 _AVOIDED: Final[dict[str, frozenset[str]]] = {
     "native": frozenset(),
-    "pyfuse3": frozenset({"tmpfile", "fallocate", "seek_sparse"}),
+    "pyfuse3": frozenset({"tmpfile", "fallocate", "seek_sparse", *_ACL_OPERATIONS}),
 }
 
 

@@ -26,7 +26,19 @@ _HEAD_BYTES: Final = 1 << 19
 _FAR_OFFSETS: Final = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 70_000)
 # These read, so that they may update atime, or not: relatime counts the reads that reach the file system.
 _READING: Final = frozenset(
-    {"read", "pread", "listdir", "flistdir", "map_read", "map_write", "map_private", "copy_file_range", "sendfile"}
+    {
+        "read",
+        "pread",
+        "listdir",
+        "flistdir",
+        "map_read",
+        "map_write",
+        "map_private",
+        "copy_file_range",
+        "sendfile",
+        "lseek",
+        "seek_sparse",
+    }
 )
 
 Attributes = tuple[Any, ...]
@@ -53,12 +65,17 @@ class Observer:
         except (ValueError, OverflowError) as error:
             answer = "refused", str(error)
         reads = operation in _READING
-        sets = _places_of_atime(operation, args) if answer[0] == "ok" else ()
         after = [self._stat(place) for place in places]
+        labels = _places_of_atime(operation, args) if answer[0] == "ok" else ()
+        sets = {
+            found.st_ino
+            for (label, *_), found in zip(places, after, strict=True)
+            if label in labels and isinstance(found, os.stat_result)
+        }
         return answer, [
             (
                 label,
-                self._show(found, known.get(found.st_ino), reads, label in sets)
+                self._show(found, known.get(found.st_ino), reads, found.st_ino in sets)
                 if isinstance(found, os.stat_result)
                 else found,
             )

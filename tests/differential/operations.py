@@ -52,6 +52,7 @@ _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock on 64 bits
 _LOCK_TYPES: Final = {"r": fcntl.F_RDLCK, "w": fcntl.F_WRLCK, "u": fcntl.F_UNLCK}
 _TIMES: Final = struct.Struct("qqqq")
 _COPY_BYTES: Final = 1 << 20  # of a hole of 2**62 bytes as much as both have room for
+_HOLE_BYTES: Final = 300_000
 _SHORT_BYTES: Final = 64
 
 
@@ -147,10 +148,24 @@ class Process:
     def do_writev(self, slot: int, one: tuple[int, int], two: tuple[int, int]) -> int:
         return os.writev(self.fd(slot), [data(*one), data(*two)])
 
-    def do_lseek(self, slot: int, offset: int, whence: int) -> int:
+    def do_lseek(self, slot: int, offset: int, whence: int) -> tuple[int, str]:
+        """Where it is now (an errno where it is nowhere), and whether what is passed off as a hole is one."""
         # Not os.lseek, which takes every negative answer for an error.
         answer: int = _libc.lseek(self.fd(slot), offset, whence)
-        return _checked(answer) if answer == -1 else answer
+        nowhere = answer == -1 and ctypes.get_errno() == errno.ENXIO
+        if answer == -1 and not nowhere:
+            _checked(answer)
+        if whence == os.SEEK_DATA:
+            return answer, self._zeros(slot, offset, _HOLE_BYTES if nowhere else min(answer - offset, _HOLE_BYTES))
+        if whence == os.SEEK_HOLE and not nowhere:
+            return answer, self._zeros(slot, answer, -answer % mmap.PAGESIZE or mmap.PAGESIZE)
+        return answer, ""
+
+    def _zeros(self, slot: int, offset: int, size: int) -> str:
+        try:
+            return "data" if any(os.pread(self.fd(slot), size, offset)) else "zeros"
+        except OSError as error:
+            return errno_name(error)
 
     do_seek_sparse = do_lseek
 
@@ -202,6 +217,10 @@ class Process:
             raise OSError(errno.EINVAL, "holes are not mapped here")
 
     def do_map_write(self, slot: int, offset: int, piece: tuple[int, int]) -> int:
+        if b"security.capability" in map(os.fsencode, os.listxattr(self.fd(slot))):
+            # It goes with what is written through a mapping, on tmpfs it stays: a volume is not told that a write
+            # comes from the page cache (FUSE_WRITE_CACHE, linux/fuse.h).
+            raise OSError(errno.EINVAL, "no mapping of a file with capabilities is written here")
         content = data(*piece)
         mapped, start, size = self._map(slot, offset, len(content), mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with mapped:
@@ -367,6 +386,20 @@ class Process:
 
     def do_fremovexattr(self, slot: int, name: bytes) -> None:
         os.removexattr(self.fd(slot), name)
+
+    def do_set_acl(self, path: bytes, name: bytes, value: bytes, flags: int) -> None:
+        self.do_setxattr(path, name, value, flags, 1)
+
+    do_set_directory_acl = do_set_acl
+
+    def do_fset_acl(self, slot: int, name: bytes, value: bytes, flags: int) -> None:
+        self.do_fsetxattr(slot, name, value, flags)
+
+    def do_get_acl(self, path: bytes, name: bytes) -> bytes:
+        return os.getxattr(path, name)
+
+    def do_remove_acl(self, path: bytes, name: bytes) -> None:
+        os.removexattr(path, name)
 
     # -- locks ---------------------------------------------------------------------------------
     def do_flock(self, slot: int, operation: int) -> None:

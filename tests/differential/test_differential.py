@@ -118,17 +118,16 @@ EXAMPLES = {
         f"root: fsetxattr(0, b'security.capability', {bytes.fromhex('0100000200040000') + bytes(12)!r}, 0)\n"
         "root: write(0, (0, 1))"
     ),
+    "_allocated_twice": (
+        "root: open(b'a', 0x42, 0o666, 0)\nroot: fallocate(0, 0, 0, 8192)\n"
+        "root: fallocate(0, 0, 0, 8192)\nroot: seek_sparse(0, 0, 3)"
+    ),
     "_seeks_hole": "root: open(b'a', 0x42, 0o666, 0)\nroot: ftruncate(0, 8192)\nroot: lseek(0, 0, 3)",
     "_mapped_write": (
         "1001: open(b'a', 0x42, 0o777, 0)\n1001: write(0, (0, 100))\nroot: chmod(b'a', 0o4777)\n"
         "1001: map_write(0, 0, (0, 1))"
     ),
     "_both_flags": "root: open(b'a', 0x42, 0o666, 0)\nroot: setxattr(b'a', b'user.a', b'1', 3, 1)",
-    "_mapped_capability": (
-        "root: open(b'a', 0x42, 0o777, 0)\nroot: write(0, (0, 100))\n"
-        f"root: fsetxattr(0, b'security.capability', {bytes.fromhex('0100000200040000') + bytes(12)!r}, 0)\n"
-        "root: map_write(0, 0, (1, 10))"
-    ),
     # Of clocks and of requests in the background: there is no sequence that always shows them.
     "_coarse_clock": None,
     "_late_read": None,
@@ -161,7 +160,8 @@ def test_what_pyfuse3_cannot_carry_says_so(bench: Bench, line: str, answer: obje
     difference = bench.run(parse(first + line))
     assert difference is not None
     assert difference.what == "answer"
-    assert difference.mount[1] == answer  # type: ignore[index]
+    said = difference.mount[1]  # type: ignore[index]
+    assert (said if isinstance(said, str) else said[0]) == answer
 
 
 # -- the harness notices, and reduces --------------------------------------------------------------
