@@ -105,7 +105,7 @@ def test_a_command_that_cannot_be_started_raises(
     executor: HostExecutor, tmp_path: Path, argv: list[str], cwd: str, code: int
 ) -> None:
     (tmp_path / "file").write_text("no program")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
         executor.run(argv, cwd=cwd)
     assert caught.value.errno == code
 
