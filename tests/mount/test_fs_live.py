@@ -7,6 +7,7 @@ import contextlib
 import json
 import mmap
 import os
+import random
 import select
 import subprocess
 import sys
@@ -331,6 +332,59 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
     assert (root / "f").read_text() == "".join(f"[{n}]" for n in range(8))
     assert len(os.listdir(root / "by-socket")) == 8
     assert len(os.listdir(root / "by-mount")) == 50
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run, root: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    names = [f"{directory}{name}" for directory in ("", "d/", "d/e/") for name in "abc"]
+    model: dict[str, bytes] = {}
+
+    def write(path: str, content: bytes, mode: Any) -> None:
+        call("fs.write", fs.FsWriteParams(path=path, content=content, mode=mode))
+        model[path] = content if mode == "overwrite" else model.get(path, b"") + content
+
+    def write_through_mount(path: str, content: bytes, mode: str) -> None:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        with open(root / path, "ab" if mode == "append" else "wb") as file:
+            file.write(content)
+        model[path] = content if mode == "overwrite" else model.get(path, b"") + content
+
+    def look(path: str) -> None:
+        """Both sides, and the kernel's caches of presence and absence filled."""
+        assert (root / path).exists() == (path in model)
+        if path in model:
+            assert (root / path).read_bytes() == model[path]
+            assert os.stat(root / path).st_size == len(model[path])
+            assert call("fs.stat", fs.FsStatParams(path=path)).size_bytes == len(model[path])
+        else:
+            with pytest.raises(FileNotFoundError):
+                call("fs.stat", fs.FsStatParams(path=path))
+
+    for turn in range(250):
+        path, content = chance.choice(names), b"%d " % turn * chance.choice((1, 2000))
+        mode = chance.choice(("overwrite", "append"))
+        match chance.randrange(6):
+            case 0 | 1:
+                write(path, content, mode)
+            case 2:
+                write_through_mount(path, content, mode)
+            case 3 if path in model:
+                call("fs.rm", fs.FsRmParams(path=path))
+                del model[path]
+            case 4 if path in model:
+                (root / path).unlink()
+                del model[path]
+            case 5 if path in model:
+                other = chance.choice(names)
+                (root / other).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(root / path, root / other)
+                model[other] = model.pop(path)
+        look(path)
+        look(chance.choice(names))
+    found = {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
+    assert found == set(model)
+    assert set(call("fs.glob", fs.FsGlobParams(pattern="*")).paths) == set(model)
 
 
 # -- watchers -----------------------------------------------------------------------------------------
