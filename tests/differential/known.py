@@ -101,8 +101,10 @@ def _group_id_without_execute(_: Call, difference: Difference) -> bool:
 
 def _capability_and_set_id(call: Call, difference: Difference) -> bool:
     tmpfs, mount = str(difference.tmpfs), str(difference.mount)
-    cleared = tmpfs.replace("s", "x") == mount.replace("s", "x")
-    return call.worker == 0 and difference.what.endswith(": mode") and call.operation in _CHANGING_CONTENT and cleared
+    if call.worker != 0 or call.operation not in _CHANGING_CONTENT or not difference.what.endswith(": mode"):
+        return False
+    user, group = {"s": "x", "S": "-"}.get(tmpfs[3], tmpfs[3]), "x" if tmpfs[6] == "s" else tmpfs[6]
+    return mount == tmpfs[:3] + user + tmpfs[4:6] + group + tmpfs[7:]
 
 
 def _chown_nothing(call: Call, difference: Difference) -> bool:
