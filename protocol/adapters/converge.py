@@ -13,6 +13,7 @@ from typing import Final
 from protocol.adapters.resolve import enter
 from protocol.adapters.store import OpenFile, Status, Store, held
 from protocol.adapters.writing import remove, temporary_name
+from protocol.paths import decode, located
 from protocol.tree import Tree, TreeEntry
 
 __all__ = ["converge"]
@@ -59,12 +60,13 @@ class _Converging:
             if not entry.is_file or (entry.nlink > 1 and entry.inode and entry.inode in seen):
                 continue
             seen.add(entry.inode)
-            old = self._old(_names(entry.path))
-            if self._is_equal(entry, old, claimed):
-                assert old is not None
-                claimed.add(old.inode)
-            else:
-                self._staged[entry.path] = self._write(stage, entry)
+            with located(decode(entry.path)):
+                old = self._old(_names(entry.path))
+                if self._is_equal(entry, old, claimed):
+                    assert old is not None
+                    claimed.add(old.inode)
+                else:
+                    self._staged[entry.path] = self._write(stage, entry)
 
     def _write(self, stage: int, entry: TreeEntry) -> bytes:
         name = b"%d" % len(self._staged)
@@ -80,11 +82,12 @@ class _Converging:
         directories: list[TreeEntry] = []
         for entry in self._tree.walk():
             names = _names(entry.path)
-            if entry.is_dir:
-                self._directory(names)
-                directories.append(entry)
-            else:
-                self._leaf(names, entry, stage)
+            with located(decode(entry.path)):
+                if entry.is_dir:
+                    self._directory(names)
+                    directories.append(entry)
+                else:
+                    self._leaf(names, entry, stage)
         for entry in reversed(directories):  # children first: each change in a directory changes its mtime
             with held(self._store, enter(self._store, _names(entry.path))) as node:
                 self._attributes(node, entry, self._store.status(node))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from typing import NamedTuple
 
 from protocol.adapters.resolve import enter
-from protocol.adapters.store import Status, Store, held
+from protocol.adapters.store import OpenFile, Status, Store, held
 from protocol.errors import fail
-from protocol.paths import decode
+from protocol.paths import decode, located
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["StoreTree"]
@@ -37,8 +38,7 @@ class StoreTree:
 
     def entry(self, path: bytes) -> TreeEntry:
         """See `protocol.tree.Tree`, as for all that follow."""
-        node = self._node(path)
-        with held(self._store, node):
+        with held(self._store, self._node(path)) as node, located(decode(path)):
             return self._entry(path, node, self._store.status(node))
 
     def children(self, path: bytes) -> list[bytes]:
@@ -59,31 +59,15 @@ class StoreTree:
             waiting.extend(at + b"/" + name if at else name for name in reversed(names))
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        node = self._file(path)
-        try:
-            file = self._store.open(node, "read")
-        except BaseException:
-            self._store.release(node)
-            raise
-        try:
+        with located(decode(path)), closing(self._open(path)) as file:
             return file.read(offset, size)
-        finally:
-            file.close()
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        node = self._file(path)
-        try:
-            file = self._store.open(node, "read")
-        except BaseException:
-            self._store.release(node)
-            raise
         offset = 0
-        try:
+        with located(decode(path)), closing(self._open(path)) as file:
             while chunk := file.read(offset, size):
                 yield chunk
                 offset += len(chunk)
-        finally:
-            file.close()
 
     # -- `protocol.search.NodeTree`: one status for each entry, and no path looked up for it -------
     def node(self, path: bytes) -> _Found:
@@ -109,21 +93,20 @@ class StoreTree:
         return None
 
     def _node(self, path: bytes) -> int:
-        try:
+        with located(decode(path)):
             return enter(self._store, path.split(b"/") if path else ())
-        except OSError as error:
-            raise fail(error.errno or errno.EIO, decode(path)) from None
 
-    def _file(self, path: bytes) -> int:
+    def _open(self, path: bytes) -> OpenFile:
         node = self._node(path)
-        mode = self._store.status(node).mode
-        if not stat.S_ISREG(mode):
+        try:
+            _check_regular(self._store.status(node).mode)
+            return self._store.open(node, "read")
+        except BaseException:
             self._store.release(node)
-            raise fail(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, decode(path))
-        return node
+            raise
 
     def _names(self, path: bytes) -> list[tuple[bytes, int]]:
-        with held(self._store, self._node(path)) as node:
+        with held(self._store, self._node(path)) as node, located(decode(path)):
             return self._store.names(node)
 
     def _entry(self, path: bytes, node: int, seen: Status) -> TreeEntry:
@@ -140,3 +123,8 @@ class StoreTree:
             target=self._store.readlink(node) if stat.S_ISLNK(seen.mode) else b"",
             xattrs=self._store.xattrs(node) if self._with_xattrs else {},
         )
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise fail(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)

@@ -157,3 +157,32 @@ def test_an_overwritten_file_keeps_its_attributes_but_no_capabilities() -> None:
 
     inode = volume.lookup(ROOT_INODE, b"file").inode
     assert {name: volume.getxattr(inode, name) for name in volume.listxattr(inode)} == {b"user.note": b"mine"}
+
+
+def test_an_import_that_fails_names_the_entry(archive: Path) -> None:
+    volume = PlainVolume()
+    filesystem = filled(volume)
+    calls: list[str] = []
+
+    def refuses(name: str, arguments: tuple[Any, ...]) -> bool:
+        calls.append(name)
+        return name == "rename" and calls.count("rename") == 1
+
+    volume.refuses = refuses
+
+    with pytest.raises(OSError, match="Input/output") as caught:
+        filesystem.import_archive(archive)
+
+    assert caught.value.filename == "becomes-directory/file"
+
+
+def test_an_export_that_fails_names_the_entry(tmp_path: Path) -> None:
+    volume = PlainVolume()
+    filesystem = filled(volume)
+    volume.refuses = lambda name, arguments: name == "read"
+
+    with pytest.raises(OSError, match="Input/output") as caught:
+        filesystem.export_archive(tmp_path / "new.zip")
+
+    assert caught.value.filename == "becomes-directory"
+    assert not (tmp_path / "new.zip").exists()

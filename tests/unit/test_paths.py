@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.errors import ArchiveError
 from protocol.paths import Limits, decode, encode, located, normalise
 
 
@@ -103,3 +104,10 @@ def test_a_class_that_says_more_than_its_errno_is_kept() -> None:
         raise IsADirectoryError(errno.ENOTEMPTY, "Directory not empty", "a")
 
     assert caught.value.errno == errno.ENOTEMPTY
+
+
+def test_an_error_of_the_contract_is_left_as_it_is() -> None:
+    with pytest.raises(ArchiveError) as caught, located("a"):
+        raise ArchiveError("refused", "files/x")
+
+    assert caught.value.entry == "files/x"
