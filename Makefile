@@ -49,11 +49,11 @@ format: ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: ## the measurements in bench/
+bench: ## the table of workloads and file systems, and its picture; ARGS=--quick for two rounds
 	@$(BOOTSTRAP) fuse tests
-	@shopt -s nullglob; found=; \
-	for script in bench/[!_]*.py; do found=1; echo "== $$script"; $(BIN)/python "$$script"; done; \
-	if [[ -z $$found ]]; then echo "bench/ has no measurements yet"; fi
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
+	$(BIN)/python -m bench.table --json docs/bench.json --plot docs/bench.png $(ARGS)
+	$(BIN)/python -m bench.control --json docs/bench-control.json $(filter --quick,$(ARGS))
 
 clean: ## remove what was built and measured; .venv too
 	rm -rf .venv build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """The file systems that are measured: tmpfs as the limit, vfsd, and peers from Debian, each over a tmpfs of its own.
 
-A peer that cannot be had is a named gap: `Gap` says why, and stands in the table.
+A peer that cannot be had is a named gap: `GapError` says why, and stands in the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT = "tmpfs"
 PASSTHROUGH_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 
 
-class Gap(Exception):
+class GapError(Exception):
     """Why a file system is not in the table."""
 
 
@@ -51,13 +51,14 @@ def tmpfs(place: Path) -> Iterator[Path]:
         yield place
     finally:
         run("umount", "-l", place)
+        place.rmdir()
 
 
 @contextmanager
 def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | Path]]) -> Iterator[Path]:
     """A FUSE file system whose content lies in a tmpfs; `command(backing, mountpoint)` serves it in the foreground."""
     if shutil.which(program) is None and not Path(program).exists():
-        raise Gap(f"{program} is missing")
+        raise GapError(f"{program} is missing")
     place.mkdir()
     mountpoint = place / "mount"
     mountpoint.mkdir()
@@ -69,7 +70,7 @@ def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | P
             deadline = time.monotonic() + 15
             while not os.path.ismount(mountpoint):
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise Gap(f"{program} did not mount")
+                    raise GapError(f"{program} did not mount")
                 time.sleep(0.05)
             yield mountpoint
         finally:
@@ -88,7 +89,7 @@ def overlayfs_command(backing: Path, mountpoint: Path) -> list[str | Path]:
 def build_passthrough(scratch: Path) -> str:
     """libfuse's own example, compiled: its low-level API with no more than a system call a request."""
     if not PASSTHROUGH_SOURCE.exists():
-        raise Gap("libfuse3-dev's example passthrough_ll.c is missing")
+        raise GapError("libfuse3-dev's example passthrough_ll.c is missing")
     program = scratch / "passthrough_ll"
     flags = run("pkg-config", "--cflags", "--libs", "fuse3").split()
     run("gcc", "-O2", "-w", f"-I{PASSTHROUGH_SOURCE.parent}", PASSTHROUGH_SOURCE, "-o", program, *flags)
@@ -128,7 +129,7 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
             return
         try:
             found = stack.enter_context(make())  # type: ignore[arg-type]
-        except Gap as gap:
+        except GapError as gap:
             gaps[name] = str(gap)
             return
         workspace = found if isinstance(found, Workspace) else None
@@ -147,7 +148,7 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
                 "passthrough_ll",
                 lambda: peer(scratch / "ll", program, lambda b, m: [program, "-f", "-o", f"source={b}", m]),
             )
-        except Gap as gap:
+        except GapError as gap:
             gaps["passthrough_ll"] = str(gap)
         add(stack, "rclone", lambda: peer(scratch / "rclone", "rclone", rclone_command))
         yield mounted, gaps

@@ -27,7 +27,7 @@ class Workload:
 
     name: str
     work: Callable[[str], float]
-    prepare: Callable[[str], None] = lambda place: None
+    prepare: Callable[[str], None] = lambda _place: None
     is_cold: bool = False
     unit: str = "op"
 

@@ -13,7 +13,21 @@ from pathlib import Path
 from bench._filesystems import run
 
 SOURCE_FILES = 3000
-WORDS = "def class return import self value index result error path name open read write list dict".split()
+WORDS = (
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "index",
+    "result",
+    "error",
+    "path",
+    "name",
+    "open",
+    "read",
+)
 INSERTS = 2000
 GIT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -30,7 +44,7 @@ class Real:
 
     name: str
     work: Callable[[Path, Path], object]
-    prepare: Callable[[Path, Path], object] = lambda place, inputs: None
+    prepare: Callable[[Path, Path], object] = lambda _place, _inputs: None
 
 
 def make_inputs(place: Path) -> None:

@@ -2,13 +2,16 @@
 
 File systems take turns (A B C A B C ...), so that what else the machine does hits all of them; a cell is the
 median over the rounds of "time here / time on tmpfs in this round", with the lowest and highest beside it.
+"(once)" stands beside a cell that was measured in one round only, because it took too long; "gap" for what a
+file system could not do, with the reason below.
 
-    python -m bench.table [--rows REGEX] [--only REGEX] [--rounds N] [--json FILE] [--plot FILE]
+    python -m bench.table [--quick] [--rows REGEX] [--only REGEX] [--rounds N] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -17,26 +20,31 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-
-if __name__ == "__main__" and not __package__:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import _micro, _real
 from bench._filesystems import LIMIT, Mounted, all_mounted
 
-Cells = dict[str, list[float]]  # file system -> seconds, a value a round
+# A file system that needs longer than this for one round of a row is measured in the first one only: rclone takes
+# milliseconds for what others do in microseconds, and would be most of the run.
+PATIENCE_S = 6.0
+Cells = dict[str, list[float]]  # file system -> seconds, a value a round, the first rounds where not all
 
 
 def measure_row(mounted: list[Mounted], rounds: int, measure: Callable[[Path], float]) -> tuple[Cells, dict[str, str]]:
     cells: Cells = {each.name: [] for each in mounted}
     failed: dict[str, str] = {}
+    slow: set[str] = set()
     for number in range(rounds):
-        for each in mounted:
-            if each.name in failed:
+        # Each begins once, so that nobody always comes after the same neighbour's dirty caches.
+        turn = number % len(mounted)
+        for each in mounted[turn:] + mounted[:turn]:
+            if each.name in failed or each.name in slow:
                 continue
             place = each.path / f"round{number}"
+            began = time.monotonic()
             try:
                 place.mkdir()
                 cells[each.name].append(measure(place))
@@ -46,6 +54,8 @@ def measure_row(mounted: list[Mounted], rounds: int, measure: Callable[[Path], f
                     raise
             finally:
                 shutil.rmtree(place, ignore_errors=True)
+            if time.monotonic() - began > PATIENCE_S and each.name != LIMIT:
+                slow.add(each.name)
     return cells, failed
 
 
@@ -65,6 +75,7 @@ def summary(cells: Cells, failed: dict[str, str]) -> dict[str, object]:
             "ratio": statistics.median(of_limit),
             "low": min(of_limit),
             "high": max(of_limit),
+            "rounds": len(seconds),
         }
     return found
 
@@ -76,7 +87,9 @@ def cell(found: dict[str, object], name: str, per: str) -> str:
         return "gap"
     if name == LIMIT:
         return _time(entry["seconds"], per)
-    return f"{entry['ratio']:.2f} ({entry['low']:.1f}-{entry['high']:.1f})"
+    if entry["rounds"] == 1:
+        return f"{entry['ratio']:.2f} (once)"
+    return f"{entry['ratio']:.2f} ({entry['low']:.2f}-{entry['high']:.2f})"
 
 
 def _time(seconds: float, per: str) -> str:
@@ -87,10 +100,11 @@ def _time(seconds: float, per: str) -> str:
 
 def plot(rows: dict[str, dict[str, object]], path: str) -> None:
     """A picture of the table: a dot a cell, on a logarithmic axis, tmpfs at 1."""
-    import matplotlib as mpl
+    # An extra ("bench") that only the picture needs.
+    import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # noqa: PLC0415
 
     names = [name for name in next(iter(rows.values())) if name != LIMIT]
     figure, axis = plt.subplots(figsize=(9, 0.28 * len(rows) + 1.5))
@@ -115,52 +129,69 @@ def plot(rows: dict[str, dict[str, object]], path: str) -> None:
     figure.savefig(path, bbox_inches="tight", dpi=110)
 
 
+def jobs(pattern: str, inputs: Path) -> list[tuple[str, str, Callable[[Path], float]]]:
+    """The rows whose name matches: name, unit, and what measures it in an empty directory."""
+    found: list[tuple[str, str, Callable[[Path], float]]] = [
+        (work.name, work.unit, lambda place, work=work: _micro.measure(work, str(place))) for work in _micro.WORKLOADS
+    ]
+    found += [(real.name, "run", lambda place, real=real: _real.measure(real, place, inputs)) for real in _real.REAL]
+    return [job for job in found if re.search(pattern, job[0])]
+
+
+def show_row(name: str, unit: str, row: dict[str, object], mounted: list[Mounted], failed: dict[str, str]) -> None:
+    print(f"{name:26}" + "".join(f"{cell(row, each.name, unit):>22}" for each in mounted), flush=True)
+    for peer, reason in failed.items():
+        print(f"{'':26}gap: {peer}: {reason}")
+
+
+def measure_all(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, dict[str, object]], dict[str, str]]:
+    """All rows, printed as they come; and the peers that are missing, with the reason."""
+    inputs = scratch / "inputs"
+    inputs.mkdir()
+    _real.make_inputs(inputs)
+    rows: dict[str, dict[str, object]] = {}
+
+    def wanted(name: str) -> bool:
+        return name == LIMIT or re.search(options.only, name) is not None
+
+    with all_mounted(scratch, wanted) as (mounted, gaps):
+        for peer, reason in gaps.items():
+            print(f"gap: {peer}: {reason}")
+        print(f"{'':26}" + "".join(f"{each.name:>22}" for each in mounted), flush=True)
+        for name, unit, measure in jobs(options.rows, inputs):
+            cells, failed = measure_row(mounted, options.rounds, measure)
+            rows[name] = summary(cells, failed)
+            show_row(name, unit, rows[name], mounted, failed)
+    return rows, gaps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows that match this expression")
     parser.add_argument("--only", default="", help="only file systems that match (tmpfs is always there)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_const", const=2, dest="rounds", help="two rounds")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("the benchmark mounts tmpfs and drops caches: run it as root")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--plot needs matplotlib: pip install 'vfsd[bench]'")
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
-    rows: dict[str, dict[str, object]] = {}
+    load = os.getloadavg()[0]
+    print(f"load at the start: {load:.1f} on {os.cpu_count()} CPUs; {options.rounds} rounds")
     try:
-        inputs = scratch / "inputs"
-        inputs.mkdir()
-        _real.make_inputs(inputs)
-        with all_mounted(scratch, lambda name: name == LIMIT or re.search(options.only, name) is not None) as (
-            mounted,
-            gaps,
-        ):
-            print(f"{'':26}" + "".join(f"{each.name:>20}" for each in mounted), flush=True)
-            jobs: list[tuple[str, str, Callable[[Path], float]]] = [
-                (work.name, work.unit, lambda place, work=work: _micro.measure(work, str(place)))
-                for work in _micro.WORKLOADS
-            ]
-            jobs += [
-                (real.name, "run", lambda place, real=real: _real.measure(real, place, inputs)) for real in _real.REAL
-            ]
-            for name, unit, measure in jobs:
-                if not re.search(options.rows, name):
-                    continue
-                cells, failed = measure_row(mounted, options.rounds, measure)
-                rows[name] = summary(cells, failed)
-                print(
-                    f"{name:26}" + "".join(f"{cell(rows[name], each.name, unit):>20}" for each in mounted), flush=True
-                )
-                for peer, reason in failed.items():
-                    print(f"{'':26}gap: {peer}: {reason}")
-            for peer, reason in gaps.items():
-                print(f"gap: {peer}: {reason}")
+        rows, gaps = measure_all(options, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    machine = {
+        "kernel": platform.release(), "python": platform.python_version(), "cpus": os.cpu_count(),
+        "load_before": load, "load_after": os.getloadavg()[0], "rounds": options.rounds,
+    }  # fmt: skip
     if options.json:
-        facts = {"kernel": platform.release(), "python": platform.python_version(), "rounds": options.rounds}
-        Path(options.json).write_text(json.dumps({"machine": facts, "gaps": gaps, "rows": rows}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps({"machine": machine, "gaps": gaps, "rows": rows}, indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot)
 
