@@ -1,0 +1,147 @@
+"""stress-ng and fio on a mount: what verifies on tmpfs verifies here; no bad block, no EIO, nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import check_invariants, provided
+from vfsd.workspace import Workspace
+
+MountIt = Callable[..., Workspace]
+
+# Of stress-ng's class "filesystem" those that work in the directory that they are given, in the order of its list.
+# Not among them: bind-mount and binderfs (mounts of their own), eventfd, ioprio and procfs (no files of ours).
+STRESSORS = [
+    "access",
+    "chattr",
+    "chdir",
+    "chmod",
+    "chown",
+    "copy-file",
+    "dentry",
+    "dir",
+    "dirdeep",
+    "dirmany",
+    "dnotify",
+    "dup",
+    "fallocate",
+    "fanotify",
+    "fcntl",
+    "fiemap",
+    "file-ioctl",
+    "filename",
+    "flock",
+    "fpunch",
+    "fsize",
+    "fstat",
+    "getdent",
+    "handle",
+    "hdd",
+    "inode-flags",
+    "inotify",
+    "io",
+    "iomix",
+    "lease",
+    "link",
+    "locka",
+    "lockf",
+    "lockofd",
+    "mknod",
+    "open",
+    "rename",
+    "symlink",
+    "sync-file",
+    "touch",
+    "utime",
+    "verity",
+    "xattr",
+]
+# Of other classes those that use files.
+MORE = ["seek", "sendfile", "splice", "mmap", "mmapfork", "mmapfixed", "msync", "readahead", "revio", "rlimit", "fault"]
+# In every run: the ones with most to verify.
+BRIEF = [
+    "chmod",
+    "chown",
+    "copy-file",
+    "dentry",
+    "fallocate",
+    "filename",
+    "hdd",
+    "iomix",
+    "lockf",
+    "mmap",
+    "msync",
+    "rename",
+    "seek",
+    "utime",
+    "xattr",
+]
+FIO_ENGINES = ("psync", "mmap", "pvsync2", "io_uring", "libaio")
+
+
+def stress(stressor: str, place: Path, seconds: int) -> tuple[int, str]:
+    """The status that stress-ng ends with, and what it said; its files are gone after it."""
+    directory = place / "stress"
+    directory.mkdir()
+    command = ["stress-ng", f"--{stressor}", "1", "--verify", "--timeout", f"{seconds}s", "--temp-path", directory]
+    # A process group of its own: it ends what it started.
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+    said = done.stdout + done.stderr
+    assert os.strerror(errno.EIO) not in said
+    assert list(directory.iterdir()) == []
+    directory.rmdir()
+    return done.returncode, said
+
+
+def fio(place: Path, *options: str) -> None:
+    """Random writes of mixed sizes by several jobs, each block read again and its CRC compared."""
+    directory = place / "fio"
+    directory.mkdir()
+    command = [
+        "fio", "--name=verify", f"--directory={directory}", "--rw=randwrite", "--bsrange=512-64k", "--numjobs=3",
+        "--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--group_reporting", *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verify:" not in done.stderr
+    shutil.rmtree(directory)
+
+
+@pytest.mark.slow
+def test_stress_ng_verifies_what_it_does_on_a_mount(workspace: Workspace) -> None:
+    for stressor in BRIEF:
+        status, said = stress(stressor, Path(workspace.path), 1)
+        assert status == 0, said
+        check_invariants(workspace)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stressor", [*STRESSORS, *MORE])
+def test_stress_ng_passes_where_it_passes_on_tmpfs(mount: MountIt, workdir: Path, stressor: str) -> None:
+    (workdir / "tmpfs").mkdir()
+    with provided("tmpfs", workdir / "tmpfs") as oracle:
+        expected, _ = stress(stressor, oracle, 3)
+    status, said = stress(stressor, Path(mount().path), 3)
+    assert status == expected, said
+
+
+@pytest.mark.parametrize("io_engine", ["psync", "mmap"])
+def test_fio_finds_no_bad_block(root: Path, io_engine: str) -> None:
+    fio(root, "--size=4m", f"--ioengine={io_engine}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("io_engine", FIO_ENGINES)
+def test_fio_finds_no_bad_block_however_it_writes(root: Path, io_engine: str) -> None:
+    fio(root, "--size=64m", f"--ioengine={io_engine}")
+    fio(root, "--size=16m", f"--ioengine={io_engine}", "--filename=one-file", "--offset_increment=16m")
+    if io_engine != "mmap":
+        fio(root, "--size=16m", f"--ioengine={io_engine}", "--direct=1", "--bsrange=4k-64k")
