@@ -59,6 +59,8 @@ class Known:
 
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
 _CHANGING_CONTENT: Final = frozenset({"write", "pwrite", "writev", "sendfile", "copy_file_range", "fallocate"})
+_ACL_OPERATIONS: Final = ("set_acl", "set_directory_acl", "fset_acl", "get_acl", "remove_acl")
+_EMPTY_ACL: Final = b"\x02\x00\x00\x00"  # the version and no entries, linux/posix_acl_xattr.h
 _PYFUSE3: Final = ("pyfuse3",)
 _BOTH: Final = ("native", "pyfuse3")
 _MOVES: Final = frozenset(
@@ -114,6 +116,15 @@ def _chown_nothing(call: Call, difference: Difference) -> bool:
         and call.args[1:] == (-1, -1)
         and (difference.tmpfs, difference.mount) == (("error", "EPERM"), ("ok", None))
     )
+
+
+def _removed_acl(call: Call, difference: Difference) -> bool:
+    if not difference.what.endswith(": mode") or call.worker == 0 or call.operation not in _ACL_OPERATIONS:
+        return False
+    removes = call.operation == "remove_acl" or call.args[2] in {b"", _EMPTY_ACL}
+    tmpfs, mount = str(difference.tmpfs), str(difference.mount)
+    kept = mount[6] in "sS" and tmpfs == mount[:6] + {"s": "x", "S": "-"}[mount[6]] + mount[7:]
+    return removes and kept
 
 
 def _fifo_times(call: Call, difference: Difference) -> bool:
@@ -217,6 +228,14 @@ KNOWN: Final[tuple[Known, ...]] = (
         ends_episode=True,
     ),
     Known(
+        ("native",),
+        _removed_acl,
+        "sgid stays when an owner outside the file's group removes its ACL: the kernel tells a server to clear sgid "
+        "when it sets an ACL, not when it removes one (fuse_set_acl, fs/fuse/acl.c)",
+        "Privileges",
+        ends_episode=True,
+    ),
+    Known(
         _BOTH,
         _fifo_times,
         "what goes through a fifo leaves its times alone: the kernel's FUSE layer marks all inodes S_NOCMTIME "
@@ -270,7 +289,6 @@ KNOWN: Final[tuple[Known, ...]] = (
     ),
 )
 
-_ACL_OPERATIONS: Final = ("set_acl", "set_directory_acl", "fset_acl", "get_acl", "remove_acl")
 _AVOIDED: Final[dict[str, frozenset[str]]] = {
     "native": frozenset(),
     "pyfuse3": frozenset({"tmpfile", "fallocate", "seek_sparse", *_ACL_OPERATIONS}),

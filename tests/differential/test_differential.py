@@ -108,6 +108,10 @@ EXAMPLES = {
         "1001: open(b'a', 0x42, 0o666, 0)\nroot: lchown(b'a', -1, 0)\nroot: chmod(b'a', 0o2666)\n1001: write(0, (0, 1))"
     ),
     "_chown_nothing": "root: open(b'a', 0x42, 0o2644, 0)\n1001: chown(b'a', -1, -1)",
+    "_removed_acl": (
+        "root: open(b'a', 0x42, 0o777, 0)\nroot: lchown(b'a', 1001, -1)\nroot: chmod(b'a', 0o2755)\n"
+        "1001: remove_acl(b'a', b'system.posix_acl_access')"
+    ),
     "_fifo_times": (
         "root: mknod(b'a', 0o10666, 0)\nroot: utimens(b'a', (0, 0), (0, 0), 1)\n"
         "root: open(b'a', 0x2, 0o0, 0)\nroot: write(0, (0, 1))"
