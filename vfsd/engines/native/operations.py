@@ -52,6 +52,7 @@ class Operations:
 
     `umask_is_ours`: the kernel leaves the umask to the volume (DONT_MASK).  `long_setxattr`: SETXATTR
     comes in its extended form (SETXATTR_EXT).  `drop` ends the wait of an interrupted request.
+    `forget_attributes` makes the kernel ask for an inode's attributes again.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class Operations:
         umask_is_ours: bool = False,
         long_setxattr: bool = False,
         drop: Callable[[int], None] = lambda _unique: None,
+        forget_attributes: Callable[[int], None] = lambda _inode: None,
     ) -> None:
         self._volume = volume
         self.replies = replies
         self._umask_is_ours = umask_is_ours
         self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
         self._drop = drop
+        self._forget_attributes = forget_attributes
         self._who: Buffer = b""
         self._last_caller = Caller(0, 0)
         self.table: Final = self._handlers()
@@ -313,7 +316,17 @@ class Operations:
         if offset < 0 or 80 + size > length:
             raise fail(errno.EINVAL)
         data = memoryview(message)[80 : 80 + size]
-        return self._volume.write(node, offset, data, kill_privileges=bool(flags & wire.FUSE_WRITE_KILL_SUIDGID))
+        if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
+            return self._volume.write(node, offset, data)
+
+        def kill(found: Attributes) -> object:
+            if not found.mode & (stat.S_ISUID | stat.S_ISGID):
+                return self._volume.write(node, offset, data)
+            # The kernel does not expect the mode to change, and shows who asks for nothing else the one it has.
+            answer = self._volume.write(node, offset, data, kill_privileges=True)
+            return _then(answer, lambda written: self._forget_attributes(node) or written)
+
+        return _then(self._volume.getattr(node), kill)
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)

@@ -133,6 +133,7 @@ class NativeEngine:
             umask_is_ours=InitFlag.DONT_MASK in flags,
             long_setxattr=InitFlag.SETXATTR_EXT in flags,
             drop=self._interrupt,
+            forget_attributes=self._forget_attributes,
         )
 
     def unmount(self) -> None:
@@ -335,6 +336,17 @@ class NativeEngine:
         # A negative offset stands for attributes only; length 0 for up to the end (fs/fuse/inode.c).
         body = wire.FUSE_NOTIFY_INVAL_INODE_OUT.pack(inode, 0 if content else -1, 0)
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_INODE, body))
+
+    def _forget_attributes(self, inode: int) -> None:
+        """The same for attributes alone, of an inode that the current request holds.
+
+        Without pages to drop this takes no lock in the kernel (fuse_reverse_inval_inode, fs/fuse/inode.c), so it is
+        the one notification that may be sent from the loop.
+        """
+        try:
+            self.invalidate_inode(inode, content=False)
+        except OSError as error:
+            logger.warning("cannot make the kernel forget the mode of inode %d: %s", inode, error)
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Make the kernel forget what it knows of `name` in `parent`, presence or absence."""
