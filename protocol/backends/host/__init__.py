@@ -1,0 +1,5 @@
+"""The host backend: a real directory as a volume."""
+
+from protocol.backends.host.volume import HostVolume
+
+__all__ = ["HostVolume"]

@@ -1,0 +1,494 @@
+"""HostVolume: a real directory served as a volume.
+
+The host's own kernel does what it can do: modes, ACLs, xattrs, links, sparse files, atime, clearing of suid and
+sgid for an unprivileged daemon.  Here stands what it cannot know: who the caller is, which inode a number means,
+and that nothing leads out of the directory (see `protocol.backends.host.descriptors`).
+
+Threading: the serving loop only.  A call waits for the host's disk, and so does everybody else meanwhile.
+
+Others may change the directory at any time.  What was looked up is then found changed, elsewhere below the
+root, or gone (ESTALE, at which a kernel looks the name up anew); a file that is open, and in use, goes on.
+
+What a root daemon creates belongs to the caller; what an unprivileged one creates, to the daemon's user.
+Another file system mounted below the directory is not entered (EXDEV), as with RESOLVE_NO_XDEV (openat2(2)).
+Locks are the mount's own: programs beside the mount do not see them.  ctime cannot be set.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from protocol import posix_acl
+from protocol.backends.host import syscalls
+from protocol.backends.host.attributes import Seen, seen_as
+from protocol.backends.host.changing import change, without_privileges
+from protocol.backends.host.descriptors import Descriptors, proc_path
+from protocol.backends.host.making import Maker
+from protocol.backends.host.nodes import Node, Table
+from protocol.backends.host.scan import Scan
+from protocol.errors import fail
+from protocol.volume import (
+    NAME_MAX,
+    RENAME_EXCHANGE,
+    RENAME_WHITEOUT,
+    AttributeChanges,
+    Caller,
+    DirectoryEntry,
+    StatFs,
+)
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["HostVolume"]
+
+MAX_FILE_BYTES: Final = 2**63 - 1  # what off_t holds
+SCANS_KEPT: Final = 256
+_DOT: Final = b"."
+_DOT_DOT: Final = b".."
+_DOTS: Final = frozenset({_DOT, _DOT_DOT})
+_SUPERUSER: Final = Caller(0, 0)
+
+
+class HostVolume:
+    """The directory `path`, whatever it is a link to.  Implements `protocol.volume.Volume`.
+
+    OSError where it cannot be entered.  `descriptors`: how many files and directories may be open at a time
+    (by default what RLIMIT_NOFILE leaves room for).
+    """
+
+    def __init__(self, path: str | bytes, *, read_only: bool = False, descriptors: int | None = None) -> None:
+        root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.path = os.fspath(path)
+        self.read_only = read_only
+        self._descriptors = Descriptors(root, descriptors)
+        self._table = Table(os.fstat(root), self._release)
+        self._descriptors.bind(self._table)
+        self._maker = Maker(self._descriptors)
+        self._scans: dict[Node, None] = {}
+        # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
+        self.supports_acl: Final = _keeps_acls(root)
+
+    def close(self) -> None:
+        """Close every descriptor.  Nothing can be asked of the volume then."""
+        self._descriptors.close()
+
+    def tidy(self) -> None:
+        """Close what keeps others from executing a file that was written here.  To be called once a second or so."""
+        self._descriptors.close_idle_writers()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the state contradicts itself.  O(what is known)."""
+        self._table.check_invariants()
+        self._descriptors.check_invariants()
+
+    # -- inodes ----------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> Seen:
+        """See `protocol.volume.Volume`, as for all that follow."""
+        directory = self._node(parent)
+        if name in _DOTS:
+            node = directory if name == _DOT else directory.parent or directory
+            self._directory(directory)
+            seen = self._stat(node)
+        else:
+            _check_name(name)
+            seen = os.stat(name, dir_fd=self._directory(directory), follow_symlinks=False)
+            node = self._enter(directory, name, seen)
+        self._table.look_up(node)
+        return seen_as(node, seen, self._birth)
+
+    def _enter(self, directory: Node, name: bytes, seen: os.stat_result) -> Node:
+        if seen.st_dev != directory.key[0]:
+            # A mount point, or a subvolume, which is the same mount.
+            os.close(syscalls.open_beneath(self._directory(directory), name, os.O_PATH))
+        return self._table.enter(directory, name, seen)
+
+    def forget(self, inode: int, count: int) -> None:
+        self._table.forget(inode, count)
+
+    def getattr(self, inode: int) -> Seen:
+        node = self._node(inode)
+        return seen_as(node, self._stat(node), self._birth)
+
+    def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+        self._check_writable()
+        node = self._node(inode)
+        if changes.size is not None:
+            _check_size(node, changes.size)
+        change(self._descriptors, node, changes)
+        return seen_as(node, self._stat(node), self._birth)
+
+    def readlink(self, inode: int) -> bytes:
+        node = self._node(inode)
+        if node.kind != stat.S_IFLNK:
+            raise fail(errno.EINVAL)
+        with self._descriptors.of(node) as descriptor:
+            return os.readlink(b"", dir_fd=descriptor)
+
+    # -- making and removing entries ---------------------------------------------------------------
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+        kind = stat.S_IFMT(mode) or stat.S_IFREG
+        if kind in {stat.S_IFDIR, stat.S_IFLNK}:
+            raise fail(errno.EPERM)
+        directory = self._room_for(parent, name)
+        if kind != stat.S_IFREG:
+            return self._made(directory, name, self._maker.special(directory, name, kind, mode, rdev, caller))
+        descriptor, seen = self._maker.file(directory, name, mode, caller)
+        made = self._made(directory, name, seen)
+        self._descriptors.release_file(made.node)  # of an inode whose number the host has given away again
+        self._descriptors.keep_file(made.node, descriptor, writable=True)
+        return made
+
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
+        directory = self._room_for(parent, name)
+        return self._made(directory, name, self._maker.directory(directory, name, mode, caller))
+
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Seen:
+        directory = self._room_for(parent, name)
+        return self._made(directory, name, self._maker.symlink(directory, name, target, caller))
+
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+        self._check_writable()
+        descriptor, seen = self._maker.tmpfile(self._node(parent), mode, caller)
+        node = self._table.enter_unnamed(seen)
+        self._table.look_up(node)
+        node.pin = os.open(proc_path(descriptor), os.O_PATH | os.O_CLOEXEC)
+        self._descriptors.keep_file(node, descriptor, writable=True)
+        return seen_as(node, seen, self._birth)
+
+    def link(self, inode: int, parent: int, name: bytes) -> Seen:
+        node = self._node(inode)
+        if node.is_dir:
+            raise fail(errno.EPERM)
+        directory = self._room_for(parent, name)
+        with self._descriptors.held(), self._descriptors.of(node) as descriptor:
+            os.link(proc_path(descriptor), name, dst_dir_fd=self._directory(directory), follow_symlinks=True)
+        self._table.add_place(node, directory, name)
+        self._table.look_up(node)
+        seen = self._stat(node)
+        self._descriptors.unpin(node)
+        if directory.scan is not None:
+            directory.scan.add(name, seen)
+        return seen_as(node, seen, self._birth)
+
+    def _made(self, directory: Node, name: bytes, seen: os.stat_result) -> Seen:
+        known = self._table.at(seen)
+        if known is not None:
+            self._table.lose(known)  # what is new is nobody's that was known
+        node = self._table.enter(directory, name, seen)
+        self._table.look_up(node)
+        if directory.scan is not None:
+            directory.scan.add(name, seen)
+        return seen_as(node, seen, self._birth)
+
+    def unlink(self, parent: int, name: bytes) -> None:
+        self._remove(parent, name, rmdir=False)
+
+    def rmdir(self, parent: int, name: bytes) -> None:
+        if name == _DOT:
+            raise fail(errno.EINVAL)
+        if name == _DOT_DOT:
+            raise fail(errno.ENOTEMPTY)
+        self._remove(parent, name, rmdir=True)
+
+    def _remove(self, parent: int, name: bytes, *, rmdir: bool) -> None:
+        self._check_writable()
+        _check_name(name)
+        directory = self._node(parent)
+        node = self._held_through_removal(directory, name)
+        try:
+            (os.rmdir if rmdir else os.unlink)(name, dir_fd=self._directory(directory))
+        except BaseException:
+            self._still_there(node)
+            raise
+        if directory.scan is not None:
+            directory.scan.remove(name)
+        if node is not None:
+            self._gone_from(node, directory, name)
+
+    def _held_through_removal(self, directory: Node, name: bytes) -> Node | None:
+        """The known node at a place that is about to be taken from it; open, if anybody looks at it."""
+        seen = os.stat(name, dir_fd=self._directory(directory), follow_symlinks=False)
+        node = self._table.at(seen)
+        if node is not None and node.lookups and not self._descriptors.pin(node):
+            self._table.lose(node)
+            return None
+        return node
+
+    def _still_there(self, node: Node | None) -> None:
+        if node is not None and node.parent is not None:
+            self._descriptors.unpin(node)
+
+    def _gone_from(self, node: Node, directory: Node, name: bytes) -> None:
+        if node.is_dir:
+            self._forget_scan(node)
+        self._table.remove_place(node, directory, name)
+        self._still_there(node)
+
+    # -- rename ------------------------------------------------------------------------------------
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = _SUPERUSER,
+    ) -> None:
+        self._check_writable()
+        _check_name(name)
+        _check_name(new_name)
+        source, target = self._node(parent), self._node(new_parent)
+        with self._descriptors.held():
+            moved = os.stat(name, dir_fd=self._directory(source), follow_symlinks=False)
+            node = self._table.at(moved)
+            try:
+                victim = self._held_through_removal(target, new_name)
+            except FileNotFoundError:
+                victim = None
+            try:
+                self._rename_on_host(source, name, target, new_name, flags)
+            except BaseException:
+                self._still_there(victim)
+                raise
+            if victim is not None and victim is node:
+                self._still_there(victim)  # two names of one file: rename(2) does nothing
+                return
+            if flags & RENAME_WHITEOUT:
+                self._maker.own(source, name, stat.S_IFCHR, caller)
+        self._moved(node, moved, source, name, target, new_name)
+        if flags & RENAME_EXCHANGE:
+            self._exchanged(victim, target, new_name, source, name)
+        else:
+            if victim is not None:
+                self._gone_from(victim, target, new_name)
+            if flags & RENAME_WHITEOUT and source.scan is not None:
+                source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
+
+    def _rename_on_host(self, source: Node, name: bytes, target: Node, new_name: bytes, flags: int) -> None:
+        old, new = self._directory(source), self._directory(target)
+        if flags:
+            syscalls.renameat2(old, name, new, new_name, flags)
+        else:
+            os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
+
+    def _moved(
+        self, node: Node | None, seen: os.stat_result, source: Node, name: bytes, target: Node, new_name: bytes
+    ) -> None:
+        if source.scan is not None:
+            source.scan.remove(name)
+        if target.scan is not None:
+            target.scan.add(new_name, seen)
+        if node is not None:
+            self._table.add_place(node, target, new_name)
+            if (source, name) != (target, new_name):
+                self._table.remove_place(node, source, name)
+
+    def _exchanged(self, victim: Node | None, target: Node, new_name: bytes, source: Node, name: bytes) -> None:
+        """The other half of an exchange, of which `_moved` has done the first."""
+        if source.scan is not None:
+            source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
+        if victim is not None:
+            self._table.add_place(victim, source, name)
+            self._table.remove_place(victim, target, new_name)
+            self._still_there(victim)
+
+    # -- directories -------------------------------------------------------------------------------
+    def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
+        directory = self._node(inode)
+        scan = directory.scan
+        if scan is None or not cookie:
+            descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory(directory))
+            try:
+                scan = self._scan_of(directory)
+                scan.refresh(descriptor)
+            finally:
+                os.close(descriptor)
+        return self._entries(directory, scan, cookie)
+
+    def _entries(self, directory: Node, scan: Scan, cookie: int) -> Iterator[DirectoryEntry]:
+        if cookie < 1:
+            yield DirectoryEntry(_DOT, directory.number, stat.S_IFDIR, 1)
+        if cookie < 2:
+            yield DirectoryEntry(_DOT_DOT, (directory.parent or directory).number, stat.S_IFDIR, 2)
+        device, number_of = directory.key[0], self._table.number_of
+        for at, name, entry in scan.after(cookie):
+            yield DirectoryEntry(name, number_of((device, entry.inode)), entry.kind, at)
+
+    def _scan_of(self, directory: Node) -> Scan:
+        if directory.scan is None:
+            directory.scan = Scan()
+            if len(self._scans) >= SCANS_KEPT:
+                self._forget_scan(next(iter(self._scans)))
+        else:
+            del self._scans[directory]
+        self._scans[directory] = None
+        return directory.scan
+
+    def _forget_scan(self, directory: Node) -> None:
+        directory.scan = None
+        self._scans.pop(directory, None)
+
+    # -- content -----------------------------------------------------------------------------------
+    def read(self, inode: int, offset: int, size: int) -> Buffer:
+        return os.pread(self._descriptors.file(self._node(inode)), size, offset)
+
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        if self.read_only:
+            raise fail(errno.EROFS)
+        descriptor = self._descriptors.file(self._node(inode), write=True)
+        if offset + len(data) > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        written = os.pwrite(descriptor, data, offset)
+        if kill_privileges:
+            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+            if mode != without_privileges(mode):
+                os.fchmod(descriptor, without_privileges(mode))
+        return written
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        self._check_writable()
+        descriptor = self._descriptors.file(self._node(inode), write=True)
+        if offset < 0 or length <= 0:
+            raise fail(errno.EINVAL)
+        if offset + length > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        syscalls.fallocate(descriptor, mode, offset, length)
+
+    def seek(self, inode: int, offset: int, whence: int) -> int:
+        return os.lseek(self._descriptors.file(self._node(inode)), offset, whence)
+
+    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+        self._check_writable()
+        copied = 0
+        with self._descriptors.held():
+            new = self._descriptors.file(self._node(target), write=True)
+            # Not asked for twice: where it is the same file, its descriptor is the same too.
+            old = self._descriptors.file(self._node(source))
+            while copied < length:
+                count = os.copy_file_range(old, new, length - copied, source_offset + copied, target_offset + copied)
+                if not count:
+                    break
+                copied += count
+        return copied
+
+    def fsync(self, inode: int, *, data_only: bool) -> None:
+        node = self._node(inode)
+        if node.kind == stat.S_IFREG:
+            (os.fdatasync if data_only else os.fsync)(self._descriptors.file(node))
+        elif node.is_dir:
+            descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory(node))
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    # -- the rest ----------------------------------------------------------------------------------
+    def statfs(self) -> StatFs:
+        shown = os.fstatvfs(self._table.root.fd)
+        return StatFs(
+            block_size=shown.f_frsize,
+            blocks=shown.f_blocks,
+            blocks_free=shown.f_bavail,
+            inodes=shown.f_files,
+            inodes_free=shown.f_favail,
+            name_max=min(shown.f_namemax, NAME_MAX),
+        )
+
+    def getxattr(self, inode: int, name: bytes) -> bytes:
+        with self._descriptors.of(self._node(inode)) as descriptor:
+            return os.getxattr(proc_path(descriptor), name)
+
+    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        self._check_writable()
+        with self._descriptors.of(self._node(inode)) as descriptor:
+            os.setxattr(proc_path(descriptor), name, value, flags)
+
+    def listxattr(self, inode: int) -> Sequence[bytes]:
+        with self._descriptors.of(self._node(inode)) as descriptor:
+            return tuple(os.fsencode(name) for name in os.listxattr(proc_path(descriptor)))
+
+    def removexattr(self, inode: int, name: bytes) -> None:
+        self._check_writable()
+        with self._descriptors.of(self._node(inode)) as descriptor:
+            os.removexattr(proc_path(descriptor), name)
+
+    # -- helpers -----------------------------------------------------------------------------------
+    def _node(self, inode: int) -> Node:
+        node = self._table.get(inode)
+        if node is None:
+            raise fail(errno.ENOENT, f"inode {inode}")
+        return node
+
+    def _directory(self, node: Node) -> int:
+        return self._descriptors.directory(node)
+
+    def _room_for(self, parent: int, name: bytes) -> Node:
+        self._check_writable()
+        if name in _DOTS:
+            raise fail(errno.EEXIST)
+        _check_name(name)
+        return self._node(parent)
+
+    def _stat(self, node: Node) -> os.stat_result:
+        """What the host says of the very inode of `node`."""
+        if node.pin >= 0:
+            return os.fstat(node.pin)
+        if node.fd >= 0:
+            node.used = True
+            return os.fstat(node.fd)
+        parent = node.parent
+        if parent is not None and not node.lost:
+            try:
+                seen = os.stat(node.name, dir_fd=self._directory(parent), follow_symlinks=False)
+            except FileNotFoundError:
+                pass
+            else:
+                if (seen.st_dev, seen.st_ino) == node.key:
+                    return seen
+        with self._descriptors.of(node) as descriptor:  # by its other names, or ESTALE
+            return os.fstat(descriptor)
+
+    def _birth(self, node: Node) -> int:
+        try:
+            with self._descriptors.of(node) as descriptor:
+                return syscalls.birth_ns(descriptor)
+        except OSError:
+            return 0
+
+    def _release(self, node: Node) -> None:
+        self._descriptors.release(node)
+        # While it is merely idle, whoever is listing it may still go on.
+        if node.scan is not None and self._table.get(node.number) is not node:
+            self._forget_scan(node)
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise fail(errno.EROFS)
+
+
+def _check_name(name: bytes) -> None:
+    """A name is one step: with a slash it would be many, and could lead anywhere."""
+    if b"/" in name or not name:
+        raise fail(errno.EINVAL)
+
+
+def _check_size(node: Node, size: int) -> None:
+    if node.kind != stat.S_IFREG:
+        raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
+    if size < 0:
+        raise fail(errno.EINVAL)
+    if size > MAX_FILE_BYTES:
+        raise fail(errno.EFBIG)
+
+
+def _keeps_acls(root: int) -> bool:
+    try:
+        os.getxattr(proc_path(root), posix_acl.ACCESS)
+    except OSError as error:
+        return error.errno == errno.ENODATA
+    return True

@@ -1,0 +1,111 @@
+"""The host backend keeps the contract of protocol.volume, over a tmpfs of the size that a test asks for.
+
+What the host cannot keep is a virtual clock: `HostClock` stands in its place.  The quota is the tmpfs's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.host import HostVolume
+from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
+from protocol.testing.volume.driver import ALICE, fails
+from protocol.volume import ROOT_INODE, Volume
+from tests.host_directories import HostClock, mounted_tmpfs
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
+
+# struct vfs_cap_data of revision 2 (linux/capability.h): the host takes nothing else for a capability.
+CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+
+
+class TestHostVolume(VolumeContract):
+    descriptors: int | None = None
+
+    @pytest.fixture
+    def volume(self, tmp_path: Path) -> Iterator[MakeVolume]:
+        made: list[HostVolume] = []
+        with ExitStack() as stack:
+
+            def make(
+                *,
+                max_bytes: int | None = None,
+                max_inodes: int | None = None,
+                clock: Callable[[], int] | None = None,
+            ) -> Volume:
+                place = tmp_path / f"tmpfs-{len(made)}"
+                stack.enter_context(mounted_tmpfs(place, max_bytes=max_bytes, max_inodes=max_inodes))
+                volume = HostVolume(os.fsencode(place), descriptors=self.descriptors)
+                stack.callback(volume.close)
+                made.append(volume)
+                return volume
+
+            yield make
+            for volume in made:
+                volume.check_invariants()
+
+    @pytest.fixture
+    def clock(self, tmp_path: Path) -> Clock:
+        return HostClock(tmp_path / "probe")
+
+    # -- what the host does in its own way -----------------------------------------------------
+    def test_what_is_made_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
+        now = clock.tick()
+        number = fs.file(b"f", mode=0o4755)
+        inode = fs.stat(number)
+        assert (inode.mode, inode.uid, inode.gid) == (0o104755, 1000, 1000)
+        assert (inode.nlink, inode.size, inode.blocks) == (1, 0, 0)
+        assert inode.atime_ns == inode.mtime_ns == inode.birth_ns
+        # Given to the caller when it was there already.
+        assert (inode.mtime_ns, inode.ctime_ns) == (now, now)
+
+    def test_file_capabilities_do_not_outlive_a_change_of_content_or_owner(self, fs: Driver) -> None:
+        changes: tuple[Callable[[int], object], ...] = (
+            lambda number: fs.volume.write(number, 0, b"x"),
+            lambda number: fs.set(number, size=0),
+            lambda number: fs.set(number, uid=3),
+        )
+        for at, change in enumerate(changes):
+            number = fs.file(b"f%d" % at, b"abc")
+            fs.volume.setxattr(number, b"security.capability", CAPABILITY, 0)
+            fs.volume.setxattr(number, b"user.kept", b"1", 0)
+            change(number)
+            assert fs.volume.listxattr(number) == (b"user.kept",)
+
+    def test_inodes_over_the_quota_are_refused_and_leave_no_trace(self, volume: MakeVolume) -> None:
+        fs = Driver(volume(max_inodes=4))  # the root is one, and tmpfs counts a further link as one
+        number = fs.file(b"a")
+        fs.directory(b"b")
+        fs.link(number, b"c")
+        makers: tuple[Callable[[], object], ...] = (
+            lambda: fs.file(b"d"),
+            lambda: fs.directory(b"d"),
+            lambda: fs.symlink(b"d", b"x"),
+            lambda: fs.link(number, b"d"),
+            lambda: fs.volume.tmpfile(ROOT_INODE, 0o600, ALICE),
+        )
+        for make in makers:
+            with fails(errno.ENOSPC):
+                make()
+        assert fs.names() == [b"a", b"b", b"c"]
+        fs.unlink(b"c")
+        fs.file(b"d")
+
+
+class TestHostVolumeWithFewDescriptors(TestHostVolume):
+    """The same, when almost every call must close something to open something else."""
+
+    descriptors = 2
+
+
+def test_a_host_volume_has_all_methods_of_its_protocol(tmp_path: Path) -> None:
+    volume = HostVolume(os.fsencode(tmp_path))
+    assert isinstance(volume, Volume)
+    volume.close()
