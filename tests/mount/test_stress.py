@@ -18,71 +18,19 @@ MountIt = Callable[..., Workspace]
 
 # Of stress-ng's class "filesystem" those that work in the directory that they are given, in the order of its list.
 # Not among them: bind-mount and binderfs (mounts of their own), eventfd, ioprio and procfs (no files of ours).
-STRESSORS = [
-    "access",
-    "chattr",
-    "chdir",
-    "chmod",
-    "chown",
-    "copy-file",
-    "dentry",
-    "dir",
-    "dirdeep",
-    "dirmany",
-    "dnotify",
-    "dup",
-    "fallocate",
-    "fanotify",
-    "fcntl",
-    "fiemap",
-    "file-ioctl",
-    "filename",
-    "flock",
-    "fpunch",
-    "fsize",
-    "fstat",
-    "getdent",
-    "handle",
-    "hdd",
-    "inode-flags",
-    "inotify",
-    "io",
-    "iomix",
-    "lease",
-    "link",
-    "locka",
-    "lockf",
-    "lockofd",
-    "mknod",
-    "open",
-    "rename",
-    "symlink",
-    "sync-file",
-    "touch",
-    "utime",
-    "verity",
-    "xattr",
-]
+STRESSORS = """
+    access chattr chdir chmod chown copy-file dentry dir dirdeep dirmany dnotify dup fallocate fanotify fcntl
+    fiemap file-ioctl filename flock fpunch fsize fstat getdent handle hdd inode-flags inotify io iomix lease
+    link locka lockf lockofd mknod open rename symlink sync-file touch utime verity xattr
+""".split()  # noqa: SIM905
 # Of other classes those that use files.
-MORE = ["seek", "sendfile", "splice", "mmap", "mmapfork", "mmapfixed", "msync", "readahead", "revio", "rlimit", "fault"]
+MORE = """
+    seek sendfile splice mmap mmapfork mmapfixed msync readahead revio rlimit fault
+""".split()  # noqa: SIM905
 # In every run: the ones with most to verify.
-BRIEF = [
-    "chmod",
-    "chown",
-    "copy-file",
-    "dentry",
-    "fallocate",
-    "filename",
-    "hdd",
-    "iomix",
-    "lockf",
-    "mmap",
-    "msync",
-    "rename",
-    "seek",
-    "utime",
-    "xattr",
-]
+BRIEF = """
+    chmod chown copy-file dentry fallocate filename hdd iomix lockf mmap msync rename seek utime xattr
+""".split()  # noqa: SIM905
 FIO_ENGINES = ("psync", "mmap", "pvsync2", "io_uring", "libaio")
 
 
@@ -124,7 +72,7 @@ def test_stress_ng_verifies_what_it_does_on_a_mount(workspace: Workspace) -> Non
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stressor", [*STRESSORS, *MORE])
+@pytest.mark.parametrize("stressor", STRESSORS + MORE)
 def test_stress_ng_passes_where_it_passes_on_tmpfs(mount: MountIt, workdir: Path, stressor: str) -> None:
     (workdir / "tmpfs").mkdir()
     with provided("tmpfs", workdir / "tmpfs") as oracle:
