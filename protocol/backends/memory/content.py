@@ -109,14 +109,17 @@ class Content:
                 return bytes(size)
             piece = block[start : start + size]
             return piece if len(piece) == size else piece + bytes(size - len(piece))
+        return b"".join(self.pieces(offset, size))
+
+    def pieces(self, offset: int, size: int) -> list[bytes | bytearray]:
+        """The same, not put together: a whole block that is `bytes` is not copied."""
         pieces = []
         while size > 0:
-            start = offset & _BLOCK_MASK
-            part = min(size, BLOCK_BYTES - start)
+            part = min(size, BLOCK_BYTES - (offset & _BLOCK_MASK))
             pieces.append(self.read(offset, part))
             offset += part
             size -= part
-        return b"".join(pieces)
+        return pieces
 
     def seek_data(self, offset: int, size: int) -> int:
         """The first byte of data at or after `offset` in a file of `size` bytes.  ENXIO: there is none."""

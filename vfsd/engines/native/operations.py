@@ -69,6 +69,9 @@ class Operations:
         self.replies = replies
         self._umask_is_ours = umask_is_ours
         self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
+        # A volume that has content in pieces need not put them together: `writev` does.  Asked of the class, or one
+        # that wraps another, with a `read` of its own, would be passed by.
+        self._in_pieces = hasattr(type(volume), "read_pieces")
         self._drop = drop
         self._forget_attributes = forget_attributes
         self._who: Buffer = b""
@@ -96,7 +99,7 @@ class Operations:
             (Opcode.TMPFILE, wire.FUSE_CREATE_IN.size, self._tmpfile, r.entry_and_open),
             (Opcode.READDIR, wire.FUSE_READDIR_IN.size, self._readdir, r.data),
             (Opcode.READDIRPLUS, wire.FUSE_READDIR_IN.size, self._readdirplus, r.data),
-            (Opcode.READ, wire.FUSE_READ_IN.size, self._read, r.data),
+            (Opcode.READ, wire.FUSE_READ_IN.size, self._read, r.content),
             (Opcode.WRITE, wire.FUSE_WRITE_IN.size, self._write, r.written),
             (Opcode.FALLOCATE, wire.FUSE_FALLOCATE_IN.size, self._fallocate, r.done),
             (Opcode.LSEEK, wire.FUSE_LSEEK_IN.size, self._lseek, r.position),
@@ -309,6 +312,8 @@ class Operations:
         _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
         if offset < 0 or size > MAX_WRITE_BYTES:
             raise fail(errno.EINVAL)
+        if self._in_pieces:
+            return self._volume.read_pieces(node, offset, size)  # type: ignore[attr-defined]
         return self._volume.read(node, offset, size)
 
     def _write(self, node: int, message: Request, length: int) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
 
@@ -113,7 +113,7 @@ class Replies:
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
         name, inode, mode, cookie = entry
         length = len(name)
-        return _named(wire.FUSE_DIRENTPLUS, length).pack(
+        return _DIRENTPLUS[length](
             inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
             inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
             a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
@@ -146,6 +146,14 @@ class Replies:
         return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + length, 0, unique), data)
 
     @staticmethod
+    def content(unique: int, data: Buffer | list[Buffer]) -> Message:
+        """What was read, in one piece or several."""
+        if not isinstance(data, list):
+            return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + len(data), 0, unique), data)
+        length = sum(map(len, data))
+        return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + length, 0, unique), *data)
+
+    @staticmethod
     def written(unique: int, count: int) -> bytes:
         return wire.WRITE_REPLY.pack(wire.WRITE_REPLY.size, 0, unique, count, 0)
 
@@ -172,14 +180,15 @@ def dirent(entry: DirectoryEntry) -> bytes:
     """One entry of READDIR."""
     name, inode, mode, cookie = entry
     length = len(name)
-    return _named(wire.FUSE_DIRENT, length).pack(inode, cookie, length, mode >> 12, name)
+    return _DIRENT[length](inode, cookie, length, mode >> 12, name)
 
 
 def dirents(entries: Iterable[DirectoryEntry], size: int) -> bytes:
     """The entries that fit into `size` bytes, as READDIR answers."""
     parts: list[bytes] = []
-    for entry in entries:
-        packed = dirent(entry)
+    for name, inode, mode, cookie in entries:
+        length = len(name)
+        packed = _DIRENT[length](inode, cookie, length, mode >> 12, name)
         size -= len(packed)
         if size < 0:
             break
@@ -187,7 +196,17 @@ def dirents(entries: Iterable[DirectoryEntry], size: int) -> bytes:
     return b"".join(parts)
 
 
-@functools.cache
-def _named(header: Struct, length: int) -> Struct:
-    """`header` and a name of `length` bytes after it, filled up with zeros to a multiple of 8."""
-    return Struct(f"{header.format}{wire.aligned(header.size + length) - header.size}s")
+class _Packers(dict[int, Callable[..., bytes]]):
+    """What packs `header` and a name of so many bytes after it, filled up with zeros to a multiple of 8."""
+
+    def __init__(self, header: Struct) -> None:
+        self._header = header
+
+    def __missing__(self, length: int) -> Callable[..., bytes]:
+        header = self._header
+        pack = self[length] = Struct(f"{header.format}{wire.aligned(header.size + length) - header.size}s").pack
+        return pack
+
+
+_DIRENT: Final = _Packers(wire.FUSE_DIRENT)
+_DIRENTPLUS: Final = _Packers(wire.FUSE_DIRENTPLUS)
