@@ -10,6 +10,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?=
 ARGS ?=
 COVERAGE ?=
+# How many tests run at once; 0 runs them one by one in this process (for a debugger).
+WORKERS ?= auto
 BIN := .venv/bin
 BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
 PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
@@ -29,7 +31,7 @@ demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
 test: ## all tests; ARGS='...' goes to pytest, COVERAGE=1 measures
 	@$(BOOTSTRAP) fuse tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 coverage: ## all tests, and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
