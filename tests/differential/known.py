@@ -285,7 +285,7 @@ KNOWN: Final[tuple[Known, ...]] = (
         _BOTH,
         _symlink_pages,
         "the page that a symlink of 128 bytes or more takes is in its st_blocks, but not in what statfs says is used",
-        "statfs",
+        "Limits, and statfs",
     ),
 )
 
