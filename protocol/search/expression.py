@@ -15,8 +15,8 @@ Where it can, the whole text is searched at once, and only lines that match are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias
 
 import re2  # type: ignore[import-untyped]
 
@@ -25,14 +25,10 @@ from protocol.search.tokens import Token, required_literal, tokens_of
 __all__ = ["Expression", "Hit"]
 
 
-class Hit(NamedTuple):
-    """The first match in a line, as offsets of bytes in the text.  `newlines`: how many are before the line."""
-
-    newlines: int
-    line_start: int
-    line_end: int
-    start: int
-    end: int
+# The first match in a line: how many newlines are before the line, and offsets of bytes in the text: where the
+# line starts and ends, where the match starts and ends.  A plain tuple: there may be one for each line of all files.
+Hit: TypeAlias = tuple[int, int, int, int, int]
+_Search: TypeAlias = Callable[[bytes, int, int], tuple[int, int] | None]
 
 
 class Expression:
@@ -49,9 +45,12 @@ class Expression:
                 raise _invalid(token.start, r"\C is not supported: it can match a part of a character", pattern)
         _compiled(pattern, tokens, ignore_case)
         # Checked without the prefix, so that positions are those of `pattern`.
-        self._search = _compiled("(?m)" + pattern, tokens, ignore_case).search
+        compiled = _compiled("(?m)" + pattern, tokens, ignore_case)
         self._is_of_one_line = any(_is_of_one_line(token) for token in tokens)
         self._required = b"" if ignore_case else required_literal(pattern).encode()
+        is_literal = self._required and all(token.kind == "literal" for token in tokens)
+        is_of_line = b"\n" not in self._required
+        self._search = _finder(self._required) if is_literal and is_of_line else _searcher(compiled)
 
     def may_match(self, text: bytes) -> bool:
         """False where no line of `text` can match: cheaper than `hits`, and usual."""
@@ -76,14 +75,14 @@ class Expression:
             found = search(text, at, end)
             if found is None:
                 return
-            start, stop = found.span()
+            start, stop = found
             line_start = text.rfind(b"\n", at, start) + 1 or at
             line_end = text.find(b"\n", stop, end)
             if line_end < 0:
                 line_end = end
             if line_start > at:
                 newlines += text.count(b"\n", at, line_start)
-            yield Hit(newlines, line_start, line_end, start, stop)
+            yield newlines, line_start, line_end, start, stop
             at = line_end + 1
             newlines += 1
 
@@ -98,8 +97,8 @@ class Expression:
             line = text[at : rest if rest >= 0 else len(text)]
             found = self._search(line, 0, line_end - at)
             if found is not None:
-                start, stop = found.span()
-                yield Hit(newlines, at, line_end, at + start, at + stop)
+                start, stop = found
+                yield newlines, at, line_end, at + start, at + stop
             at = line_end + 1
             newlines += 1
 
@@ -127,6 +126,42 @@ def _compiled(pattern: str, tokens: list[Token], ignore_case: bool) -> Any:
     reason, _, fragment = text.partition(": ")
     position = _position(pattern, tokens, reason, fragment)
     raise _invalid(position, _reason(pattern, position, reason, fragment), pattern)
+
+
+def _searcher(compiled: Any) -> _Search:
+    """(text, start, end) -> the span of the first match, or None.
+
+    RE2's wrapper makes three objects for each match, which takes three times as long as the search in a short
+    line: so what it wraps is called.  That has no public name, so a wrapper without it serves too.
+    """
+    match = getattr(getattr(compiled, "_regexp", None), "Match", None)
+    anchor = getattr(getattr(re2, "_Anchor", None), "UNANCHORED", None)
+    if match is None or anchor is None:
+        return _public_searcher(compiled)
+
+    def search(text: bytes, start: int, end: int) -> tuple[int, int] | None:
+        span: tuple[int, int] = match(anchor, text, start, end)[0]
+        return span if span[0] >= 0 else None
+
+    return search
+
+
+def _finder(literal: bytes) -> _Search:
+    size = len(literal)
+
+    def search(text: bytes, start: int, end: int) -> tuple[int, int] | None:
+        at = text.find(literal, start, end)
+        return (at, at + size) if at >= 0 else None
+
+    return search
+
+
+def _public_searcher(compiled: Any) -> _Search:
+    def search(text: bytes, start: int, end: int) -> tuple[int, int] | None:
+        found = compiled.search(text, start, end)
+        return None if found is None else found.span()
+
+    return search
 
 
 def _invalid(position: int, reason: str, pattern: str) -> ValueError:

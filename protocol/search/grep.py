@@ -150,18 +150,23 @@ class _Search:
 
     def _add(self, path: bytes, text: bytes, hits: Iterator[Hit], first_line: int) -> None:
         shown_path = decode(path)
-        for hit in hits:
-            if len(self.matches) == self.max_matches:
+        matches, max_matches, width = self.matches, self.max_matches, self.max_line_characters
+        is_ascii = text.isascii()  # then bytes are characters
+        characters = text.decode() if is_ascii else ""
+        for newlines, line_start, line_end, hit_start, hit_end in hits:
+            if len(matches) == max_matches:
                 self.is_truncated = True
                 return
-            line = text[hit.line_start : hit.line_end].decode()
-            start, end = hit.start - hit.line_start, hit.end - hit.line_start
-            if not line.isascii():  # else bytes are characters
-                start = len(text[hit.line_start : hit.start].decode())
-                end = start + len(text[hit.start : hit.end].decode())
-            if len(line) > self.max_line_characters:
-                line, start, end = _cut(line, start, end, self.max_line_characters)
-            self.matches.append(GrepMatch(shown_path, first_line + hit.newlines, line, start, end))
+            if is_ascii:
+                line = characters[line_start:line_end]
+                start, end = hit_start - line_start, hit_end - line_start
+            else:
+                line = text[line_start:line_end].decode()
+                start = len(text[line_start:hit_start].decode())
+                end = start + len(text[hit_start:hit_end].decode())
+            if len(line) > width:
+                line, start, end = _cut(line, start, end, width)
+            matches.append(GrepMatch(shown_path, first_line + newlines, line, start, end))
 
 
 def _is_utf8(text: bytes) -> bool:

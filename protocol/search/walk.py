@@ -127,6 +127,7 @@ def is_binary(start: bytes) -> bool:
     return start.find(b"\0", 0, BINARY_SNIFF_BYTES) >= 0
 
 
+_S_IFMT: Final = 0o170000  # sys/stat.h
 _by_path = itemgetter(0)
 
 
@@ -165,7 +166,7 @@ def _children(
     accepts = place.accepts
     try:
         for name, child in nodes.child_nodes(node, place.names):
-            kind = stat.S_IFMT(child.mode)
+            kind = child.mode & _S_IFMT  # not by a call: this is done for every file
             if kind == stat.S_IFREG:
                 if accepts(name):
                     files.append((prefix + name, child, None))

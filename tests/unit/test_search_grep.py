@@ -7,11 +7,13 @@ import stat
 import tracemalloc
 
 import pytest
+import re2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
 from protocol.search import USUAL_SKIPS, GrepResult, glob_paths, grep_tree
+from protocol.search.expression import Expression
 from protocol.search.grep import BLOCK_BYTES
 from protocol.search.tokens import required_literal, tokens_of
 from protocol.tree import TreeEntry
@@ -490,3 +492,23 @@ def test_keep_going_ends_a_search_between_files_and_inside_a_big_one() -> None:
     with pytest.raises(Cancelled):
         grep_tree(tree, "needle", keep_going=keep_going)
     assert tree.was_read == [f.encode() for f in sorted(f"f{i}" for i in range(20))][:5]
+
+
+def test_a_wrapper_of_re2_without_its_inner_names_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "x1 x22\n\nno\ny é1\n".encode()
+    expected = list(Expression(r"\w?\d+").hits(text))
+    compiled = re2.compile
+
+    class OnlySearch:
+        def __init__(self, *args: object) -> None:
+            self.search = compiled(*args).search
+
+    monkeypatch.setattr(re2, "compile", OnlySearch)
+    assert list(Expression(r"\w?\d+").hits(text)) == expected
+    assert [hit[0] for hit in expected] == [0, 3]
+
+
+@pytest.mark.parametrize("word", ["a.b", "\\Qa.b\\E", "é", "a\nb", "\\Qa\nb\\E"])
+def test_a_plain_word_is_found_as_an_expression_would_find_it(word: str) -> None:
+    text = "a.b a.b\nxé\né\na\nb\naXb\n".encode()
+    assert list(Expression(word).hits(text)) == list(Expression(f"(?:{word})").hits(text))

@@ -158,8 +158,15 @@ class SnapshotTree:
     def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
         """See `protocol.search.NodeTree`."""
         found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
-        for name, number in found.items():
-            child = self.version(number)
+        live = self._state.inodes.get
+        children = [(name, number, live(number)) for name, number in found.items()]
+        # As `version`: all live versions are read before any pre-image is looked for.
+        layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
+        for name, number, child in children:
+            for layer in layers:
+                if number in layer:
+                    child = layer[number]  # noqa: PLW2901 -- the pre-image takes its place
+                    break
             if child is not None:
                 yield name, child
 
@@ -184,6 +191,7 @@ class SnapshotTree:
                 break
             between.append(epoch)
         inodes, names = merged(between)
+        self._state.find_links(inodes)
         paths: set[bytes] = set()
         for tree in (self, other):
             for number in inodes:
