@@ -87,3 +87,5 @@ class MountedFilesystem:
             _logger.exception("serving %s ended", os.fsencode(self._path))
         finally:
             self._engine.unmount()
+            for path, error in self._volume.write_back_all():
+                _logger.error("what was written to %s is lost: %s", os.fsencode(path), error)

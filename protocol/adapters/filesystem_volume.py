@@ -4,15 +4,16 @@ What a Filesystem has no word for lives only as long as the mount knows the inod
 that were set, and files that were removed while they were open.  What it cannot do at all is refused: links,
 special files, xattrs (EPERM, EOPNOTSUPP), and renaming directories (EXDEV, upon which mv copies).
 
-A file is read whole when it is first written to or truncated, kept in memory while it changes, and written
-back by `flush` (each close), `fsync` and the last forget.  So a program that fails to close loses nothing
-but what it had not closed; and what others read through the Filesystem is as of the last close.
+A file is read whole when it is first written to, truncated or removed, kept in memory while it changes, and
+written back by `flush` (each close), `fsync`, the last forget and `write_back_all`.  What others read through
+the Filesystem is as of the last close.  Of one over MAX_FILE_BYTES nothing is kept: it cannot be changed, and
+whoever has it open when it is removed gets ESTALE.
 
 Threading: the serving loop, which waits for the Filesystem's methods: one for slow media belongs in a
 process of its own.
 
 Invariants (`check_invariants`): a node with a path is the one that its path leads to; a node without is a
-removed file with lookups, whose content is in memory; only files have content; dirty ones have it.
+removed file with lookups; only files have content; dirty ones have it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import errno_of, fail
@@ -77,7 +79,21 @@ class _Shown:
 class _Node:
     """A file or directory that the kernel knows.  `path` is None once it was removed."""
 
-    __slots__ = ("data", "dirty", "gid", "inode", "is_dir", "listing", "lookups", "mode", "mtime_ns", "path", "uid")
+    __slots__ = (
+        "data",
+        "dirty",
+        "gid",
+        "inode",
+        "is_dir",
+        "listing",
+        "lookups",
+        "mode",
+        "modified_at",
+        "mtime_is_set",
+        "mtime_ns",
+        "path",
+        "uid",
+    )
 
     def __init__(self, inode: int, path: str, *, is_dir: bool) -> None:
         self.inode = inode
@@ -89,7 +105,9 @@ class _Node:
         self.mode: int | None = None
         self.uid = os.getuid()
         self.gid = os.getgid()
-        self.mtime_ns: int | None = None
+        self.mtime_ns: int | None = None  # holds while the Filesystem still says `modified_at`
+        self.mtime_is_set = False  # by utimensat(2), not by writing
+        self.modified_at: datetime | None = None
         self.listing: Listing | None = None
 
 
@@ -119,7 +137,6 @@ class FilesystemVolume:
                 assert self._by_path[node.path] is node, node.path
             else:
                 assert node.lookups > 0
-                assert node.is_dir or node.data is not None
             assert not (node.is_dir and node.data is not None)
             assert not node.dirty or node.data is not None
         assert all(node.path == path for path, node in self._by_path.items())
@@ -144,12 +161,12 @@ class FilesystemVolume:
             return
         node.lookups -= count
         if node.lookups <= 0:
-            # An error has nobody left to go to; close and fsync have told theirs.
-            with _as_errno():
+            try:
                 self._write_back(node)
-            del self._nodes[inode]
-            if node.path is not None:
-                del self._by_path[node.path]
+            finally:  # what could not be written is lost; close and fsync have said so
+                del self._nodes[inode]
+                if node.path is not None:
+                    del self._by_path[node.path]
 
     def getattr(self, inode: int) -> _Shown:
         return self._show(self._node(inode))
@@ -166,7 +183,8 @@ class FilesystemVolume:
         if changes.gid is not None:
             node.gid = changes.gid
         if changes.mtime_ns is not None:
-            node.mtime_ns = changes.mtime_ns
+            node.mtime_ns, node.mtime_is_set = changes.mtime_ns, True
+            node.modified_at = self._modified_at(node)
         return self._show(node)
 
     def readlink(self, inode: int) -> bytes:
@@ -205,8 +223,7 @@ class FilesystemVolume:
         path, found = self._victim(parent, name)
         if found.is_directory:
             raise fail(errno.EISDIR)
-        self._detach(path)
-        with _as_errno():
+        with self._going(path), _as_errno():
             self._filesystem.delete(path)
 
     def rmdir(self, parent: int, name: bytes) -> None:
@@ -216,7 +233,7 @@ class FilesystemVolume:
         with _as_errno():
             if self._filesystem.list(path):
                 raise fail(errno.ENOTEMPTY)
-            self._filesystem.delete(path, recursive=True)
+            self._filesystem.delete(path)
         self._detach(path)
 
     def rename(
@@ -243,23 +260,23 @@ class FilesystemVolume:
             if flags & RENAME_NOREPLACE and self._filesystem.exists(new_path):
                 raise fail(errno.EEXIST)
         node = self._by_path.get(path)
-        content = bytes(node.data) if node is not None and node.data is not None else self._load(path)
-        self._detach(new_path)
-        with _as_errno():
-            self._filesystem.write_bytes(new_path, content, mode="overwrite", create_parents=False)
-            self._filesystem.delete(path)
+        with self._going(new_path):
+            self._copy(path, new_path)
         if node is not None:
             del self._by_path[path]
             node.path = new_path
             node.dirty = False
+            node.mode = found.mode & 0o7777 if node.mode is None and found.mode else node.mode
+            node.modified_at = self._modified_at(node)
             self._by_path[new_path] = node
+        with _as_errno():
+            self._filesystem.delete(path)
 
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
         directory = self._directory(inode)
         with _as_errno():
-            found = {
-                os.fsencode(entry.name): entry.is_directory for entry in self._filesystem.list(self._path(directory))
-            }
+            entries = self._filesystem.list(self._path(directory))
+        found = {name: entry.is_directory for entry in entries if (name := _encoded(entry.name))}
         listing = directory.listing
         if listing is None:
             listing = directory.listing = Listing(sorted(found))
@@ -288,8 +305,10 @@ class FilesystemVolume:
         node = self._file(inode)
         if node.data is not None:
             return bytes(node.data[offset : offset + size])
+        if node.path is None:
+            raise fail(errno.ESTALE)  # removed, and too big to keep or not readable
         with _as_errno():
-            return self._filesystem.read_bytes(self._path(node), offset=offset, limit=size).content
+            return self._filesystem.read_bytes(node.path, offset=offset, limit=size).content
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         self._check_writable()
@@ -301,8 +320,7 @@ class FilesystemVolume:
         if offset > len(content):
             content.extend(bytes(offset - len(content)))
         content[offset:end] = data
-        node.dirty = True
-        node.mtime_ns = self._clock()
+        self._changed(node)
         if kill_privileges and node.mode is not None:
             node.mode &= ~(stat.S_ISUID | stat.S_ISGID)
         return len(data)
@@ -314,6 +332,17 @@ class FilesystemVolume:
     def fsync(self, inode: int, *, data_only: bool) -> None:
         del data_only
         self._write_back(self._node(inode))
+
+    def write_back_all(self) -> list[tuple[str, OSError]]:
+        """At the end of a mount: write back what no close was seen of; what failed, by path."""
+        failed: list[tuple[str, OSError]] = []
+        for node in list(self._nodes.values()):
+            try:
+                self._write_back(node)
+            except Exception as error:  # noqa: BLE001 -- the others are written all the same
+                cause = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
+                failed.append((node.path or "", cause))
+        return failed
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         del inode, mode, offset, length
@@ -403,7 +432,7 @@ class FilesystemVolume:
     def _known(self, path: str, *, is_dir: bool) -> _Node:
         node = self._by_path.get(path)
         if node is not None and node.is_dir != is_dir:
-            self._detach(path)  # it became something else behind the mount
+            self._detach(path)  # it became something else behind the mount, and what it held is gone
             node = None
         if node is None:
             node = _Node(self._next_inode, path, is_dir=is_dir)
@@ -418,27 +447,58 @@ class FilesystemVolume:
         node.lookups += 1
         return self._show(node)
 
-    def _detach(self, path: str) -> None:
-        """What `path` stands for is about to go; who has it open goes on with what it held."""
+    @contextmanager
+    def _going(self, path: str) -> Iterator[None]:
+        """What is at `path` goes in the block; who has it open goes on with what it held."""
         node = self._by_path.get(path)
-        if node is None:
-            return
-        if not node.is_dir:
-            self._loaded(node)
-        node.dirty = False
-        node.path = None
-        del self._by_path[path]
+        if node is None or node.is_dir or node.data is not None:
+            yield
+        else:
+            with suppress(OSError, MemoryError):  # a file that cannot be read can still be removed
+                node.data = bytearray(self._load(path))
+            try:
+                yield
+            except BaseException:
+                node.data = None
+                raise
+        self._detach(path)
+
+    def _detach(self, path: str) -> None:
+        """Nothing known is at `path` any more."""
+        node = self._by_path.pop(path, None)
+        if node is not None:
+            node.dirty = False
+            node.path = None
+
+    def _copy(self, path: str, new_path: str) -> None:
+        """The content of file `path`, as programs see it, to `new_path`: all of it or nothing."""
+        node = self._by_path.get(path)
+        with _as_errno(), ExitStack() as stack:
+            pieces: Iterable[bytes]
+            if node is not None and node.data is not None:
+                pieces = [bytes(node.data)]
+            else:
+                pieces = stack.enter_context(self._filesystem.open_read(path)).chunks()
+            writer = stack.enter_context(self._filesystem.open_write(new_path, create_parents=False))
+            writer.write_all(pieces)
 
     def _load(self, path: str) -> bytes:
-        pieces: list[bytes] = []
-        with _as_errno(), self._filesystem.open_read(path) as reader:
-            pieces.extend(reader.chunks())
-        return b"".join(pieces)
+        with _as_errno():
+            if self._filesystem.stat(path).size_bytes > MAX_FILE_BYTES:
+                raise fail(errno.EFBIG)
+            with self._filesystem.open_read(path) as reader:
+                return b"".join(reader.chunks())
 
     def _loaded(self, node: _Node) -> bytearray:
         if node.data is None:
-            node.data = bytearray(self._load(self._path(node)))
+            if node.path is None:
+                raise fail(errno.ESTALE)
+            node.data = bytearray(self._load(node.path))
         return node.data
+
+    def _changed(self, node: _Node) -> None:
+        node.dirty = True
+        node.mtime_ns, node.mtime_is_set = self._clock(), False
 
     def _write_back(self, node: _Node) -> None:
         if node.path is None or node.data is None:
@@ -447,6 +507,9 @@ class FilesystemVolume:
             with _as_errno(), self._filesystem.open_write(node.path, create_parents=False) as writer:
                 writer.write_all([bytes(node.data)])
             node.dirty = False
+            node.modified_at = self._modified_at(node)
+            if node.modified_at is not None and not node.mtime_is_set:
+                node.mtime_ns = None
         node.data = None  # from here on the Filesystem is asked again
 
     def _resize(self, node: _Node, size: int) -> None:
@@ -457,8 +520,12 @@ class FilesystemVolume:
         content = self._loaded(node)
         del content[size:]
         content.extend(bytes(size - len(content)))
-        node.dirty = True
-        node.mtime_ns = self._clock()
+        self._changed(node)
+
+    def _modified_at(self, node: _Node) -> datetime | None:
+        with suppress(Exception):  # the call that asks has done its work
+            return self._filesystem.stat(self._path(node)).modified_at
+        return None
 
     def _size(self, node: _Node) -> int:
         if node.data is not None:
@@ -474,6 +541,8 @@ class FilesystemVolume:
             size, mode = found.size_bytes, found.mode & 0o7777
             if found.modified_at is not None:
                 mtime_ns = int(found.modified_at.timestamp() * 1e9)
+            if found.modified_at != node.modified_at and not node.dirty:
+                node.mtime_ns = None  # changed behind the mount
         if node.data is not None:
             size = len(node.data)
         kind, usual = (stat.S_IFDIR, _DIRECTORY_MODE) if node.is_dir else (stat.S_IFREG, _FILE_MODE)
@@ -494,6 +563,15 @@ class FilesystemVolume:
     def _check_writable(self) -> None:
         if self.read_only:
             raise fail(errno.EROFS)
+
+
+def _encoded(name: str) -> bytes:
+    """A name for a kernel; empty for what cannot be one, whatever the Filesystem meant by it."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return b""
+    return b"" if encoded in (b".", b"..") or len(encoded) > NAME_MAX or set(encoded) & set(b"/\0") else encoded
 
 
 @contextmanager
