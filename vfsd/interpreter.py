@@ -31,7 +31,7 @@ _MMAP_BYTES: Final = 32 << 20  # the most that glibc takes; blocks of content co
 _COLLECT_AFTER: Final = (10_000, 20, 10)
 # A thread that computes (an export, a diff) holds the interpreter for so long at a time: that is what a
 # request through the mount waits for.  Python's own default is 5 ms.
-_SWITCH_INTERVAL_S: Final = 0.0001
+_SWITCH_INTERVAL_S: Final = 0.00005
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:

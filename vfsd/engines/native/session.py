@@ -26,7 +26,7 @@ import trio
 from protocol.errors import errno_of
 from protocol.volume import Volume
 from vfsd.engines.base import EngineSettings, Impersonator
-from vfsd.engines.native import mounting, wire
+from vfsd.engines.native import held, mounting, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
 from vfsd.engines.native.operations import Handler, Operations
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
@@ -76,6 +76,7 @@ class NativeEngine:
         self._replies = Replies(Validity(settings.cache_timeout_s))
         self._operations = Operations(volume, self._replies, drop=self._interrupt)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
+        self._write: Callable[[int, bytes], int] = os.write  # or one that keeps the interpreter's lock
         self._requests = 0
         self._emptied = 0  # how often the device was found empty
         self._waiting: dict[int, _Waiting] = {}
@@ -176,9 +177,20 @@ class NativeEngine:
             self._nursery = None
 
     async def _serve(self, device: io.FileIO, wait: Callable[[int], object]) -> None:
+        descriptor = device.fileno()
+        threads = trio.to_thread.current_default_thread_limiter()
+
+        def read_held(buffer: bytearray) -> int | None:
+            return held.read_into(descriptor, buffer, device.readinto)
+
         while True:
             try:
-                empty = self._answer_some(device.readinto, device.fileno(), wait)
+                if threads.borrowed_tokens:  # somebody computes, or may
+                    self._write = held.write
+                    empty = self._answer_some(read_held, descriptor, wait)
+                else:
+                    self._write = os.write
+                    empty = self._answer_some(device.readinto, descriptor, wait)
             except OSError as error:
                 if error.errno == errno.ENODEV:  # unmounted
                     return
@@ -243,7 +255,7 @@ class NativeEngine:
         try:
             if isinstance(message, bytes):
                 if message:
-                    os.write(descriptor, message)
+                    self._write(descriptor, message)
             else:
                 os.writev(descriptor, message)
         except OSError as error:
