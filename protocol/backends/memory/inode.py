@@ -80,7 +80,7 @@ class Inode:
 
     def clone(self, epoch: int) -> Inode:
         """A version for `epoch`.  From here on the receiver must not be changed."""
-        twin = Inode.__new__(Inode)
+        twin = self.__class__.__new__(self.__class__)
         twin.inode = self.inode
         twin.mode = self.mode
         twin.nlink = self.nlink
@@ -129,7 +129,9 @@ class Inode:
             return self.is_dir and other.is_dir
         if self.content is other.content:
             return True
-        return (self.content or Content()).same_as(other.content or Content())
+        mine, theirs = self.content or Content(), other.content or Content()
+        # What is more than a Content knows how to compare itself with one.
+        return mine.same_as(theirs) if type(theirs) is Content else theirs.same_as(mine)
 
     def same_metadata(self, other: Inode) -> bool:
         """Whether both versions show the same attributes, times of reading apart."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import State
     from protocol.backends.memory.undo import Epoch
 
-__all__ = ["check"]
+__all__ = ["check", "check_inode", "check_log"]
 
 
 def check(state: State) -> None:
@@ -23,16 +23,17 @@ def check(state: State) -> None:
         assert inode.inode == number
         assert 0 < number < state.next_inode
         assert inode.epoch <= state.epoch
-        _check_inode(inode)
+        check_inode(inode)
         _check_links(state, inode)
         if inode.children is not None:
             _check_directory(state, inode)
     _check_reachable(state)
     _check_counters(state)
-    _check_log(state)
+    check_log(state)
 
 
-def _check_inode(inode: Inode) -> None:
+def check_inode(inode: Inode) -> None:
+    """What holds of an inode by itself."""
     kind = stat.S_IFMT(inode.mode)
     assert (inode.children is not None) == (kind == stat.S_IFDIR)
     assert (inode.target is not None) == (kind == stat.S_IFLNK)
@@ -97,7 +98,8 @@ def _check_counters(state: State) -> None:
     assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
 
 
-def _check_log(state: State) -> None:
+def check_log(state: State) -> None:
+    """What holds of the undo log."""
     log = state.log
     epochs = log.epochs()
     assert all(a.serial < b.serial for a, b in itertools.pairwise(epochs))
@@ -119,7 +121,7 @@ def _check_epoch(state: State, epoch: Epoch) -> None:
             assert version.inode == number
             assert version.nlink > 0, "a snapshot holds an inode without links"
             assert version is not state.inodes.get(number), f"inode {number}: a pre-image that is live"
-            _check_inode(version)
+            check_inode(version)
     if epoch is state.log.newest:
         for number, inode in state.inodes.items():
             if inode.epoch < epoch.serial and inode.nlink:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import State
     from protocol.tree import Tree
 
-__all__ = ["Changes", "Snapshots"]
+__all__ = ["Changes", "Snapshots", "count_changes"]
 
 
 class Changes:
@@ -76,9 +76,11 @@ class Snapshots:
 
     def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> Coherence:
         """Make the live state (below `paths`, or all) as it was at `name`.  O(what changed since)."""
-        target = self._state.log.find(name)
+        return self._restore_epoch(self._state.log.find(name), paths)
+
+    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> Coherence:
         if paths:
-            with self.tree(name) as tree:
+            with self._view(target) as tree:
                 return self.import_tree(tree, replace=True, paths=paths)
         with self._transaction() as transaction:
             _restore(self._state, target)
@@ -104,8 +106,13 @@ class Snapshots:
     @contextmanager
     def tree(self, name: str | None = None) -> Iterator[SnapshotTree]:
         """A read-only tree of a snapshot, or of the live state at this moment; another thread may read it."""
+        with self._view(self._state.log.find(name) if name is not None else None) as tree:
+            yield tree
+
+    @contextmanager
+    def _view(self, target: Epoch | None) -> Iterator[SnapshotTree]:
+        """The state at the beginning of `target`, or that of this moment."""
         state = self._state
-        target = state.log.find(name) if name is not None else None
         pinned = state.open_epoch(None)
         state.log.pin()
         try:
@@ -127,14 +134,19 @@ class Snapshots:
             if epoch.info is None:
                 continue
             if following is not None:
-                counts[following] = _count(state, pending, later)
+                counts[following] = count_changes(state, pending, later)
             later.update(pending)
             pending = {}
             following = epoch.info.name
         if following is not None:
-            info = self.snapshot(following)
-            counts[following] = (info.files + info.directories, 0, 0)
+            counts[following] = self._first_counts(following, pending, later)
         return counts
+
+    def _first_counts(self, name: str, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
+        """What the oldest snapshot changed; `before` and `later` are the pre-images of before and after it."""
+        del before, later
+        info = self.snapshot(name)
+        return info.files + info.directories, 0, 0
 
     def _check_quota(self, pages: int, inodes: int) -> None:
         """ENOSPC where so much in all is over the quota; the volume knows."""
@@ -157,7 +169,8 @@ class Snapshots:
             state.log.close(epoch)
 
 
-def _count(state: State, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
+def count_changes(state: State, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
+    """The inodes (added, modified, removed) between two states, by the pre-images of between and of after."""
     added = modified = removed = 0
     for number, old in before.items():
         new = later[number] if number in later else state.inodes.get(number)

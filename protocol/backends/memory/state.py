@@ -13,7 +13,7 @@ was removed); an inode without links has lookups; the counters are the sums over
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.content import Content
@@ -263,6 +263,9 @@ class State:
         if inode.content is None:
             inode.content = Content()
         return inode.content
+
+    def find_links(self, numbers: Iterable[int]) -> None:
+        """Make sure that `links` names all names of these inodes.  Any thread.  Here it always does."""
 
     # -- paths ---------------------------------------------------------------------------------
     def path(self, inode: Inode) -> bytes | None:

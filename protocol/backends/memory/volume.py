@@ -60,7 +60,8 @@ class MemoryVolume(Snapshots):
 
     `max_bytes` bounds what live content takes (whole pages of 4,096 bytes, holes not counted),
     `max_inodes` the live inodes, the root among them; None: no limit.  What snapshots hold is not counted.
-    `clock` gives the time in nanoseconds since the epoch.  The root belongs to `uid` and `gid`.
+    `clock` gives the time in nanoseconds since the epoch.  The root belongs to `uid` and `gid`.  `state`: a backend's
+    that begins with something, whose root is its own.
     """
 
     # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
@@ -75,10 +76,11 @@ class MemoryVolume(Snapshots):
         clock: Callable[[], int] = time.time_ns,
         uid: int | None = None,
         gid: int | None = None,
+        state: State | None = None,
     ) -> None:
         owner = os.getuid() if uid is None else uid
         group = os.getgid() if gid is None else gid
-        super().__init__(State(clock, owner, group))
+        super().__init__(state or State(clock, owner, group))
         self._inodes = self._state.inodes
         self._clock = clock
         self.max_bytes = max_bytes
@@ -148,7 +150,7 @@ class MemoryVolume(Snapshots):
         node = self._state.own(node)
         now = self._clock()
         if changes.size is not None:
-            if changes.size != node.size or node.pages:
+            if changes.size != node.size or node.blocks:
                 node.mtime_ns = now
             elif changes == AttributeChanges(size=node.size, kill_privileges=changes.kill_privileges):
                 # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c)

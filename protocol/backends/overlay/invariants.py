@@ -1,0 +1,79 @@
+"""What holds of an overlay between two calls, checked.  O(what was looked at): for tests and bug reports.
+
+As `memory.invariants`, whose checks are used where they look at nothing below; a directory that was not read, and an
+inode that was not asked for, are none of its business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
+from protocol.backends.memory.invariants import check_inode, check_log
+from protocol.backends.overlay.children import UnfilledChildren
+from protocol.backends.overlay.inode import OverlayInode
+from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.overlay.state import OverlayState
+
+__all__ = ["check"]
+
+
+def check(state: OverlayState) -> None:
+    """Raise AssertionError where an invariant does not hold."""
+    known = dict(state.table.items())
+    for number, inode in known.items():
+        assert inode.inode == number
+        assert 0 < number < state.next_inode
+        assert inode.epoch <= state.epoch
+        check_inode(inode)
+        _check_links(known, inode)
+        if inode.children is not None and not isinstance(inode.children, UnfilledChildren):
+            _check_directory(state, known, inode)
+    linked = [inode for inode in known.values() if inode.nlink]
+    assert state.pages == sum(inode.pages for inode in known.values()), "pages"
+    assert state.directories == sum(inode.is_dir for inode in linked), "directories"
+    assert state.files == sum(not inode.is_dir for inode in linked), "files"
+    assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
+    below = sum(isinstance(inode, OverlayInode) for inode in known.values()) - 1
+    assert state.table.below == below, "inodes from below"
+    check_log(state)
+
+
+def _check_links(known: dict[int, Inode], inode: Inode) -> None:
+    assert len(set(inode.links)) == len(inode.links)
+    for directory, name in inode.links:
+        children = known[directory].children
+        assert children is not None
+        assert children[name] == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
+    if inode.inode == ROOT_INODE:
+        assert not inode.links
+    elif inode.children is not None:
+        assert len(inode.links) == (1 if inode.nlink else 0)
+    elif isinstance(inode, OverlayInode):
+        assert inode.nlink >= len(inode.links)
+    else:
+        assert inode.nlink == len(inode.links), f"inode {inode.inode}: nlink {inode.nlink}, links {inode.links}"
+
+
+def _check_directory(state: OverlayState, known: dict[int, Inode], directory: Inode) -> None:
+    children = directory.children
+    assert children is not None
+    subdirectories = 0
+    for name, number in children.items():
+        child = known.get(number)
+        if child is not None:
+            assert (directory.inode, name) in child.links, f"an entry {name!r} that its inode does not know"
+        subdirectories += state.kind(number) & 0o170000 == 0o040000
+    if directory.nlink:
+        assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"
+    else:
+        assert not children, "a removed directory with entries"
+    assert directory.size == DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children), directory.inode
+    if directory.listing is not None:
+        listed = list(directory.listing.after(0))
+        assert sorted(name for _, name in listed) == sorted(children)
+        assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))

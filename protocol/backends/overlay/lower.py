@@ -1,0 +1,291 @@
+"""Lower: the directory below an overlay, read and never changed.
+
+Nothing leads outside: every path is opened beneath the descriptor of the root (see `protocol.backends.beneath`),
+and a directory's descriptor is used for RECHECK_S at most before it is opened anew, so that one which somebody
+moved out of the tree is not followed for long.
+
+What a file was when it was first looked at is its `Identity`.  A read asks for it once more after the bytes have
+come: where it differs they are thrown away (`ChangedBelowError`), so what is handed out is of one version.  What
+this cannot see is a change within the same tick of the file system's clock as the one before (some milliseconds)
+that leaves the size as it was.
+
+Threading: any thread.  Descriptors are closed by whoever lets go of them last (`Handle`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from protocol.backends.beneath import Handle, open_beneath, proc_path
+
+__all__ = ["VANISHED", "ChangedBelowError", "Identity", "Lower", "LowerFile", "Scanned", "identity", "is_gone"]
+
+Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
+
+RECHECK_S: Final = 0.5
+VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
+_DIRECTORIES_KEPT: Final = 64
+_FEWEST_FILES: Final = 16
+_MOST_FILES: Final = 512
+_O_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
+
+
+class ChangedBelowError(OSError):
+    """A file below is not any more what it was when it was first looked at (ESTALE); `path` is relative to DIR."""
+
+    def __init__(self, path: bytes) -> None:
+        super().__init__(errno.ESTALE, "changed below the overlay", path.decode("utf-8", "backslashreplace"))
+        self.path = path
+
+
+class Scanned(NamedTuple):
+    """An entry of a directory below: its inode number and type bits as the directory says them."""
+
+    name: bytes
+    inode: int
+    kind: int
+
+
+def identity(seen: os.stat_result) -> Identity:
+    """What tells whether a file is still the same and unchanged."""
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether there is no such thing below (any more)."""
+    return error.errno in VANISHED
+
+
+class _Handles:
+    """The descriptors used last, by path; of each the time when it was opened."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[object, tuple[Handle, float]] = OrderedDict()
+
+    def get(self, key: object, newest_s: float | None = None) -> Handle | None:
+        with self._lock:
+            found = self._handles.get(key)
+            if found is None:
+                return None
+            if newest_s is not None and found[1] < newest_s:
+                return None
+            self._handles.move_to_end(key)
+            return found[0]
+
+    def put(self, key: object, handle: Handle) -> None:
+        with self._lock:
+            dropped = [self._handles.pop(key, None)]
+            self._handles[key] = (handle, time.monotonic())
+            if len(self._handles) > self._most:
+                dropped.append(self._handles.popitem(last=False)[1])
+        del dropped  # closed without the lock
+
+    def drop(self, key: object) -> None:
+        with self._lock:
+            dropped = self._handles.pop(key, None)
+        del dropped
+
+    def clear(self) -> None:
+        with self._lock:
+            dropped, self._handles = self._handles, OrderedDict()
+        del dropped
+
+
+class Lower:
+    """The directory `root` and what is in it.  Paths are bytes relative to it, b"" is itself."""
+
+    def __init__(self, root: str | bytes) -> None:
+        """OSError where `root` is no directory that can be read."""
+        self.root = os.fsencode(os.path.abspath(root))
+        self._root = Handle(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
+        self._files = _Handles(most)
+        self._directories = _Handles(_DIRECTORIES_KEPT)
+        self.scans = 0  # directories read: what tests and statistics want to know
+
+    def directory(self, path: bytes) -> Handle:
+        """An O_PATH descriptor of a directory."""
+        if not path:
+            return self._root
+        handle = self._directories.get(path, time.monotonic() - RECHECK_S)
+        if handle is None:
+            handle = Handle(open_beneath(self._root.fd, path, os.O_PATH | os.O_DIRECTORY))
+            self._directories.put(path, handle)
+        return handle
+
+    def _place(self, path: bytes) -> tuple[Handle, bytes]:
+        above, _, name = path.rpartition(b"/")
+        return self.directory(above), name or b"."
+
+    def stat(self, path: bytes) -> os.stat_result:
+        """lstat(2)."""
+        handle, name = self._place(path)
+        return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
+
+    def readlink(self, path: bytes) -> bytes:
+        """readlink(2)."""
+        handle, name = self._place(path)
+        return os.readlink(name, dir_fd=handle.fd)
+
+    def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
+        """The extended attributes, those that may be read; None for none."""
+        handle, name = self._place(path)
+        place = proc_path(handle.fd) + b"/" + name
+        try:
+            names = os.listxattr(place, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return None
+            raise
+        if not names:
+            return None
+        found = {}
+        for each in names:
+            try:
+                found[os.fsencode(each)] = os.getxattr(place, each, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+        return found or None
+
+    def scan(self, path: bytes) -> tuple[int, list[Scanned]]:
+        """The device of a directory, and its entries."""
+        self.scans += 1
+        handle = self.directory(path)
+        descriptor = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle.fd)
+        try:
+            with os.scandir(descriptor) as entries:
+                found = [Scanned(os.fsencode(entry.name), entry.inode(), _kind(entry)) for entry in entries]
+            return os.fstat(descriptor).st_dev, found
+        finally:
+            os.close(descriptor)
+
+    def open(self, file: LowerFile) -> Handle:
+        """A descriptor of a regular file, to be read; not necessarily of the one that is expected."""
+        handle = self._files.get(file)
+        if handle is None:
+            directory, name = self._place(file.path)
+            try:
+                handle = Handle(_open_quietly(name, directory.fd))
+            except OSError as error:
+                if is_gone(error):
+                    raise ChangedBelowError(file.path) from None
+                raise
+            self._files.put(file, handle)
+        return handle
+
+    def forget(self, file: LowerFile) -> None:
+        """Let go of the descriptor of a file that is not what it was."""
+        self._files.drop(file)
+
+    def close(self) -> None:
+        """Let go of all descriptors but the root's."""
+        self._files.clear()
+        self._directories.clear()
+
+
+def _open_quietly(name: bytes, directory: int) -> int:
+    """Without a new atime where that is allowed: to the owner, and to root."""
+    flags = _O_FILE | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(name, flags | os.O_NOATIME, dir_fd=directory)
+    except PermissionError:
+        return os.open(name, flags, dir_fd=directory)
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    if entry.is_file(follow_symlinks=False):
+        return stat.S_IFREG
+    try:
+        return stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
+    except OSError:
+        return stat.S_IFREG
+
+
+class LowerFile:
+    """What is at a path below, as it was when it was first looked at.  `kept` outlives the file (see `keep`)."""
+
+    __slots__ = ("identity", "kept", "lower", "path", "sectors")
+
+    def __init__(self, lower: Lower, path: bytes, seen: os.stat_result) -> None:
+        self.lower = lower
+        self.path = path
+        self.identity = identity(seen)
+        self.sectors = seen.st_blocks
+        self.kept: Handle | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes, as it was."""
+        return self.identity[2]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, all below the file's end.  ChangedBelowError."""
+        handle = self._handle()
+        data = os.pread(handle.fd, size, offset)
+        if len(data) < size:
+            pieces = [data]
+            done = len(data)
+            while data and done < size:
+                data = os.pread(handle.fd, size - done, offset + done)
+                pieces.append(data)
+                done += len(data)
+            data = b"".join(pieces)
+        self._check(handle)
+        if len(data) < size:
+            raise ChangedBelowError(self.path)
+        return data
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """(start, end) of each run of data between the two offsets, in order.  ChangedBelowError."""
+        handle = self._handle()
+        self._check(handle)
+        at = start
+        while at < end:
+            try:
+                at = os.lseek(handle.fd, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    return
+                raise
+            if at >= end:
+                return
+            after = os.lseek(handle.fd, at, os.SEEK_HOLE)
+            yield at, min(after, end)
+            at = after
+
+    def keep(self) -> None:
+        """Go on with this very inode, though its name is about to be taken away or given to another.  See `apply`."""
+        if self.kept is None:
+            handle = self.lower.open(self)
+            if identity(os.fstat(handle.fd)) != self.identity:
+                raise ChangedBelowError(self.path)
+            self.kept = handle
+
+    def _handle(self) -> Handle:
+        return self.kept or self.lower.open(self)
+
+    def _check(self, handle: Handle) -> None:
+        seen = identity(os.fstat(handle.fd))
+        if seen == self.identity:
+            return
+        # Losing its name moves a kept inode's ctime.
+        if self.kept is None or seen[:4] != self.identity[:4]:
+            self.lower.forget(self)
+            raise ChangedBelowError(self.path)

@@ -1,0 +1,337 @@
+"""OverlayState: the live inodes over a directory below, which is looked at as late as possible.
+
+Looking below is no change: what is found was there at every snapshot, so it leaves no pre-image, and its stamp
+(epoch 0) is older than all.  Three steps, each when somebody first needs it:
+
+- a directory gets its entries from one scan of it (`_fill`): a number for each name, nothing more;
+- a number gets its inode from one lstat of the name (`_make`), and with it the `LowerFile` that content comes from;
+- a block of content is read when it is read, and copied up when it is changed in part.
+
+Names of one file below (hard links) get one number, told by the inode number that the directory gives.
+
+A directory is filled before there is a second version of it (`own`), so what filling finds out, its nlink and size,
+is written into one version only.  A name met late belongs to all versions of its inode: `versions` finds them.
+
+Threading: looking below is done by any thread, under `lock`; whatever changes the state holds it too (the volume's
+business).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode
+from protocol.backends.memory.state import State
+from protocol.backends.overlay.children import InodeTable, UnfilledChildren
+from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.lower import Identity, Lower, LowerFile, identity, is_gone
+from protocol.errors import fail
+from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.backends.overlay.hiding import Hiding
+
+__all__ = ["OverlayState"]
+
+_Place = tuple[int, bytes]  # directory, name
+_KIND: Final = 0o170000
+
+
+class OverlayState(State):
+    """The state of one overlay.  `hidden(path, is_directory)` says what of below is not to be seen."""
+
+    def __init__(self, clock: Callable[[], int], lower: Lower, hiding: Hiding) -> None:
+        seen = lower.stat(b"")
+        super().__init__(clock, seen.st_uid, seen.st_gid)
+        self.lower = lower
+        self.hiding = hiding
+        self.lock = threading.RLock()
+        self._waiting: dict[int, tuple[_Place, ...]] = {}  # numbers without an inode yet, their names
+        self._kinds: dict[int, int] = {}  # of those, the type bits
+        self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
+        self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # of directories from below: where they are there
+        self.table = InodeTable({}, self._make)
+        self.inodes = self.table
+        self._all_met = False
+        self._root(seen)
+
+    def _root(self, seen: os.stat_result) -> None:
+        root = OverlayInode(ROOT_INODE, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
+        root.lower = LowerFile(self.lower, b"", seen)
+        _show(root, seen)
+        root.nlink = 2
+        root.size = DIRECTORY_BASE_BYTES
+        root.xattrs = self.lower.xattrs(b"")
+        root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))
+        root.lookups = 1
+        self.table[ROOT_INODE] = root
+
+    # -- looking below -------------------------------------------------------------------------
+    def _fill(self, number: int) -> None:
+        """Give the directory `number` its entries.  OSError as opening it."""
+        path = self._paths[number]
+        try:
+            device, found = self.lower.scan(path)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            device, found = 0, []  # removed below since it was looked at
+        with self.lock:
+            directory = self.table.known(number)
+            if directory is None or not isinstance(directory.children, UnfilledChildren):
+                return  # another thread was faster
+            entries = {}
+            subdirectories = 0
+            prefix = path + b"/" if path else b""
+            for name, inode, kind in found:
+                is_directory = kind == stat.S_IFDIR
+                if self.hiding.hides(prefix + name, is_directory=is_directory):
+                    continue
+                subdirectories += is_directory
+                entries[name] = self._give_number((number, name), (device, inode), kind)
+            directory.nlink = 2 + subdirectories
+            directory.size = DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(entries)
+            directory.children.become(entries)
+
+    def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
+        """A new number for a name that was met, or that of the file whose name it is too."""
+        if kind != stat.S_IFDIR:
+            number = self._numbers.get(key)
+            if number is not None and self._add_name(number, place):
+                return number
+        number = self.next_inode
+        self.next_inode += 1
+        if kind != stat.S_IFDIR:
+            self._numbers[key] = number
+        self._waiting[number] = (place,)
+        self._kinds[number] = kind
+        return number
+
+    def _add_name(self, number: int, place: _Place) -> bool:
+        """Whether `place` is a further name of the file `number`; then it is noted."""
+        waiting = self._waiting.get(number)
+        if waiting is not None:
+            self._waiting[number] = (*waiting, place)
+            return True
+        live = self.table.known(number)
+        if live is None or live.nlink <= len(live.links):
+            return False  # the inode number was used again, for another file
+        for version in self.versions(number):
+            version.links = (*version.links, place)
+        return True
+
+    def _make(self, number: int) -> Inode:
+        """The inode of a number that was given out.  KeyError; FileNotFoundError where it is gone below."""
+        with self.lock:
+            made = self.table.known(number)
+            if made is not None:
+                return made
+            places = self._waiting[number]
+            directory, name = places[0]
+            above = self._paths[directory]
+            path = above + b"/" + name if above else name
+            try:
+                seen = self.lower.stat(path)
+                inode = self._inode(number, path, seen)
+            except OSError as error:
+                if is_gone(error):
+                    self._vanished(number, places)
+                    raise fail(error.errno or 0, os.fsdecode(path)) from None
+                raise
+            inode.links = places
+            if inode.children is None:
+                inode.nlink = max(seen.st_nlink, len(places))
+            self._correct_kind(number, directory, seen.st_mode & _KIND)
+            del self._waiting[number], self._kinds[number]
+            self.count(inode, +1)
+            self.table[number] = inode
+            self.table.below += 1
+            return inode
+
+    def _inode(self, number: int, path: bytes, seen: os.stat_result) -> OverlayInode:
+        inode = OverlayInode(number, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
+        inode.lower = LowerFile(self.lower, path, seen)
+        _show(inode, seen)
+        inode.xattrs = self.lower.xattrs(path)
+        kind = seen.st_mode & _KIND
+        if kind == stat.S_IFDIR:
+            inode.children = UnfilledChildren(functools.partial(self._fill, number))
+            inode.nlink = max(2, seen.st_nlink)  # some file systems say 1, for "not counted"
+            inode.size = DIRECTORY_BASE_BYTES
+            self._paths[number] = path
+        elif kind == stat.S_IFREG:
+            inode.content = LowerContent(inode.lower)
+        elif kind == stat.S_IFLNK:
+            inode.target = self.lower.readlink(path)
+            inode.size = len(inode.target)
+        else:
+            inode.rdev = seen.st_rdev
+            inode.size = 0
+        return inode
+
+    def kind(self, number: int) -> int:
+        """The type bits of an inode, which need not have been looked at."""
+        known = self.table.known(number)
+        if known is not None:
+            return known.mode
+        try:
+            return self._kinds[number]
+        except KeyError:  # another thread has just made it
+            return self.table[number].mode
+
+    def known_kind(self, number: int) -> Inode | None:
+        """The inode, if it was looked at."""
+        return self.table.known(number)
+
+    def _correct_kind(self, number: int, directory: int, kind: int) -> None:
+        """What the directory called a file may have become a directory since, or the other way round."""
+        change = (kind == stat.S_IFDIR) - (self._kinds[number] == stat.S_IFDIR)
+        if change:
+            for version in self.versions(directory):
+                version.nlink += change
+
+    def _vanished(self, number: int, places: Iterable[_Place]) -> None:
+        """Forget the names of what is not there any more, as if they had never been."""
+        is_directory = self._kinds.pop(number) == stat.S_IFDIR
+        del self._waiting[number]
+        for directory, name in places:
+            live = self.table.known(directory)
+            if live is None or live.children is None or live.children.get(name) != number:
+                continue
+            del live.children[name]
+            if live.listing is not None:
+                live.listing.remove(name)
+            for version in self.versions(directory):
+                version.size -= DIRECTORY_ENTRY_BYTES
+                version.nlink -= is_directory
+
+    def versions(self, number: int) -> Iterator[Inode]:
+        """All versions of an inode that was looked at: the live one, and those that snapshots hold."""
+        live = self.table.known(number)
+        if live is not None:
+            yield live
+        for epoch in self.log.epochs():
+            version = epoch.inodes.get(number)
+            if version is not None and version is not live:
+                yield version
+
+    def find_links(self, numbers: Iterable[int]) -> None:
+        """See `State.find_links`: looks at everything below, once, where names were not met."""
+        if self._all_met:
+            return
+        for number in numbers:
+            if any(
+                version.children is None and version.nlink > len(version.links) for version in self.versions(number)
+            ):
+                self.look_everywhere()
+                return
+
+    def look_everywhere(self) -> None:
+        """Read every directory below that was not read yet."""
+        todo = [ROOT_INODE]
+        while todo:
+            directory = self.table.get(todo.pop())
+            if directory is None or directory.children is None:
+                continue
+            try:
+                numbers = list(directory.children.copy().values())
+            except PermissionError:
+                continue
+            todo += [number for number in numbers if self.kind(number) & _KIND == stat.S_IFDIR]
+        self._all_met = True
+
+    # -- what changes below ----------------------------------------------------------------------
+    def refresh(self, number: int) -> tuple[bool, bool]:
+        """Look once more at a file that changed below.
+
+        Returns whether the live version follows what is below, and whether anything is different now.  Versions that
+        were changed above do not follow: what they took from below is gone.
+        """
+        with self.lock:
+            live = self.table.known(number)
+            if not isinstance(live, OverlayInode):
+                return False, False
+            old = live.lower
+            try:
+                seen = self.lower.stat(old.path)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                return False, True
+            if identity(seen) == old.identity:
+                return True, False
+            if seen.st_mode & _KIND != live.mode & _KIND:
+                return False, True
+            new = LowerFile(self.lower, old.path, seen)
+            xattrs = self.lower.xattrs(old.path)
+            for version in list(self.versions(number)):
+                if isinstance(version, OverlayInode) and _follows(version, old.identity):
+                    self._follow(version, new, seen, xattrs, is_live=version is live)
+            return live.lower is new, True
+
+    def _follow(
+        self,
+        inode: OverlayInode,
+        new: LowerFile,
+        seen: os.stat_result,
+        xattrs: dict[bytes, bytes] | None,
+        *,
+        is_live: bool,
+    ) -> None:
+        inode.lower = new
+        inode.mode, inode.uid, inode.gid = seen.st_mode, seen.st_uid, seen.st_gid
+        inode.xattrs = xattrs
+        if inode.content is not None:
+            inode.content = LowerContent(new)
+            if is_live:
+                self.resize(inode, seen.st_size)
+        _show(inode, seen)
+
+    # -- changes ---------------------------------------------------------------------------------
+    def own(self, inode: Inode) -> Inode:
+        """See `State.own`."""
+        if inode.epoch != self.epoch and isinstance(inode.children, UnfilledChildren):
+            inode.children.fill()
+        return super().own(inode)
+
+    def revive(self, version: Inode) -> Inode:
+        """See `State.revive`."""
+        if isinstance(version, OverlayInode) and self.table.known(version.inode) is None:
+            self.table.below += 1
+        return super().revive(version)
+
+    def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
+        """See `State.add_entry`.  EPERM for a name that is hidden."""
+        self.check_name(directory, name, is_directory=inode.children is not None)
+        super().add_entry(directory, name, inode)
+
+    def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
+        """EPERM where `name` in `directory` is hidden: it would get in the way of what is below."""
+        if not self.hiding:
+            return
+        above = self.path(directory)
+        if above is not None and self.hiding.hides(above + b"/" + name if above else name, is_directory=is_directory):
+            raise fail(1, name.decode("utf-8", "backslashreplace"))
+
+
+def _show(inode: Inode, seen: os.stat_result) -> None:
+    """Take over size and times."""
+    inode.size = seen.st_size
+    inode.atime_ns, inode.mtime_ns, inode.ctime_ns = seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns
+    inode.birth_ns = min(inode.mtime_ns, inode.ctime_ns)
+
+
+def _follows(inode: OverlayInode, was: Identity) -> bool:
+    """Whether a version shows what is below, and nothing of its own."""
+    content = inode.content
+    return (
+        inode.lower.identity == was
+        and (inode.size, inode.mtime_ns, inode.ctime_ns) == was[2:]
+        and (content is None or (isinstance(content, LowerContent) and content.is_pristine))
+    )

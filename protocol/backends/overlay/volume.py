@@ -1,0 +1,251 @@
+"""OverlayVolume: a memory volume over a directory below, which is only ever read.
+
+What is not changed is shown as it is below; a change is held in memory above, by block.  Snapshots, restores, views
+and imports are the memory volume's.  The first epoch, which no user sees, is the *base*: the state of below.
+
+What changes below while it is mounted:
+
+- a file that was not changed above follows: the read that finds it out fails with ESTALE, the kernel is told to forget
+  what it has of it (`on_change`), and from then on the new one is served.  Where nobody is to be told, nothing fails;
+- a file of which something is held above (content in part, attributes, another name) does not: reading what would
+  have to come from below fails with ESTALE, until it is discarded;
+- names that come and go in a directory that was listed already are not noticed; one that has gone is taken out
+  when it is first looked at.
+
+Each is logged once and counted (`changed_below`).
+
+Threading: as the memory volume; views may look below from their own thread (see `state`), so a call that changes the
+state holds its lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
+
+from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.snapshots import count_changes
+from protocol.backends.memory.view import SnapshotTree
+from protocol.backends.overlay.hiding import Hiding
+from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.invariants import check
+from protocol.backends.overlay.lower import ChangedBelowError, Lower
+from protocol.backends.overlay.state import OverlayState
+from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.undo import Epoch, PreInodes
+    from protocol.listing import Listing
+    from protocol.volume import Buffer
+
+__all__ = ["OverlayVolume"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+_SUPERUSER: Final = Caller(0, 0)
+
+
+def _locked(method: Callable[Concatenate[OverlayVolume, P], T]) -> Callable[Concatenate[OverlayVolume, P], T]:
+    """Hold the state's lock: a view's thread may be looking below."""
+
+    @functools.wraps(method)
+    def call(self: OverlayVolume, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class OverlayVolume(MemoryVolume):
+    """A volume over the directory `root`.  Implements `protocol.volume.SnapshotableVolume`.
+
+    `max_bytes` and `max_inodes` bound what is held above.  `include` and `exclude` are patterns as `Hiding` has
+    them; a hidden name cannot be made either (EPERM).  `on_change` is told, from any thread, what changed below, and
+    calls `told` when the kernel knows.
+    """
+
+    def __init__(
+        self,
+        root: str | bytes,
+        max_bytes: int | None = None,
+        max_inodes: int | None = None,
+        read_only: bool = False,
+        *,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.lower = Lower(root)
+        self._overlay = OverlayState(clock, self.lower, Hiding(include, exclude))
+        self._lock = self._overlay.lock
+        super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay)
+        self._base = self._overlay.open_epoch(None)
+        self.on_change: Callable[[Coherence], None] | None = None
+        self.changed_below = 0
+        self._untold: set[int] = set()
+        self._reported: set[int] = set()
+
+    def check_invariants(self) -> None:
+        """See `MemoryVolume.check_invariants`; looks nowhere that nobody looked."""
+        with self._lock:
+            check(self._overlay)
+
+    # -- what changes the state --------------------------------------------------------------------
+    forget = _locked(MemoryVolume.forget)
+    setattr = _locked(MemoryVolume.setattr)
+    mknod = _locked(MemoryVolume.mknod)
+    mkdir = _locked(MemoryVolume.mkdir)
+    symlink = _locked(MemoryVolume.symlink)
+    link = _locked(MemoryVolume.link)
+    unlink = _locked(MemoryVolume.unlink)
+    rmdir = _locked(MemoryVolume.rmdir)
+    tmpfile = _locked(MemoryVolume.tmpfile)
+    setxattr = _locked(MemoryVolume.setxattr)
+    removexattr = _locked(MemoryVolume.removexattr)
+    take_snapshot = _locked(MemoryVolume.take_snapshot)
+    drop_snapshot = _locked(MemoryVolume.drop_snapshot)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Epoch]:
+        with self._lock, super()._transaction() as epoch:
+            yield epoch
+
+    @contextmanager
+    def _view(self, target: Epoch | None) -> Iterator[SnapshotTree]:
+        view = super()._view(target)
+        with self._lock:
+            tree = view.__enter__()
+        try:
+            yield tree
+        finally:
+            with self._lock:
+                view.__exit__(None, None, None)
+
+    # -- the state below -------------------------------------------------------------------------
+    @contextmanager
+    def base_tree(self) -> Iterator[SnapshotTree]:
+        """The state below, as it was first looked at: what `diff` compares with."""
+        with self._view(self._base) as tree:
+            yield tree
+
+    def discard(self, paths: Sequence[bytes] = ()) -> Coherence:
+        """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
+        with self._lock:
+            return self._restore_epoch(self._base, paths)
+
+    def _first_counts(self, name: str, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
+        del name
+        return count_changes(self._state, before, later)
+
+    # -- looking -----------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> Inode:
+        number = self._children(parent).get(name)
+        if number is not None:
+            known = self._overlay.table.known(number)
+            # The kernel knows nothing of it, so it can follow without a word.
+            if (
+                known is not None
+                and not known.lookups
+                and isinstance(known, OverlayInode)
+                and known.content is not None
+            ):
+                self._overlay.refresh(number)
+        return super().lookup(parent, name)
+
+    def _children(self, parent: int) -> dict[bytes, int]:
+        children = self._directory(parent).children
+        assert children is not None
+        return children
+
+    def _entries(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[DirectoryEntry]:
+        children, kind = directory.children, self._overlay.kind
+        assert children is not None
+        for dot, name in ((1, b"."), (2, b"..")):
+            if dot > cookie:
+                node = directory if dot == 1 else self._parent(directory)
+                yield DirectoryEntry(name, node.inode, node.mode, dot)
+        for at, name in listing.after(cookie):
+            number = children[name]
+            yield DirectoryEntry(name, number, kind(number), at)
+
+    # -- content -----------------------------------------------------------------------------------
+    def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
+        if inode in self._untold:
+            raise ChangedBelowError(b"")
+        try:
+            return super().read_pieces(inode, offset, size)
+        except ChangedBelowError as error:
+            self._follow(inode, error)
+            return super().read_pieces(inode, offset, size)
+
+    def seek(self, inode: int, offset: int, whence: int) -> int:
+        return self._following(inode, super().seek, inode, offset, whence)
+
+    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        with self._lock:
+            return self._following(inode, super().write, inode, offset, data, kill_privileges=kill_privileges)
+
+    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        with self._lock:
+            self._following(inode, super().fallocate, inode, mode, offset, length)
+
+    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+        with self._lock:
+            return self._following(source, super().copy_range, source, source_offset, target, target_offset, length)
+
+    def _following(self, inode: int, run: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return run(*args, **kwargs)
+        except ChangedBelowError as error:
+            self._follow(inode, error)
+            return run(*args, **kwargs)
+
+    def _follow(self, inode: int, error: ChangedBelowError) -> None:
+        """Return when the file that changed below can be read now; else raise `error`."""
+        follows, changed = self._overlay.refresh(inode)
+        if changed and (follows or inode not in self._reported):
+            self._reported.add(inode)
+            self.changed_below += 1
+            told = "following it" if follows else "held above in part: reading the rest fails, until it is discarded"
+            _logger.warning("a file changed below the overlay; %s", told, extra={"path": error.path})
+        if not follows:
+            raise error
+        if changed and self.on_change is not None:
+            self._untold.add(inode)
+            self.on_change(self._coherence_of(inode))
+            raise error
+
+    def _coherence_of(self, number: int) -> Coherence:
+        node = self._inodes[number]
+        path = self._state.path(node)
+        paths = {} if path is None else {number: path}
+        return Coherence((), [InodeChange(number, content=True)], paths, {number: node.mode})
+
+    def told(self, coherence: Coherence) -> None:
+        """The kernel knows of what `on_change` was given."""
+        self._untold.difference_update(change.inode for change in coherence.inodes)
+
+    # -- names ---------------------------------------------------------------------------------------
+    def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
+        directory = super()._room_for(parent, name, inodes)
+        # Whether a directory or a file is about to be made is not known here: refused if either would be hidden.
+        self._overlay.check_name(directory, name, is_directory=True)
+        self._overlay.check_name(directory, name, is_directory=False)
+        return directory
+
+    @_locked
+    def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = _SUPERUSER
+    ) -> None:
+        if self._overlay.hiding:
+            number = self._children(parent).get(name, 0)
+            is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
+            self._overlay.check_name(self._directory(new_parent), new_name, is_directory=is_directory)
+        super().rename(parent, name, new_parent, new_name, flags, caller)
