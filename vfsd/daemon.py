@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 import vfsd
-from protocol.backends.memory import MemoryVolume
 from vfsd import interpreter, mounts, runtime
-from vfsd.control.methods import Methods, read_archive
+from vfsd.backends import Backend, open_backend
+from vfsd.control.methods import Methods
 from vfsd.control.server import ControlServer
 from vfsd.engines.base import EngineSettings
 from vfsd.engines.choice import mount_engine
@@ -51,7 +51,7 @@ _logger = logging.getLogger(__name__)
 _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
 _ANSWER_POLL_S: Final = 0.01
-_MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
+_TIDY_S: Final = 1.0
 
 
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
@@ -62,28 +62,33 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     interpreter.set_up()
     # Before the archive is read, which may take minutes, and once more when no other start can come between.
     recovered = await trio.to_thread.run_sync(_recover, options)
-    volume = await trio.to_thread.run_sync(_open_volume, options)
+    backend = await trio.to_thread.run_sync(open_backend, options)
     settings = EngineSettings(
-        options.mountpoint, options.name, read_only=options.read_only, allow_other=options.allow_other
+        options.mountpoint,
+        options.name,
+        read_only=options.read_only,
+        allow_other=options.allow_other,
+        cache_timeout_s=backend.cache_timeout_s,
     )
-    replay = Replay(volume, options.mountpoint)
+    replay = Replay(backend.volume, options.mountpoint)
     with _alone():
         recovered = _recover(options) or recovered
-        engine = mount_engine(options.engine, volume, settings, replay)
+        engine = mount_engine(options.engine, backend.volume, settings, replay)
     try:
-        await _Daemon(options, engine, volume, replay).run(ready, recovered)
+        await _Daemon(options, engine, backend, replay).run(ready, recovered)
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(engine.unmount)
+        backend.close()
 
 
 class _Daemon:
     """A mounted workspace while it is served."""
 
-    def __init__(self, options: MountOptions, engine: Engine, volume: MemoryVolume, replay: Replay) -> None:
+    def __init__(self, options: MountOptions, engine: Engine, backend: Backend, replay: Replay) -> None:
         self._options = options
         self._engine = engine
-        self._volume = volume
+        self._backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment()
         self._served = trio.Event()
@@ -96,11 +101,12 @@ class _Daemon:
         record: WorkspaceRecord | None = None
         try:
             async with trio.open_nursery() as nursery:
-                served = Served(self._volume, self._engine, self._replay, options.mountpoint, nursery)
+                served = Served(self._backend.volume, self._engine, self._replay, options.mountpoint, nursery)
                 methods = Methods(served, options, started_at)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)
                 nursery.start_soon(self._feed_watchdog)
+                nursery.start_soon(self._tidy)
                 nursery.start_soon(self._serve, methods, nursery)
                 # The loop must be serving already: this asks it.
                 await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
@@ -192,6 +198,12 @@ class _Daemon:
         else:
             _logger.info("detached lazily", extra={"operation": "unmount", "path": place})
 
+    async def _tidy(self) -> None:
+        """Let the backend put away what it has kept for the last calls."""
+        while True:
+            await trio.sleep(_TIDY_S)
+            self._backend.tidy()
+
     async def _feed_watchdog(self) -> None:
         """Tell systemd that the loop turns."""
         interval_s = self._notifier.watchdog_interval_s
@@ -239,16 +251,3 @@ def _recover(options: MountOptions) -> str | None:
     mounts.clear_dead_mount(options.mountpoint)
     mounts.check_mountpoint(options.mountpoint)
     return f"the daemon of {dead.describe()} had died: what was in that workspace, snapshots too, is lost"
-
-
-def _open_volume(options: MountOptions) -> MemoryVolume:
-    """The backend, with the content of `--from` in it.  Runs in a worker thread, before anybody else knows it."""
-    if options.backend != "memory":
-        raise OSError(errno.EOPNOTSUPP, f"the backend {options.backend!r} is not available in this version")
-    default_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
-    volume = MemoryVolume(options.max_bytes or default_bytes, options.max_inodes)
-    if options.archive is not None:
-        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
-            volume.import_tree(tree, replace=True)
-    volume.read_only = options.read_only
-    return volume

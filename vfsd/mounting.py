@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from typing import Final, Literal
 
@@ -12,13 +13,14 @@ from vfsd.userpaths import current_directory
 
 __all__ = ["check_backend", "mount_options", "running_workspace"]
 
-# The grammar's other backends, and what each is of.
-_BACKENDS_TO_COME: Final = {
+# The grammar's backends but memory, and what each is of.
+_ARGUMENTS: Final = {
     "host": "a directory",
     "overlay": "a directory",
     "container": "a container's name",
     "image": "an image's name",
 }
+_TO_COME: Final = frozenset({"overlay", "container", "image"})
 
 
 def check_backend(backend: str) -> None:
@@ -26,11 +28,38 @@ def check_backend(backend: str) -> None:
     kind, _, argument = backend.partition(":")
     if backend == "memory":
         return
-    if kind not in _BACKENDS_TO_COME:
+    if kind not in _ARGUMENTS:
         raise ValueError(f"{backend!r} is not one of memory, host:DIR, overlay:DIR, container:NAME, image:REF")
     if not argument:
-        raise ValueError(f"{backend!r} lacks {_BACKENDS_TO_COME[kind]} after the colon")
-    raise OSError(errno.EOPNOTSUPP, f"the {kind} backend is not available in this version")
+        raise ValueError(f"{backend!r} lacks {_ARGUMENTS[kind]} after the colon")
+    if kind in _TO_COME:
+        raise OSError(errno.EOPNOTSUPP, f"the {kind} backend is not available in this version")
+
+
+def _host_directory(directory: str, mountpoint: str) -> str:
+    """`directory`, absolute.  OSError where it is none, ValueError where a mount at `mountpoint` would show itself."""
+    place = os.path.abspath(directory)
+    if not os.path.isdir(place):
+        code = errno.ENOTDIR if os.path.lexists(place) else errno.ENOENT
+        raise OSError(code, "there is no such directory to serve" if code == errno.ENOENT else "not a directory", place)
+    real, real_mountpoint = os.path.realpath(place), os.path.realpath(mountpoint)
+    if real == real_mountpoint:
+        raise ValueError(f"{place} cannot be served at itself: mount it at another directory")
+    for inner, outer, what in (
+        (real_mountpoint, real, f"the mountpoint {mountpoint} is inside {place}, which it would show"),
+        (real, real_mountpoint, f"{place} is inside the mountpoint {mountpoint}, which would hide it"),
+    ):
+        if os.path.commonpath((inner, outer)) == outer:
+            raise ValueError(what)
+    return place
+
+
+def _check_host_options(archive: object, **limits: int | None) -> None:
+    if archive is not None:
+        raise ValueError("a host directory has its own content: it takes no archive to begin with")
+    for what, limit in limits.items():
+        if limit is not None:
+            raise ValueError(f"{what} is the memory backend's: a host directory has what its file system has")
 
 
 def mount_options(
@@ -44,6 +73,7 @@ def mount_options(
     max_inodes: int | None = None,
     read_only: bool = False,
     allow_other: bool = False,
+    cache_timeout_s: float | None = None,
     exec_on_host: bool = False,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
@@ -61,6 +91,14 @@ def mount_options(
         if limit is not None and limit <= 0:
             raise ValueError(f"{what} must be positive, not {limit}")
     place = os.path.abspath(mountpoint)
+    kind, _, argument = backend.partition(":")
+    if kind == "host":
+        _check_host_options(archive, max_bytes=max_bytes, max_inodes=max_inodes)
+        backend = f"host:{_host_directory(argument, place)}"
+    elif cache_timeout_s is not None:
+        raise ValueError(f"nobody but vfsd changes a {kind} workspace: there is no cache_timeout_s to set")
+    if cache_timeout_s is not None and not 0 <= cache_timeout_s < math.inf:
+        raise ValueError(f"cache_timeout_s is a number of seconds, not {cache_timeout_s}")
     return MountOptions(
         mountpoint=place,
         name=name or unique_name(place),
@@ -71,6 +109,7 @@ def mount_options(
         max_inodes=max_inodes,
         read_only=read_only,
         allow_other=allow_other,
+        cache_timeout_s=cache_timeout_s,
         exec_on_host=exec_on_host,
         log_level=log_level,
         log_format=log_format,

@@ -19,6 +19,8 @@ class MountOptions:
     """Options of one mount.  Paths absolute, sizes in bytes, None for no limit.
 
     `backend`: "memory", or one of the grammar's others ("host:DIR", ...), validated where it is opened.
+    `cache_timeout_s`: how long the kernel may go by what it knows of a directory that others change too, None
+    for the backend's own.
     `log_format`: "text" for people, "json" one object a line, "journal" sd-daemon priority prefixes.
     """
 
@@ -31,6 +33,7 @@ class MountOptions:
     max_inodes: int | None = None
     read_only: bool = False
     allow_other: bool = False
+    cache_timeout_s: float | None = None  # --cache-timeout
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

@@ -129,6 +129,7 @@ class Imported:
 class Status:
     """A running workspace.
 
+    What a backend does not know without walking its tree, or has none of, is None.
     `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
     this engine serves where another would be preferred.
     """
@@ -141,13 +142,13 @@ class Status:
     version: str
     started_at: datetime
     read_only: bool
-    files: int
-    directories: int
-    size_bytes: int
-    used_bytes: int
+    files: int | None
+    directories: int | None
+    size_bytes: int | None
+    used_bytes: int | None
     max_bytes: int | None
     max_inodes: int | None
-    snapshots: int
+    snapshots: int | None
     requests: int
     engine_reason: str | None = None
 

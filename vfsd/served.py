@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import Final
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Coherence
+from protocol.volume import Coherence, Volume
 from vfsd.coherence import tell_kernel
 from vfsd.engines.base import Engine
 from vfsd.logs import log_failure
@@ -39,9 +40,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)  # os has sync(), but no syncfs
 class Served:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call on it."""
 
-    def __init__(
-        self, volume: MemoryVolume, engine: Engine, replay: Replay, mountpoint: str, nursery: trio.Nursery
-    ) -> None:
+    def __init__(self, volume: Volume, engine: Engine, replay: Replay, mountpoint: str, nursery: trio.Nursery) -> None:
         self.volume = volume
         self.engine = engine
         self.mountpoint = mountpoint
@@ -51,10 +50,17 @@ class Served:
         self._visits = 0  # threads of ours that have something open on the mount
         self._left = trio.Event()
 
+    @property
+    def snapshotable(self) -> MemoryVolume:
+        """The volume, as one that has snapshots.  OSError (EOPNOTSUPP) where it has none."""
+        if isinstance(self.volume, MemoryVolume):
+            return self.volume
+        raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots yet, nor what is built on them")
+
     async def settle(self) -> None:
         """Have the dirty pages of shared mappings written to the volume, as far as they were dirty at the call."""
         try:
-            with self._visiting():
+            with self.visiting():
                 await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
             # Detached lazily, or a root directory that the daemon's own user may not open.
@@ -70,7 +76,7 @@ class Served:
             if content and self._is_known(inode, coherence)
         ]
         if known:
-            with self._visiting():
+            with self.visiting():
                 await trio.to_thread.run_sync(_ask_for_sizes, self.mountpoint, known, abandon_on_cancel=True)
         self._nursery.start_soon(self._tell_watchers, coherence)
 
@@ -81,11 +87,12 @@ class Served:
                 await self._left.wait()
 
     async def _tell_watchers(self, coherence: Coherence) -> None:
-        with self._visiting():
+        with self.visiting():
             await self._replay.run(coherence)
 
     @contextlib.contextmanager
-    def _visiting(self) -> Iterator[None]:
+    def visiting(self) -> Iterator[None]:
+        """While a thread of ours works on the mount: an unmount waits for it."""
         self._visits += 1
         try:
             yield
@@ -96,7 +103,7 @@ class Served:
 
     def _is_known(self, inode: int, coherence: Coherence) -> bool:
         """Whether the kernel may have it open, at a path."""
-        return inode in coherence.paths and self.volume.getattr(inode).lookups > 0
+        return inode in coherence.paths and self.snapshotable.getattr(inode).lookups > 0
 
 
 def _ask_for_sizes(mountpoint: str, paths: Sequence[bytes]) -> None:

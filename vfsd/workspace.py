@@ -119,6 +119,7 @@ class Workspace(_Base):
         max_inodes: int | None = None,
         read_only: bool = False,
         allow_other: bool = False,
+        cache_timeout_s: float | None = None,
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Self: ...
@@ -137,12 +138,15 @@ class Workspace(_Base):
         max_inodes: int | None = None,
         read_only: bool = False,
         allow_other: bool = False,
+        cache_timeout_s: float | None = None,
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
         `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
+        `backend` is "memory" or "host:DIR", a directory of the host that others may change too: what they do is seen
+        after `cache_timeout_s` seconds at the latest (None: 1).
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
@@ -160,6 +164,7 @@ class Workspace(_Base):
             max_inodes=max_inodes,
             read_only=read_only,
             allow_other=allow_other,
+            cache_timeout_s=cache_timeout_s,
             exec_on_host=exec_on_host,
         )
         if filesystem is not None:
@@ -318,6 +323,7 @@ class AsyncWorkspace(_Base):
         max_inodes: int | None = None,
         read_only: bool = False,
         allow_other: bool = False,
+        cache_timeout_s: float | None = None,
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Opening:
@@ -332,6 +338,7 @@ class AsyncWorkspace(_Base):
             max_inodes=max_inodes,
             read_only=read_only,
             allow_other=allow_other,
+            cache_timeout_s=cache_timeout_s,
             exec_on_host=exec_on_host,
         )
 

@@ -137,7 +137,7 @@ def test_a_start_that_fails_says_why_on_the_terminal_and_leaves_nothing(
     elif case == "no archive":
         arguments = ["--from", workdir / "none.zip"]
     else:
-        arguments = ["--backend", "host:/tmp"]
+        arguments = ["--backend", "overlay:/tmp"]
 
     said = failed(vfsd("mount", place, "--name", "failing", *arguments))
     for word in words:

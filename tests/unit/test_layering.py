@@ -31,6 +31,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "vfsd": (
         ("vfsd.control", "vfsd.engines"),
+        ("vfsd.backends",),
         ("vfsd.daemon", "vfsd.inprocess"),
         ("vfsd.daemon_process",),
         ("vfsd.launch",),

@@ -35,6 +35,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     mkdir ~/work && vfsd mount ~/work
     vfsd mount ~/work --name demo --max-bytes 2GiB
     vfsd mount ~/work --from backup.zip --read-only
+    vfsd mount ~/work --backend host:project --cache-timeout 5
     """,
 )
 @click.argument("mountpoint", type=click.Path(), shell_complete=lambda *_: [CompletionItem("", type="dir")])
@@ -44,7 +45,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  This version has memory.",
+    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  So far: the first two.",
 )
 @click.option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
@@ -55,6 +56,13 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
 @click.option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
 @click.option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
 @click.option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
+@click.option(
+    "--cache-timeout",
+    "cache_timeout_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How soon what others change in host:DIR is seen at the latest; 1 by default.",
+)
 @click.option(
     "--on-host",
     "exec_on_host",

@@ -3,6 +3,7 @@
 Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
 responsive whatever is read or searched.  What writes is one step on the serving loop: the tool's function, over the
 volume, in `MemoryVolume.changes`; nothing in it awaits.  The caller is answered when the kernel knows of it.
+Over a backend without immutable trees both work on the mount itself, in a worker thread.
 
 What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
 the dirty pages of a shared mapping, which the kernel writes when it sees fit: the calls here do not wait for
@@ -22,12 +23,15 @@ from typing import Any, Final, TypeVar
 
 import trio
 
+from protocol.adapters.host import HostFilesystem
 from protocol.adapters.store_filesystem import StoreFilesystem
 from protocol.adapters.tree_store import TreeStore
 from protocol.adapters.volume import VolumeFilesystem
+from protocol.backends.memory import MemoryVolume
 from protocol.execution import ExecResult, HostExecutor, Running
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
+from protocol.search.walk import KeepGoing, go_on
 from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
@@ -70,7 +74,6 @@ class FsMethods:
 
     def __init__(self, served: Served, options: MountOptions) -> None:
         self._served = served
-        self._volume = served.volume
         self._options = options
         self._commands = trio.Semaphore(COMMANDS_AT_ONCE)
         # Commands may take hours: they have threads of their own.
@@ -137,7 +140,10 @@ class FsMethods:
     async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call) -> T:
         """`look` in a worker thread, at the state of this moment, while somebody waits for the answer."""
         keep_going = call.raise_if_cancelled
-        with self._volume.tree() as tree:
+        volume = self._snapshotable()
+        if volume is None:
+            return await self._on_mount(look, wanted, keep_going)
+        with volume.tree() as tree:
             context = ToolContext(
                 filesystem=StoreFilesystem(TreeStore(tree, root=self._options.mountpoint, keep_going=keep_going)),
                 tree=lambda: nullcontext(tree),
@@ -181,12 +187,33 @@ class FsMethods:
 
     async def _changing(self, change: Callable[[ToolContext], T]) -> T:
         """`change`, all of it or nothing; the kernel knows of it when this returns."""
-        context = ToolContext(filesystem=VolumeFilesystem(self._volume, root=self._options.mountpoint))
+        volume = self._snapshotable()
+        if volume is None:
+            async with self._served.changing:
+                return await self._on_mount(lambda _, context: change(context), None, go_on)
+        context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
         async with self._served.changing:
-            with self._volume.changes() as made:
+            with volume.changes() as made:
                 result = change(context)
             await self._served.changed(made.coherence)
         return result
+
+    def _snapshotable(self) -> MemoryVolume | None:
+        volume = self._served.volume
+        return volume if isinstance(volume, MemoryVolume) else None
+
+    async def _on_mount(self, work: Callable[[Any, ToolContext], T], wanted: Any, keep_going: KeepGoing) -> T:
+        """`work` on the mount, in a worker thread, as any program would: so the kernel knows of it at once.
+
+        Each of its system calls is a step of its own, and others' may come in between.
+        """
+        place, read_only = self._options.mountpoint, self._options.read_only
+
+        def run() -> T:
+            return work(wanted, ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
+
+        with self._served.visiting():
+            return await trio.to_thread.run_sync(run)
 
     # -- commands --------------------------------------------------------------------------------------
     async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:

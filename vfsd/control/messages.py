@@ -110,13 +110,14 @@ class StatusResult(msgspec.Struct):
     version: str
     started_at: str
     read_only: bool
-    files: int
-    directories: int
-    size_bytes: int
-    used_bytes: int  # what the content takes, holes not counted
+    # None of a backend that would have to walk its tree to know, or that has no such thing.
+    files: int | None
+    directories: int | None
+    size_bytes: int | None
+    used_bytes: int | None  # what the content takes, holes not counted
     max_bytes: int | None
     max_inodes: int | None
-    snapshots: int
+    snapshots: int | None
     requests: int  # served by the engine since it started
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
 

@@ -21,6 +21,7 @@ import trio
 
 import vfsd
 from protocol.archive import export_archive, open_archive
+from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.diff import changes
 from protocol.patch import write_patch
@@ -71,10 +72,14 @@ class Methods:
 
     def __init__(self, served: Served, options: MountOptions, started_at: str) -> None:
         self._served = served
-        self._volume = served.volume
         self._options = options
         self._started_at = started_at
         self.answering_unmount = 0
+
+    @property
+    def _volume(self) -> MemoryVolume:
+        """For what needs snapshots.  OSError (EOPNOTSUPP) where the backend has none."""
+        return self._served.snapshotable
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
@@ -98,11 +103,15 @@ class Methods:
         return Empty()
 
     async def _check(self, _params: Empty, _call: Call) -> Empty:
-        self._volume.check_invariants()
+        volume = self._served.volume
+        if isinstance(volume, MemoryVolume | HostVolume):
+            volume.check_invariants()
         return Empty()
 
     async def _status(self, _params: Empty, _call: Call) -> StatusResult:
-        volume, options = self._volume, self._options
+        options = self._options
+        # What a backend would have to walk its whole tree for is not said.
+        volume = self._served.volume if isinstance(self._served.volume, MemoryVolume) else None
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
@@ -112,13 +121,13 @@ class Methods:
             version=vfsd.__version__,
             started_at=self._started_at,
             read_only=options.read_only,
-            files=volume.files,
-            directories=volume.directories,
-            size_bytes=volume.size_bytes,
-            used_bytes=volume.used_bytes,
-            max_bytes=volume.max_bytes,
-            max_inodes=volume.max_inodes,
-            snapshots=len(volume.snapshots()),
+            files=volume.files if volume else None,
+            directories=volume.directories if volume else None,
+            size_bytes=volume.size_bytes if volume else None,
+            used_bytes=volume.used_bytes if volume else None,
+            max_bytes=volume.max_bytes if volume else None,
+            max_inodes=volume.max_inodes if volume else None,
+            snapshots=len(volume.snapshots()) if volume else None,
             requests=self._served.engine.requests,
             engine_reason=self._served.engine.fallback_reason,
         )

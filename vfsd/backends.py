@@ -1,0 +1,72 @@
+"""open_backend: the volume that a mount's options ask for, and what the daemon has to know of it."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.backends.host import HostVolume
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import Volume
+from vfsd.control.methods import read_archive
+from vfsd.options import MountOptions
+
+__all__ = ["Backend", "open_backend"]
+
+_MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
+_HOST_CACHE_TIMEOUT_S: Final = 1.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A volume to serve.
+
+    `cache_timeout_s`: how long a kernel may go by what it was told; infinite where nobody else changes the volume.
+    `tidy` is to be called on the loop about once a second, `close` when nobody serves it any more.
+    """
+
+    volume: Volume
+    cache_timeout_s: float = math.inf
+    tidy: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+
+
+def open_backend(options: MountOptions) -> Backend:
+    """The backend of `options`, with the content of `--from` in it.  OSError, ValueError, ArchiveError.
+
+    Runs in a worker thread, before anybody else knows the volume.
+    """
+    kind, _, argument = options.backend.partition(":")
+    if kind == "memory":
+        return _memory(options)
+    if kind == "host":
+        return _host(options, argument)
+    raise OSError(errno.EOPNOTSUPP, f"the backend {options.backend!r} is not available in this version")
+
+
+def _memory(options: MountOptions) -> Backend:
+    default_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
+    volume = MemoryVolume(options.max_bytes or default_bytes, options.max_inodes)
+    if options.archive is not None:
+        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
+            volume.import_tree(tree, replace=True)
+    volume.read_only = options.read_only
+    return Backend(volume)
+
+
+def _host(options: MountOptions, directory: str) -> Backend:
+    # The volume keeps files open, half as many as it may.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
+    timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
+    return Backend(volume, timeout_s, volume.tidy, volume.close)
