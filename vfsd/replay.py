@@ -29,12 +29,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import logging
 import os
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, cast
@@ -298,11 +299,56 @@ class Replay:
             raise _AbandonedError("what is mounted there is not this workspace")
 
 
+class _Cursor:
+    """One open directory that moves about the tree, through no symlink: along it, not from the root each time.
+
+    Every step down is a request or two, and a path may have a thousand.  On the way up "..", which asks nobody,
+    leads elsewhere where somebody has moved a directory meanwhile: hence `is_there`, and a second try from the root.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._names: list[bytes] = []
+        self._descriptor = os.dup(root)
+
+    def at(self, path: bytes, is_there: Callable[[int], bool]) -> int | None:
+        """The directory at `path`, None where `is_there` denies that of what is found.  Do not close it."""
+        try:
+            self._move(path)
+            if is_there(self._descriptor):
+                return self._descriptor
+        except OSError:
+            pass
+        self._names = []
+        self._take(os.dup(self._root))
+        self._move(path)
+        return self._descriptor if is_there(self._descriptor) else None
+
+    def _move(self, path: bytes) -> None:
+        names = path.split(b"/") if path else []
+        shared = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(names, self._names, strict=False))
+        )
+        while len(self._names) > shared:
+            self._take(os.open("..", _DIRECTORY, dir_fd=self._descriptor))
+            self._names.pop()
+        for name in names[shared:]:
+            self._take(os.open(name, _DIRECTORY, dir_fd=self._descriptor))
+            self._names.append(name)
+
+    def _take(self, descriptor: int) -> None:
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 class _Walk:
     """The system calls of one replay.  Runs on the worker thread."""
 
     def __init__(self, root: int, coherence: Coherence, answers: _Answers, stopped: threading.Event) -> None:
-        self._root = root
+        self._cursor = _Cursor(root)
         self._device = os.fstat(root).st_dev
         self._coherence = coherence
         self._answers = answers
@@ -320,12 +366,14 @@ class _Walk:
         parents = self._by_parent()
         in_place = [change for change in self._coherence.inodes if self._counts(change.inode, parents)]
         total = sum(map(len, parents.values())) + len(in_place)
+        paths = self._coherence.paths
         try:
-            for parent, changes in parents.items():
+            for parent, changes in sorted(_first(parents, MAX_CHANGES), key=lambda it: paths[it[0]].split(b"/")):
                 self._replay_directory(parent, changes)
-            for inode, content in in_place:
+            for inode, content in sorted(in_place[:MAX_CHANGES], key=lambda it: paths[it[0]].split(b"/")):
                 self._replay_inode(inode, content=content)
         finally:
+            self._cursor.close()
             self._answers.step = None
             if total > MAX_CHANGES:
                 log.warning("of %d changes %d were shown to inotify watchers", total, MAX_CHANGES)
@@ -342,7 +390,7 @@ class _Walk:
         return path is not None and inode not in parents and path not in self._created
 
     def _by_parent(self) -> dict[int, list[EntryChange]]:
-        """The changes of names, by directory: parents first, so that a new directory is made before what is in it.
+        """The changes of names, by directory, those near the root first: they matter most where there are too many.
 
         A directory without a path is gone: nobody can get at it to be told.
         """
@@ -354,8 +402,9 @@ class _Walk:
         return dict(sorted(found.items(), key=lambda item: paths[item[0]].count(b"/") + bool(paths[item[0]])))
 
     def _replay_directory(self, parent: int, changes: list[EntryChange]) -> None:
-        with self._noted(), self._opened(self._coherence.paths[parent]) as directory:
-            if not self._is(os.fstat(directory), parent):
+        with self._noted():
+            directory = self._cursor.at(self._coherence.paths[parent], lambda found: self._is(os.fstat(found), parent))
+            if directory is None:
                 return
             for change in changes:
                 if change.old and change.old != change.new and self._may_go_on():
@@ -382,19 +431,6 @@ class _Walk:
             if code in _FATAL:
                 raise _AbandonedError(os.strerror(code)) from None
             self._failures[code] += 1
-
-    @contextmanager
-    def _opened(self, path: bytes) -> Iterator[int]:
-        """The directory at `path`, through no symlink."""
-        descriptor = os.dup(self._root)
-        try:
-            for name in path.split(b"/") if path else ():
-                below = os.open(name, _DIRECTORY, dir_fd=descriptor)
-                os.close(descriptor)
-                descriptor = below
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
     def _is(self, found: os.stat_result, inode: int) -> bool:
         """Whether what was found is still that inode, and not one of another mount above it."""
@@ -456,8 +492,11 @@ class _Walk:
             return
         above, _, name = path.rpartition(b"/")
         name = name or b"."  # the root
-        with self._noted(), self._opened(above) as directory:
-            if not self._is(os.stat(name, dir_fd=directory, follow_symlinks=False), inode):
+        with self._noted():
+            directory = self._cursor.at(
+                above, lambda found: self._is(os.stat(name, dir_fd=found, follow_symlinks=False), inode)
+            )
+            if directory is None:
                 return
             modified = content and stat.S_ISREG(mode)
             _touch(directory, name, modification_only=modified)
@@ -473,6 +512,15 @@ class _Walk:
             os.close(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory))
         except OSError as error:
             log.debug("no IN_CLOSE_WRITE for %r: %s", name, error)
+
+
+def _first(parents: dict[int, list[EntryChange]], count: int) -> Iterator[tuple[int, list[EntryChange]]]:
+    """The directories that have the first `count` changes among them."""
+    for parent, changes in parents.items():
+        if count <= 0:
+            return
+        count -= len(changes)
+        yield parent, changes
 
 
 class _Timespec(ctypes.Structure):
