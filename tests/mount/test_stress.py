@@ -90,6 +90,7 @@ def test_fio_finds_no_bad_block(root: Path, io_engine: str) -> None:
 @pytest.mark.parametrize("io_engine", FIO_ENGINES)
 def test_fio_finds_no_bad_block_however_it_writes(root: Path, io_engine: str) -> None:
     fio(root, "--size=64m", f"--ioengine={io_engine}")
+    if io_engine == "mmap":
+        return  # fio's own mistakes the offsets of several jobs in one file, on tmpfs too
     fio(root, "--size=16m", f"--ioengine={io_engine}", "--filename=one-file", "--offset_increment=16m")
-    if io_engine != "mmap":
-        fio(root, "--size=16m", f"--ioengine={io_engine}", "--direct=1", "--bsrange=4k-64k")
+    fio(root, "--size=16m", f"--ioengine={io_engine}", "--direct=1", "--bsrange=4k-64k")
