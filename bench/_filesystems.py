@@ -6,6 +6,7 @@ A peer that cannot be had is a named gap: `GapError` says why, and stands in the
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -30,7 +31,21 @@ class Mounted:
 
     name: str
     path: Path
-    workspace: Workspace | None = None
+    pid: int | None = None  # of what serves it
+
+
+def cpu_clock(pid: int | None) -> Callable[[], float]:
+    """Seconds of CPU used by us, by the commands that we ran, and by the server with process id `pid`."""
+
+    def now() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        server_ns = 0
+        if pid is not None:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                server_ns += int((thread / "schedstat").read_text().split()[0])  # proc(5): time on the CPU
+        return time.process_time() + children.ru_utime + children.ru_stime + server_ns / 1e9
+
+    return now
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -55,7 +70,7 @@ def tmpfs(place: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | Path]]) -> Iterator[Path]:
+def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | Path]]) -> Iterator[tuple[Path, int]]:
     """A FUSE file system whose content lies in a tmpfs; `command(backing, mountpoint)` serves it in the foreground."""
     if shutil.which(program) is None and not Path(program).exists():
         raise GapError(f"{program} is missing")
@@ -72,7 +87,7 @@ def peer(place: Path, program: str, command: Callable[[Path, Path], list[str | P
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise GapError(f"{program} did not mount")
                 time.sleep(0.05)
-            yield mountpoint
+            yield mountpoint, server.pid
         finally:
             subprocess.run(["fusermount3", "-u", "-z", mountpoint], check=False, capture_output=True)
             server.terminate()
@@ -113,9 +128,9 @@ def rclone_command(backing: Path, mountpoint: Path) -> list[str | Path]:
 
 
 @contextmanager
-def vfsd_engine(place: Path, engine: str) -> Iterator[Workspace]:
+def vfsd_engine(place: Path, engine: str) -> Iterator[tuple[Path, int]]:
     with Workspace.mount(place, engine=engine, name=f"bench-{engine}-{os.getpid()}") as workspace:
-        yield workspace
+        yield Path(workspace.path), workspace.pid
 
 
 @contextmanager
@@ -132,8 +147,8 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
         except GapError as gap:
             gaps[name] = str(gap)
             return
-        workspace = found if isinstance(found, Workspace) else None
-        mounted.append(Mounted(name, Path(workspace.path) if workspace else found, workspace))
+        path, pid = found if isinstance(found, tuple) else (found, None)
+        mounted.append(Mounted(name, path, pid))
 
     with ExitStack() as stack:
         add(stack, LIMIT, lambda: tmpfs(scratch / "tmpfs"))

@@ -5,7 +5,7 @@ median over the rounds of "time here / time on tmpfs in this round", with the lo
 "(once)" stands beside a cell that was measured in one round only, because it took too long; "gap" for what a
 file system could not do, with the reason below.
 
-    python -m bench.table [--quick] [--rows REGEX] [--only REGEX] [--rounds N] [--json FILE] [--plot FILE]
+    python -m bench.table [--quick] [--cpu] [--rows REGEX] [--only REGEX] [--rounds N] [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import _micro, _real
-from bench._filesystems import LIMIT, Mounted, all_mounted
+from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock
 
 # A file system that needs longer than this for one round of a row is measured in the first one only: rclone takes
 # milliseconds for what others do in microseconds, and would be most of the run.
 PATIENCE_S = 6.0
+Measure = Callable[[Path, Callable[[], float]], float]  # in this place, by this clock
 Cells = dict[str, list[float]]  # file system -> seconds, a value a round, the first rounds where not all
 
 
-def measure_row(mounted: list[Mounted], rounds: int, measure: Callable[[Path], float]) -> tuple[Cells, dict[str, str]]:
+def measure_row(mounted: list[Mounted], options: argparse.Namespace, measure: Measure) -> tuple[Cells, dict[str, str]]:
     cells: Cells = {each.name: [] for each in mounted}
     failed: dict[str, str] = {}
     slow: set[str] = set()
-    for number in range(rounds):
+    for number in range(options.rounds):
         # Each begins once, so that nobody always comes after the same neighbour's dirty caches.
         turn = number % len(mounted)
         for each in mounted[turn:] + mounted[:turn]:
@@ -47,7 +48,8 @@ def measure_row(mounted: list[Mounted], rounds: int, measure: Callable[[Path], f
             began = time.monotonic()
             try:
                 place.mkdir()
-                cells[each.name].append(measure(place))
+                clock = cpu_clock(each.pid) if options.cpu else time.perf_counter
+                cells[each.name].append(measure(place, clock))
             except Exception as error:  # a peer that cannot do it is a gap in this row, and says so
                 failed[each.name] = " ".join(str(error).split())[:100]
                 if each.name.startswith(("vfsd", LIMIT)):
@@ -129,12 +131,16 @@ def plot(rows: dict[str, dict[str, object]], path: str) -> None:
     figure.savefig(path, bbox_inches="tight", dpi=110)
 
 
-def jobs(pattern: str, inputs: Path) -> list[tuple[str, str, Callable[[Path], float]]]:
+def jobs(pattern: str, inputs: Path) -> list[tuple[str, str, Measure]]:
     """The rows whose name matches: name, unit, and what measures it in an empty directory."""
-    found: list[tuple[str, str, Callable[[Path], float]]] = [
-        (work.name, work.unit, lambda place, work=work: _micro.measure(work, str(place))) for work in _micro.WORKLOADS
+    found: list[tuple[str, str, Measure]] = [
+        (work.name, work.unit, lambda place, clock, work=work: _micro.measure(work, str(place), clock))
+        for work in _micro.WORKLOADS
     ]
-    found += [(real.name, "run", lambda place, real=real: _real.measure(real, place, inputs)) for real in _real.REAL]
+    found += [
+        (real.name, "run", lambda place, clock, real=real: _real.measure(real, place, inputs, clock))
+        for real in _real.REAL
+    ]
     return [job for job in found if re.search(pattern, job[0])]
 
 
@@ -159,7 +165,7 @@ def measure_all(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, d
             print(f"gap: {peer}: {reason}")
         print(f"{'':26}" + "".join(f"{each.name:>22}" for each in mounted), flush=True)
         for name, unit, measure in jobs(options.rows, inputs):
-            cells, failed = measure_row(mounted, options.rounds, measure)
+            cells, failed = measure_row(mounted, options, measure)
             rows[name] = summary(cells, failed)
             show_row(name, unit, rows[name], mounted, failed)
     return rows, gaps
@@ -171,6 +177,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only file systems that match (tmpfs is always there)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_const", const=2, dest="rounds", help="two rounds")
+    parser.add_argument(
+        "--cpu", action="store_true",
+        help="CPU time of client and server in place of the clock's: for a machine that has other work to do",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
@@ -188,7 +198,7 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     machine = {
         "kernel": platform.release(), "python": platform.python_version(), "cpus": os.cpu_count(),
-        "load_before": load, "load_after": os.getloadavg()[0], "rounds": options.rounds,
+        "load_before": load, "load_after": os.getloadavg()[0], "cpu_time": options.cpu, "rounds": options.rounds,
     }  # fmt: skip
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine, "gaps": gaps, "rows": rows}, indent=1) + "\n")

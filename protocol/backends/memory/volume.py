@@ -116,6 +116,13 @@ class MemoryVolume(Snapshots):
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:
         """See `protocol.volume.Volume`, as for all that follow."""
+        inode = self.find(parent, name)
+        if inode is None:
+            raise _missing(name)
+        return inode
+
+    def find(self, parent: int, name: bytes) -> Inode | None:
+        """`lookup`, with None for absence: what is asked before all that is made costs no exception."""
         directory = self._directory(parent)
         number = directory.children.get(name)  # type: ignore[union-attr]  # _directory checked it
         if number is not None:
@@ -124,8 +131,10 @@ class MemoryVolume(Snapshots):
             inode = directory
         elif name == b"..":
             inode = self._parent(directory)
-        else:
+        elif len(name) > NAME_MAX:
             raise _missing(name)
+        else:
+            return None
         inode.lookups += 1
         return inode
 
@@ -500,11 +509,18 @@ class MemoryVolume(Snapshots):
         return StatFs(_PAGE, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
-        xattrs.check_name(name)
-        kept = self.getattr(inode).xattrs
-        if kept is None or name not in kept:
+        value = self.find_xattr(inode, name)
+        if value is None:
             raise fail(errno.ENODATA)
-        return kept[name]
+        return value
+
+    def find_xattr(self, inode: int, name: bytes) -> bytes | None:
+        """`getxattr`, with None for absence: the kernel asks for a capability before it first writes to a file."""
+        kept = self.getattr(inode).xattrs
+        if kept is None and name == b"security.capability":
+            return None
+        xattrs.check_name(name)
+        return None if kept is None else kept.get(name)
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
         self._check_writable()

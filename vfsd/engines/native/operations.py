@@ -72,6 +72,8 @@ class Operations:
         # A volume that has content in pieces need not put them together: `writev` does.  Asked of the class, or one
         # that wraps another, with a `read` of its own, would be passed by.
         self._in_pieces = hasattr(type(volume), "read_pieces")
+        # One that says "absent" without an exception, where absence is the usual answer.
+        self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
         self._drop = drop
         self._forget_attributes = forget_attributes
         self._who: Buffer = b""
@@ -81,7 +83,7 @@ class Operations:
     def _handlers(self) -> dict[int, Handler]:
         r = self.replies
         rows: list[tuple[Opcode, int, Method, Callable[[int, Any], Message]]] = [
-            (Opcode.LOOKUP, 2, self._lookup, r.entry),
+            (Opcode.LOOKUP, 2, self._lookup, r.found),
             (Opcode.FORGET, wire.FUSE_FORGET_IN.size, self._forget, r.nothing),
             (Opcode.BATCH_FORGET, wire.FUSE_BATCH_FORGET_IN.size, self._batch_forget, r.nothing),
             (Opcode.GETATTR, 0, self._getattr, r.attributes),
@@ -108,7 +110,7 @@ class Operations:
             (Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
             (Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
             (Opcode.STATFS, 0, self._statfs, r.statfs),
-            (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.body),
+            (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.attribute),
             (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
             (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
             (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
@@ -129,6 +131,8 @@ class Operations:
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
+        if self._finds:
+            return self._volume.find(node, bytes(message[40 : length - 1]))  # type: ignore[attr-defined]
         return self._volume.lookup(node, bytes(message[40 : length - 1]))
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
@@ -360,7 +364,11 @@ class Operations:
 
     def _getxattr(self, node: int, message: Request, length: int) -> object:
         size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
-        return _then(self._volume.getxattr(node, bytes(message[48 : length - 1])), lambda value: _sized(value, size))
+        name = bytes(message[48 : length - 1])
+        if self._finds:
+            value = self._volume.find_xattr(node, name)  # type: ignore[attr-defined]
+            return None if value is None else _sized(value, size)
+        return _then(self._volume.getxattr(node, name), lambda value: _sized(value, size))
 
     def _listxattr(self, node: int, message: Request, _length: int) -> object:
         size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)

@@ -58,6 +58,10 @@ class Replies:
             self._absent_body = b""
         self._absent_header = functools.partial(wire.FUSE_OUT_HEADER.pack, size, error)
 
+    def found(self, unique: int, a: Attributes | None) -> bytes:
+        """The answer to LOOKUP; None stands for absence."""
+        return self.absent(unique) if a is None else self.entry(unique, a)
+
     def entry(self, unique: int, a: Attributes) -> bytes:
         """fuse_entry_out, of which the kernel takes a lookup."""
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
@@ -129,6 +133,11 @@ class Replies:
     @staticmethod
     def body(unique: int, body: bytes) -> bytes:
         return wire.body_reply(unique, body)
+
+    @staticmethod
+    def attribute(unique: int, value: bytes | None) -> bytes:
+        """An extended attribute; None stands for absence."""
+        return wire.error_reply(unique, errno.ENODATA) if value is None else wire.body_reply(unique, value)
 
     @staticmethod
     def done(unique: int, _: object) -> bytes:
