@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -77,7 +78,11 @@ class MountedFilesystem:
         OSError(EBUSY) names who has files open; `lazy` detaches it all the same, and serves them until they are done.
         """
         if self._thread.is_alive() and mounts.mount_at(self._path) is not None:
-            mounts.unmount(self._path, lazy=lazy)
+            try:
+                mounts.unmount(self._path, lazy=lazy)
+            except OSError:
+                if mounts.mount_at(self._path) is not None:
+                    raise  # else it ended by itself, or by somebody else's hand, in this moment
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
@@ -87,5 +92,7 @@ class MountedFilesystem:
             _logger.exception("serving %s ended", os.fsencode(self._path))
         finally:
             self._engine.unmount()
+            with suppress(OSError):  # libfuse leaves a mount whose connection was cut
+                mounts.clear_dead_mount(self._path)
             for path, error in self._volume.write_back_all():
                 _logger.error("what was written to %s is lost: %s", os.fsencode(path), error)

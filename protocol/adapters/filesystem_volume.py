@@ -176,6 +176,8 @@ class FilesystemVolume:
         node = self._node(inode)
         if changes.size is not None:
             self._resize(node, changes.size)
+        if changes.kill_privileges:
+            _clear_privileges(node)
         if changes.mode is not None:
             node.mode = changes.mode & 0o7777
         if changes.uid is not None:
@@ -313,6 +315,8 @@ class FilesystemVolume:
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         self._check_writable()
         node = self._file(inode)
+        if not len(data):  # no end that could lie beyond the file's
+            return 0
         end = offset + len(data)
         if end > MAX_FILE_BYTES:
             raise fail(errno.EFBIG)
@@ -321,8 +325,8 @@ class FilesystemVolume:
             content.extend(bytes(offset - len(content)))
         content[offset:end] = data
         self._changed(node)
-        if kill_privileges and node.mode is not None:
-            node.mode &= ~(stat.S_ISUID | stat.S_ISGID)
+        if kill_privileges:
+            _clear_privileges(node)
         return len(data)
 
     def flush(self, inode: int) -> None:
@@ -563,6 +567,12 @@ class FilesystemVolume:
     def _check_writable(self) -> None:
         if self.read_only:
             raise fail(errno.EROFS)
+
+
+def _clear_privileges(node: _Node) -> None:
+    """As write(2) and chown(2) do; set-gid without group execute is no privilege."""
+    if node.mode is not None and not node.is_dir:
+        node.mode &= ~(stat.S_ISUID | (stat.S_ISGID if node.mode & stat.S_IXGRP else 0))
 
 
 def _encoded(name: str) -> bytes:

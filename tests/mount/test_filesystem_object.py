@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import InMemoryFilesystem
+from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
 from vfsd.inprocess import MountedFilesystem
 from vfsd.workspace import Workspace
 
@@ -25,6 +25,18 @@ def mounted(filesystem: InMemoryFilesystem, engine: str, workdir: Path) -> Itera
         yield mounted
     assert not mounted.mounted
     assert os.listdir(workdir / "m") == []
+
+
+class OnlyTheMethods:
+    """Somebody else's: it has what `Filesystem` names, and nothing that ours have beside."""
+
+    def __init__(self, filesystem: Filesystem) -> None:
+        self._filesystem = filesystem
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_") or name not in Filesystem.__dict__:
+            raise AttributeError(name)
+        return getattr(self._filesystem, name)
 
 
 def shell(mounted: MountedFilesystem, script: str) -> str:
@@ -72,3 +84,43 @@ def test_an_unmount_of_a_busy_one_names_the_holder(mounted: MountedFilesystem) -
 def test_arguments_of_a_backend_are_refused(filesystem: InMemoryFilesystem, workdir: Path) -> None:
     with pytest.raises(ValueError, match="takes no backend"):
         Workspace.mount(workdir / "m", filesystem=filesystem, max_bytes=1)  # type: ignore[call-overload]
+
+
+def test_an_object_with_only_the_methods_is_served(engine: str, workdir: Path) -> None:
+    inner = InMemoryFilesystem()
+    with Workspace.mount(workdir / "m", filesystem=OnlyTheMethods(inner), engine=engine) as mounted:  # type: ignore[call-overload]
+        shell(mounted, "mkdir -p a/b; seq 1000 > a/b/c; mv a/b/c a/d; rm -r a/b; head -c 3000000 /dev/zero > z; df . z")
+        assert shell(mounted, "tail -1 a/d; stat -c %s z") == "1000\n3000000\n"
+        agent = HostFilesystem(mounted.path)
+        agent.write("by-agent", "through the mount")
+    assert inner.read("by-agent").content == "through the mount"
+    assert sorted(entry.path for entry in inner.list("a")) == ["a/d"]
+
+
+def test_programs_that_append_to_one_file_lose_no_line(
+    mounted: MountedFilesystem, filesystem: InMemoryFilesystem
+) -> None:
+    shell(
+        mounted,
+        "for i in 1 2 3; do"
+        "  (exec 3>>log; for j in $(seq 100); do echo $i-$j >&3; echo $i-$j >> log2; done) &"
+        " done; wait",
+    )
+    expected = sorted(f"{i}-{j}" for i in (1, 2, 3) for j in range(1, 101))
+    assert sorted(filesystem.read("log").content.split()) == expected
+    assert sorted(filesystem.read("log2").content.split()) == expected
+
+
+def test_what_programs_had_written_is_there_when_the_connection_is_cut(
+    mounted: MountedFilesystem, filesystem: InMemoryFilesystem
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can unmount by force")
+    file = os.open(os.path.join(mounted.path, "f"), os.O_CREAT | os.O_WRONLY)
+    os.write(file, b"never closed")
+    # By force: the kernel cuts the connection, then finds the mount busy.
+    subprocess.run(["umount", "-f", mounted.path], check=False, capture_output=True)
+    mounted.unmount(lazy=True)
+    assert filesystem.read("f").content == "never closed"
+    with pytest.raises(OSError, match="not connected"):
+        os.close(file)

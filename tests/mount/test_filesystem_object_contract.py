@@ -1,0 +1,58 @@
+"""The filesystem suites over a mounted object of this process: what a Filesystem can hold, its mount holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol.paths import Limits
+from protocol.testing import ArchiveContract, FilesystemContract, SnapshotContract, StreamingContract
+from vfsd.workspace import Workspace
+
+
+@pytest.fixture(scope="module", params=["native", "pyfuse3"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One mount for all tests."""
+    place = tmp_path_factory.mktemp("shared") / "mount"
+    # One level more than the suites ask for: each test has a directory of its own.
+    mounted = InMemoryFilesystem(limits=Limits(depth=17))
+    with Workspace.mount(place, filesystem=mounted, engine=request.param, name=f"object-contract-{request.param}"):
+        yield place
+
+
+class OnObject:
+    @pytest.fixture
+    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> SnapshotableFilesystem:
+        root = shared / tmp_path_factory.mktemp("test").name
+        root.mkdir()
+        return HostFilesystem(root)
+
+
+class TestFilesystem(OnObject, FilesystemContract):
+    pass
+
+
+class TestStreaming(OnObject, StreamingContract):
+    pass
+
+
+class TestSnapshots(OnObject, SnapshotContract):
+    pass
+
+
+class TestArchives(OnObject, ArchiveContract):
+    def test_symlinks_are_followed_inside_and_lead_nobody_out(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
+        """A Filesystem has no word for a symlink: an archive with one is refused, and nothing changes."""
+        filesystem.write("before", "stays")
+        (tmp_path / "linked").mkdir()
+        (tmp_path / "linked" / "link").symlink_to("before")
+        HostFilesystem(tmp_path / "linked").export_archive(tmp_path / "a.zip")
+        with pytest.raises(PermissionError):
+            filesystem.import_archive(tmp_path / "a.zip")
+        assert [entry.path for entry in filesystem.list()] == ["before"]
+        assert filesystem.read("before").content == "stays"
