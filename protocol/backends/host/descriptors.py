@@ -115,7 +115,7 @@ class Descriptors:
                 if error.errno not in _GONE:
                     raise
             else:
-                if (seen.st_dev, seen.st_ino) == node.key:
+                if node.is_shown(seen):
                     node.checked_s = monotonic()
                     node.used = True
                     return node.fd
@@ -183,8 +183,7 @@ class Descriptors:
                 if error.errno not in _GONE or (error.errno == errno.EXDEV and node.is_dir):
                     raise
                 continue
-            seen = os.fstat(descriptor)
-            if (seen.st_dev, seen.st_ino) == node.key:
+            if node.is_shown(os.fstat(descriptor)):
                 return descriptor
             os.close(descriptor)
         raise fail(errno.ESTALE)

@@ -71,6 +71,10 @@ class Node:
     def is_dir(self) -> bool:
         return self.kind == stat.S_IFDIR
 
+    def is_shown(self, seen: stat_result) -> bool:
+        """Whether `seen` is of this inode: or of one to which the host gave the number again, of the same kind."""
+        return (seen.st_dev, seen.st_ino) == self.key and seen.st_mode & _KIND == self.kind
+
     def places(self) -> Iterator[Place]:
         """Where it was seen, the last one first."""
         if self.parent is not None:

@@ -448,7 +448,7 @@ class HostVolume:
             except FileNotFoundError:
                 pass
             else:
-                if (seen.st_dev, seen.st_ino) == node.key:
+                if node.is_shown(seen):
                     return seen
         with self._descriptors.of(node) as descriptor:  # by its other names, or ESTALE
             return os.fstat(descriptor)
