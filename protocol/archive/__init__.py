@@ -30,7 +30,17 @@ once, before it hands out a tree.
 """
 
 from protocol.archive.limits import ArchiveLimits
+from protocol.archive.progress import Progress, untold
 from protocol.archive.read import ArchiveTree, open_archive
 from protocol.archive.write import ArchiveSummary, export_archive, write_archive
 
-__all__ = ["ArchiveLimits", "ArchiveSummary", "ArchiveTree", "export_archive", "open_archive", "write_archive"]
+__all__ = [
+    "ArchiveLimits",
+    "ArchiveSummary",
+    "ArchiveTree",
+    "Progress",
+    "export_archive",
+    "open_archive",
+    "untold",
+    "write_archive",
+]

@@ -13,6 +13,7 @@ from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import PERCENT, SPECIAL, Manifest, Record, decode_manifest, record_xattrs
 from protocol.archive.members import Member, read_members
 from protocol.archive.names import FILES, MANIFEST, check_path, shown, unescape
+from protocol.archive.progress import Progress, untold
 from protocol.errors import ArchiveError
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE
@@ -36,8 +37,8 @@ class Contents:
     members: dict[bytes, Member] = field(default_factory=dict)
 
 
-def read_contents(file: BinaryIO, limits: ArchiveLimits) -> Contents:
-    """Read and check the archive in `file`.  ArchiveError."""
+def read_contents(file: BinaryIO, limits: ArchiveLimits, progress: Progress = untold) -> Contents:
+    """Read and check the archive in `file`.  ArchiveError.  `progress` is told of the content decompressed."""
     members = read_members(file, limits)
     contents = Contents(_read_manifest(file, members, limits))
     _place_members(contents, members)
@@ -45,7 +46,8 @@ def read_contents(file: BinaryIO, limits: ArchiveLimits) -> Contents:
     _check_counts(contents)
     _complete_directories(contents, limits)
     groups = _hard_links(contents)
-    digests = _check_content(file, contents, frozenset(path for group in groups for path in group))
+    linked = frozenset(path for group in groups for path in group)
+    digests = _check_content(file, contents, linked, progress)
     _number(contents, groups, digests)
     return contents
 
@@ -214,9 +216,12 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
 # -- content -----------------------------------------------------------------------------------
 
 
-def _check_content(file: BinaryIO, contents: Contents, linked: frozenset[bytes]) -> Mapping[bytes, bytes]:
+def _check_content(
+    file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: Progress
+) -> Mapping[bytes, bytes]:
     """Decompress everything once; fill in symlink targets; the digests of `linked`."""
     digests: dict[bytes, bytes] = {}
+    done, total = 0, sum(member.size for member in contents.members.values())
     for path, member in contents.members.items():
         entry = contents.entries[path]
         if entry.is_symlink:
@@ -229,10 +234,11 @@ def _check_content(file: BinaryIO, contents: Contents, linked: frozenset[bytes])
             digest = blake2b()
             for chunk in decompressed(file, member):
                 digest.update(chunk)
+                progress(done := done + len(chunk), total)
             digests[path] = digest.digest()
         else:
-            for _ in decompressed(file, member):
-                pass
+            for chunk in decompressed(file, member):
+                progress(done := done + len(chunk), total)
     return digests
 
 

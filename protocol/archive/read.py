@@ -15,6 +15,7 @@ from protocol.archive.content import ContentReader, decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.members import Member
 from protocol.archive.names import shown
+from protocol.archive.progress import Progress, untold
 from protocol.errors import ArchiveError, fail
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
@@ -24,21 +25,28 @@ Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | Binary
 
 
 @contextmanager
-def open_archive(source: Source, *, limits: ArchiveLimits | None = None) -> Iterator[ArchiveTree]:
+def open_archive(
+    source: Source, *, limits: ArchiveLimits | None = None, progress: Progress = untold
+) -> Iterator[ArchiveTree]:
     """The tree in the archive at a path or in a seekable file, for as long as the context lasts.
 
     Everything is checked before the context is entered, each entry's content by decompressing it once.
-    ArchiveError names the entry that is refused; OSError when the archive cannot be read.  A file that was
-    handed over stays open.
+    `progress` is told how far that is.  ArchiveError names the entry that is refused; OSError when the archive
+    cannot be read.  A file that was handed over stays open.
     """
     limits = limits or ArchiveLimits()
     if isinstance(source, str | bytes | os.PathLike):
         with _open_regular(source) as file:
-            yield ArchiveTree(file, read_contents(file, limits))
+            try:
+                contents = read_contents(file, limits, progress)
+            except ArchiveError as error:
+                # What is wrong with no entry of it is wrong with the archive.
+                raise ArchiveError(str(error.strerror), error.entry or os.fsdecode(source)) from None
+            yield ArchiveTree(file, contents)
     elif not source.seekable():
         raise ArchiveError("an archive can only be read from a seekable file")
     else:
-        yield ArchiveTree(source, read_contents(source, limits))
+        yield ArchiveTree(source, read_contents(source, limits, progress))
 
 
 def _open_regular(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> BinaryIO:

@@ -11,23 +11,21 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Final, TypeAlias
+from typing import BinaryIO, Final
 
 import msgspec
 
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import DEVICES, PERCENT, SPECIAL, VERSION, Manifest, Record, timestamp
 from protocol.archive.names import FILES, MANIFEST, PATH_BYTES_MAX, escape, is_utf8, shown
+from protocol.archive.progress import Progress
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
 from protocol.errors import fail
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["ArchiveSummary", "Progress", "export_archive", "write_archive"]
-
-# Called with (bytes of content done, bytes of content in all).
-Progress: TypeAlias = Callable[[int, int], None]
+__all__ = ["ArchiveSummary", "export_archive", "write_archive"]
 
 DEFAULT_LEVEL: Final = 6  # zlib's and zip's own
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
+from vfsd.control.client import ControlClient
+from vfsd.control.messages import DiffParams, ImportParams, Progress, RestoreParams
 from vfsd.runtime import socket_path
 from vfsd.workspace import Workspace
 
@@ -265,6 +267,33 @@ def test_a_big_patch_comes_in_pieces_and_whole(workspace: Workspace, root: Path)
             added += line.startswith(b"+line ")
     assert reader.returncode == 0
     assert added == len(lines)
+
+
+def test_a_patch_of_many_files_does_not_wait_for_the_loop_at_each(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    for number in range(500):
+        (root / f"small{number}").write_text("x\n")
+    pieces: list[bytes] = []
+    with ControlClient(socket_path(workspace.name)) as client:
+        client.call("diff", DiffParams(a="one", mode="patch"), on_output=pieces.append)
+    assert b"".join(pieces).count(b"\n+x\n") == 500
+    assert len(pieces) < 50
+
+
+def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path, workdir: Path) -> None:
+    workspace.export(workdir / "a.zip")
+    for path in big.iterdir():
+        path.unlink()
+    archive = str(workdir / "a.zip")
+    for method, params in (("import", ImportParams(archive)), ("restore", RestoreParams(archive=archive))):
+        told: list[Progress] = []
+        with ControlClient(socket_path(workspace.name)) as client:
+            client.call(method, params, on_progress=told.append)
+        read = [step.done for step in told if step.unit == "bytes"]
+        assert read == sorted(read)
+        # The figures between are sampled; of 80 MiB to go through some are caught.
+        assert any(done > 0 for done in read)
+        assert {step.total for step in told if step.unit == "bytes"} == {40 << 20}
 
 
 # -- names --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive
+from protocol.errors import ArchiveError
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from tests.trees import DictTree
 from tests.unit.archives import CREATED_NS, DIRECTORY, FILE, archive_of, facts, facts_of_archive, special
@@ -532,3 +533,10 @@ def test_a_tree_too_large_for_any_reader_is_refused_at_once_with_its_largest_fil
     assert refused.value.errno == errno.EFBIG
     assert refused.value.filename == "huge"
     assert file.getvalue() == b""
+
+
+def test_what_is_no_archive_at_all_is_named(workdir: Path) -> None:
+    (workdir / "text").write_text("no archive")
+    with pytest.raises(ArchiveError, match="no ZIP archive") as raised, open_archive(workdir / "text"):
+        pass
+    assert raised.value.filename == str(workdir / "text")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Final, Literal, ParamSpec, TypeVar
@@ -20,16 +21,17 @@ from typing import Final, Literal, ParamSpec, TypeVar
 import trio
 
 import vfsd
-from protocol.archive import export_archive, open_archive
+from protocol.archive import Progress, export_archive, open_archive, untold
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
-from protocol.diff import changes
+from protocol.diff import Change, changes
 from protocol.patch import write_patch
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
 from vfsd.control.call import Call, Handler, InvalidParamsError
 from vfsd.control.changes import Differences, differences
+from vfsd.control.counted import CountedTree
 from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import (
     ChangeCounts,
@@ -60,6 +62,7 @@ __all__ = ["SAFETY_SNAPSHOTS_KEPT", "Methods", "read_archive"]
 
 SAFETY_SNAPSHOTS_KEPT: Final = 10
 _SAFETY_PREFIX: Final = "safety-"
+_PATCH_PIECE_BYTES: Final = 64 * 1024
 # What a shell, a file name in a table and `restore NAME|ARCHIVE.zip` can all take without quoting trouble.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
 
@@ -181,7 +184,7 @@ class Methods:
         return await self._restored(name, safety, call)
 
     async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
-        staged = await self._staged(path)
+        staged = await self._staged(path, call)
         with staged.tree() as tree:
             if dry_run:
                 with self._volume.tree() as live:
@@ -190,8 +193,10 @@ class Methods:
             safety = await self._put(tree, replace=True, paths=paths)
         return await self._restored(path, safety, call)
 
-    async def _staged(self, path: str) -> MemoryVolume:
-        return await _in_thread(read_archive, _absolute(path), self._volume.max_bytes, self._volume.max_inodes)
+    async def _staged(self, path: str, call: Call) -> MemoryVolume:
+        volume = self._volume
+        told = _telling(call)
+        return await _in_thread(read_archive, _absolute(path), volume.max_bytes, volume.max_inodes, told)
 
     async def _put(self, tree: Tree, *, replace: bool, paths: list[bytes]) -> str:
         """Put `tree` in place; the name of the safety snapshot taken before."""
@@ -265,17 +270,13 @@ class Methods:
     async def _differences(
         self, old: Tree, new: Tree, paths: list[bytes], call: Call, *, with_lines: bool = False
     ) -> Differences:
-        return await _in_thread(differences, old, new, paths, with_lines=with_lines, keep_going=call.raise_if_cancelled)
+        return await _in_thread(differences, old, new, paths, with_lines=with_lines, keep_going=_counting(call))
 
     # -- export and import -----------------------------------------------------------------------------
     async def _export(self, params: ExportParams, call: Call) -> ExportResult:
         path = _absolute(params.path)
         if params.snapshot is None:
             await self._served.settle()
-
-        def progress(done: int, total: int) -> None:
-            call.raise_if_cancelled()
-            call.progress_nowait(done, total, "bytes")
 
         with self._volume.tree(params.snapshot) as tree:
             summary = await _in_thread(
@@ -284,13 +285,13 @@ class Methods:
                 path,
                 overwrite=params.overwrite,
                 created_ns=_created_ns(params.source_date_epoch),
-                progress=progress,
+                progress=_telling(call),
             )
         return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
-        staged = await self._staged(params.path)
+        staged = await self._staged(params.path, call)
         with staged.tree() as tree:
             safety = await self._put(tree, replace=False, paths=[])
         found = await self._compare(safety, None, [], call)
@@ -312,16 +313,18 @@ class Methods:
         self.answering_unmount -= 1
 
 
-def read_archive(path: str, max_bytes: int | None, max_inodes: int | None) -> MemoryVolume:
+def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold) -> MemoryVolume:
     """The content of a ZIP file, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
 
     So the serving loop has only to put it in place.  What it may take is what the workspace may: an archive that
     unpacks to more than the machine has would otherwise end the daemon, and the workspace with it.
+    `progress` is told of both passes over the content, the check and the unpacking, as halves of the whole.
     """
     staged = MemoryVolume(max_bytes, max_inodes)
     try:
-        with open_archive(path) as tree:
-            staged.import_tree(tree, replace=True)
+        with open_archive(path, progress=lambda done, total: progress(done // 2, total)) as tree:
+            counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
+            staged.import_tree(counted, replace=True)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -343,12 +346,46 @@ def _created_ns(source_date_epoch: int | None) -> int:
     return time.time_ns() if source_date_epoch is None else source_date_epoch * 10**9
 
 
-def _write_patch(old: Tree, new: Tree, paths: list[bytes], call: Call) -> Differences:
-    def write(data: bytes) -> None:
-        call.output_from_thread(data)
+def _telling(call: Call) -> Progress:
+    """Progress in bytes for whoever waits for `call`; ends the work when nobody does.  Any thread."""
 
-    write_patch(old, new, changes(old, new, paths=paths), write)
-    return differences(old, new, paths, keep_going=call.raise_if_cancelled)
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        call.raise_if_cancelled()
+        call.progress_nowait(done_bytes, total_bytes, "bytes")
+
+    return tell
+
+
+def _counting(call: Call) -> Callable[[], None]:
+    """The same for work whose end is not known: each call of what is returned is one more path."""
+    paths = itertools.count(1)
+
+    def tell() -> None:
+        call.raise_if_cancelled()
+        call.progress_nowait(next(paths), 0, "files")
+
+    return tell
+
+
+def _write_patch(old: Tree, new: Tree, paths: list[bytes], call: Call) -> Differences:
+    # Each message waits for the loop: one for every section of a patch would take minutes for 100,000 files.
+    pieces = bytearray()
+
+    def write(data: bytes) -> None:
+        pieces.extend(data)
+        if len(pieces) >= _PATCH_PIECE_BYTES:
+            call.output_from_thread(bytes(pieces))
+            pieces.clear()
+
+    write_patch(old, new, _watched(changes(old, new, paths=paths), call), write)
+    call.output_from_thread(bytes(pieces))
+    return differences(old, new, paths, keep_going=_counting(call))
+
+
+def _watched(changed: Iterable[Change], call: Call) -> Iterator[Change]:
+    for change in changed:
+        call.raise_if_cancelled()
+        yield change
 
 
 def _record(info: SnapshotInfo) -> SnapshotRecord:
