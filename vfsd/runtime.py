@@ -244,9 +244,11 @@ def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: s
         if record.name == selector:
             return record
     found = _containing(os.path.join(cwd, selector), records)
-    if found is not None:
+    # In a workspace every word is a path in it: a name that is mistyped there must not mean where one stands.
+    is_path = "/" in selector or selector in (".", "..")
+    if found is not None and (is_path or found is not _containing(cwd, records)):
         return found
-    what = "in no workspace" if "/" in selector else "no workspace's name, and in none as a path"
+    what = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
     raise WorkspaceNotFoundError(f"{selector!r}{origin} is {what}; {_what_exists(records)}")
 
 

@@ -226,6 +226,16 @@ def test_a_name_goes_before_a_path() -> None:
     assert find("./x", cwd="/mnt") == "y"
 
 
+def test_in_a_workspace_a_name_that_no_workspace_has_does_not_mean_that_one() -> None:
+    put("a", "/mnt/a")
+    put("inner", "/mnt/a/mounted")
+    for mistyped in ("aa", "sub"):
+        with pytest.raises(WorkspaceNotFoundError, match=rf"'{mistyped}' is no workspace's name.*\./{mistyped}"):
+            find(mistyped, cwd="/mnt/a")
+    assert find("./sub", cwd="/mnt/a") == find("sub/dir", cwd="/mnt/a") == "a"
+    assert find("mounted", cwd="/mnt/a") == "inner"
+
+
 def test_the_innermost_mount_is_meant() -> None:
     put("outer", "/mnt/a")
     put("inner", "/mnt/a/b/c")
