@@ -29,10 +29,10 @@ def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A snapshot first, or an archive; then files."""
-    files = [CompletionItem(incomplete, type="file")]
+    """A snapshot first, or where none fits an archive; then files."""
     first = not ctx.params.get(param.name or "") and not ctx.params.get("undo")
-    return [*complete_snapshot(ctx, param, incomplete), *files] if first else files
+    # Never both: at a mark for files bash's script forgets the names that came before it.
+    return (first and complete_snapshot(ctx, param, incomplete)) or [CompletionItem(incomplete, type="file")]
 
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
