@@ -119,7 +119,7 @@ def venv(place: Path, _inputs: Path) -> None:
 
 def pip_install(place: Path, _inputs: Path) -> None:
     # ensurepip installs the pip wheel that Python carries: some 500 files, and no network.
-    run(place / "venv" / "bin" / "python", "-m", "ensurepip", "-q", cwd=place)
+    run(place / "venv" / "bin" / "python", "-m", "ensurepip", cwd=place)
 
 
 REAL = (

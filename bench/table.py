@@ -52,8 +52,8 @@ def measure_row(mounted: list[Mounted], options: argparse.Namespace, measure: Me
                 cells[each.name].append(measure(place, clock))
             except Exception as error:  # a peer that cannot do it is a gap in this row, and says so
                 failed[each.name] = " ".join(str(error).split())[:100]
-                if each.name.startswith(("vfsd", LIMIT)):
-                    raise
+                if each.name == LIMIT:  # nothing to compare with
+                    return cells, {one.name: failed[LIMIT] for one in mounted}
             finally:
                 shutil.rmtree(place, ignore_errors=True)
             if time.monotonic() - began > PATIENCE_S and each.name != LIMIT:
@@ -114,7 +114,7 @@ def plot(rows: dict[str, dict[str, object]], path: str) -> None:
         points = [
             (row[name]["ratio"], at)  # type: ignore[index]
             for at, row in enumerate(rows.values())
-            if name in row and "ratio" in row[name]  # type: ignore[operator]
+            if "ratio" in row.get(name, {})  # type: ignore[operator]
         ]
         emphasis = name == "vfsd native"
         axis.plot(
@@ -204,6 +204,12 @@ def main() -> None:
         Path(options.json).write_text(json.dumps({"machine": machine, "gaps": gaps, "rows": rows}, indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot)
+    ours = [
+        f"{name} on {each}" for name, row in rows.items() for each in row
+        if each.startswith(("vfsd", LIMIT)) and "gap" in row[each]  # type: ignore[operator]
+    ]  # fmt: skip
+    if ours:
+        sys.exit(f"failed: {', '.join(ours)}")
 
 
 if __name__ == "__main__":
