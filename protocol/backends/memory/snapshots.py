@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import State
     from protocol.tree import Tree
 
-__all__ = ["Changes", "Snapshots", "count_changes"]
+__all__ = ["Changes", "Snapshots", "count_changes", "restore_epoch"]
 
 
 class Changes:
@@ -83,7 +83,7 @@ class Snapshots:
             with self._view(target) as tree:
                 return self.import_tree(tree, replace=True, paths=paths)
         with self._transaction() as transaction:
-            _restore(self._state, target)
+            restore_epoch(self._state, target)
             return _coherence(self._state, transaction)
 
     def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
@@ -160,7 +160,7 @@ class Snapshots:
             yield epoch
         except BaseException:
             revived = state.revived.copy()
-            _restore(state, epoch)
+            restore_epoch(state, epoch)
             for orphan in revived.values():
                 state.bury_again(orphan)
             raise
@@ -197,7 +197,7 @@ def _differs(old: Inode, new: Inode) -> bool:
 # -- restore ----------------------------------------------------------------------------------------
 
 
-def _restore(state: State, target: Epoch) -> None:
+def restore_epoch(state: State, target: Epoch) -> None:
     """Put back what was at the beginning of `target`; recorded in the newest epoch.
 
     The pre-images hold whole inodes, with links and link counts, so entries are set bare.

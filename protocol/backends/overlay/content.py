@@ -12,6 +12,7 @@ Threading: a version that a snapshot holds may be read by any thread; nothing he
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LowerContent"]
 
 _SECTOR_BYTES: Final = 512
+_COUNTED_BLOCKS: Final = 64  # with more of them above, what is seen below is estimated
 _NOTHING: Final[frozenset[int]] = frozenset()
 _Staged = tuple[bytearray, int]  # a block, and the bits of its pages that are holes
 
@@ -72,8 +74,19 @@ class LowerContent(Content):
             return above
         if self.is_pristine:
             return self.lower.sectors
+        if len(self.blocks) + len(self.masked) <= _COUNTED_BLOCKS:
+            with contextlib.suppress(ChangedBelowError):
+                below = self._below_pages()
+                return above + below * (PAGE_BYTES // _SECTOR_BYTES)
         seen = max(0, count - len(self.blocks.keys() | self.masked))
         return above + self.lower.sectors * seen // max(count, -(-self.lower.size // BLOCK_BYTES))
+
+    def _below_pages(self) -> int:
+        at = pages = 0
+        for index in sorted(each for each in self.blocks.keys() | self.masked if each * BLOCK_BYTES < self.limit):
+            pages += sum(b - a for a, b in self._below_ranges(at * BLOCK_BYTES, index * BLOCK_BYTES))
+            at = index + 1
+        return pages + sum(b - a for a, b in self._below_ranges(at * BLOCK_BYTES, self.limit))
 
     def same_as(self, other: Content) -> bool:
         """See `Content.same_as`.  Reads below only where one side is from there and the other not."""
@@ -242,14 +255,15 @@ class LowerContent(Content):
         self._mask(before)
 
     def _punch_below(self, offset: int, end: int) -> None:
-        if end >= self.limit:
+        # As on tmpfs, a page of which the end is not within the hole stays, zeroed.
+        if end >= _page_up(self.limit) * PAGE_BYTES:
             self.limit = offset  # what the blocks above hold is theirs; of the rest nothing is seen from here on
             return
         hidden = set()
-        for index in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        for index in range(offset // BLOCK_BYTES, -(-min(end, self.limit) // BLOCK_BYTES)):
             visible = self._visible(index)
             base = index * BLOCK_BYTES
-            if visible and offset <= base and end >= base + visible:
+            if visible and offset <= base and end >= base + _page_up(visible) * PAGE_BYTES:
                 hidden.add(index)
             elif visible:
                 self._put_block(index, self._load(index, visible))

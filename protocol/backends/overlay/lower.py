@@ -26,12 +26,23 @@ from typing import Final, NamedTuple
 
 from protocol.backends.beneath import Handle, open_beneath, proc_path
 
-__all__ = ["VANISHED", "ChangedBelowError", "Identity", "Lower", "LowerFile", "Scanned", "identity", "is_gone"]
+__all__ = [
+    "KEPT_BYTES",
+    "VANISHED",
+    "ChangedBelowError",
+    "Identity",
+    "Lower",
+    "LowerFile",
+    "Scanned",
+    "identity",
+    "is_gone",
+]
 
 Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
 RECHECK_S: Final = 0.5
 VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
+KEPT_BYTES: Final = 256 * 1024  # of a file to be replaced below: smaller ones are kept whole, others open
 _DIRECTORIES_KEPT: Final = 64
 _FEWEST_FILES: Final = 16
 _MOST_FILES: Final = 512
@@ -228,7 +239,7 @@ class LowerFile:
         self.path = path
         self.identity = identity(seen)
         self.sectors = seen.st_blocks
-        self.kept: Handle | None = None
+        self.kept: Handle | bytes | None = None
 
     @property
     def size(self) -> int:
@@ -237,6 +248,8 @@ class LowerFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, all below the file's end.  ChangedBelowError."""
+        if isinstance(self.kept, bytes):
+            return self.kept[offset : offset + size]
         handle = self._handle()
         data = os.pread(handle.fd, size, offset)
         if len(data) < size:
@@ -254,6 +267,9 @@ class LowerFile:
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """(start, end) of each run of data between the two offsets, in order.  ChangedBelowError."""
+        if isinstance(self.kept, bytes):
+            yield start, min(end, len(self.kept))
+            return
         handle = self._handle()
         self._check(handle)
         at = start
@@ -271,15 +287,17 @@ class LowerFile:
             at = after
 
     def keep(self) -> None:
-        """Go on with this very inode, though its name is about to be taken away or given to another.  See `apply`."""
+        """Go on with what it is now, though its name is about to be taken away or given to another.  See `apply`."""
         if self.kept is None:
+            if self.size <= KEPT_BYTES:
+                self.kept = self.read(0, self.size)
+                return
             handle = self.lower.open(self)
-            if identity(os.fstat(handle.fd)) != self.identity:
-                raise ChangedBelowError(self.path)
+            self._check(handle)
             self.kept = handle
 
     def _handle(self) -> Handle:
-        return self.kept or self.lower.open(self)
+        return self.kept if isinstance(self.kept, Handle) else self.lower.open(self)
 
     def _check(self, handle: Handle) -> None:
         seen = identity(os.fstat(handle.fd))

@@ -65,7 +65,7 @@ class OverlayState(State):
         root = OverlayInode(ROOT_INODE, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
         root.lower = LowerFile(self.lower, b"", seen)
         _show(root, seen)
-        root.nlink = 2
+        root.nlink = max(2, seen.st_nlink)
         root.size = DIRECTORY_BASE_BYTES
         root.xattrs = self.lower.xattrs(b"")
         root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))

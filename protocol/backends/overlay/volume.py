@@ -29,13 +29,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory.converge import Converger
 from protocol.backends.memory.inode import Inode
-from protocol.backends.memory.snapshots import count_changes
+from protocol.backends.memory.snapshots import count_changes, restore_epoch
 from protocol.backends.memory.view import SnapshotTree
 from protocol.backends.overlay.hiding import Hiding
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import check
-from protocol.backends.overlay.lower import ChangedBelowError, Lower
+from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
 from protocol.backends.overlay.state import OverlayState
 from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
 
@@ -89,6 +90,7 @@ class OverlayVolume(MemoryVolume):
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[Coherence], None] | None = None
         self.changed_below = 0
+        self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
         self._untold: set[int] = set()
         self._reported: set[int] = set()
 
@@ -140,12 +142,33 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             return self._restore_epoch(self._base, paths)
 
+    def applied(self, tree: SnapshotTree, paths: Sequence[bytes]) -> None:
+        """From here on the base has at `paths` what `tree` has there: it was written below.  The live state stays."""
+        state = self._overlay
+        with self._lock:
+            generations = {number: inode.generation for number, inode in state.table.items()}
+            live = state.open_epoch(None)
+            restore_epoch(state, self._base)
+            present = [path for path in paths if _is_in(tree, path) or _is_live(state, path)]
+            Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes: None).run(present)
+            base = state.open_epoch(None)
+            restore_epoch(state, live)
+            state.revived.clear()
+            # No kernel has seen any of this: what it holds is as young as before.
+            for number, generation in generations.items():
+                inode = state.table.known(number)
+                if inode is not None:
+                    inode.generation = generation
+            state.log.close(live)
+            state.log.close(self._base)
+            self._base = base
+
     def _first_counts(self, name: str, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
         del name
         return count_changes(self._state, before, later)
 
     # -- looking -----------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> Inode:
+    def find(self, parent: int, name: bytes) -> Inode | None:
         number = self._children(parent).get(name)
         if number is not None:
             known = self._overlay.table.known(number)
@@ -157,7 +180,7 @@ class OverlayVolume(MemoryVolume):
                 and known.content is not None
             ):
                 self._overlay.refresh(number)
-        return super().lookup(parent, name)
+        return super().find(parent, name)
 
     def _children(self, parent: int) -> dict[bytes, int]:
         children = self._directory(parent).children
@@ -249,3 +272,19 @@ class OverlayVolume(MemoryVolume):
             is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
             self._overlay.check_name(self._directory(new_parent), new_name, is_directory=is_directory)
         super().rename(parent, name, new_parent, new_name, flags, caller)
+
+
+def _is_in(tree: SnapshotTree, path: bytes) -> bool:
+    try:
+        tree.find(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _is_live(state: OverlayState, path: bytes) -> bool:
+    node: Inode | None = state.root_inode
+    for name in path.split(b"/") if path else ():
+        number = (node.children or {}).get(name) if node is not None and node.children is not None else None
+        node = state.inodes[number] if number is not None else None
+    return node is not None
