@@ -10,26 +10,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
+from protocol.backends.memory.base import PAGE_BYTES, missing
 from protocol.backends.memory.content import BLOCK_BYTES
+from protocol.backends.memory.entries import Entries
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
-from protocol.backends.memory.snapshots import Snapshots
-from protocol.backends.memory.state import State
 from protocol.errors import fail
 from protocol.listing import Listing
 from protocol.volume import (
     NAME_MAX,
-    RENAME_EXCHANGE,
-    RENAME_NOREPLACE,
-    RENAME_WHITEOUT,
-    ROOT_INODE,
     AttributeChanges,
-    Caller,
     DirectoryEntry,
     StatFs,
 )
@@ -40,22 +34,15 @@ if TYPE_CHECKING:
 __all__ = ["MemoryVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
-SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
-_PAGE: Final = 4096
 _UNLIMITED_INODES: Final = 2**31 - 1
 _DAY_NS: Final = 24 * 3600 * 10**9
 _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
-_KIND: Final = 0o170000  # S_IFMT as a mask: calling the function takes longer than what it is asked for
-_MADE_OTHERWISE: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
-_DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
-_DOTS: Final = frozenset({b".", b".."})
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
-_SUPERUSER: Final = Caller(0, 0)
 
 
-class MemoryVolume(Snapshots):
+class MemoryVolume(Entries):
     """A volume in memory, with snapshots.  Implements `protocol.volume.SnapshotableVolume`.
 
     `max_bytes` bounds what live content takes (whole pages of 4,096 bytes, holes not counted),
@@ -66,27 +53,6 @@ class MemoryVolume(Snapshots):
 
     # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
     supports_acl: Final = True
-
-    def __init__(
-        self,
-        max_bytes: int | None = None,
-        max_inodes: int | None = None,
-        read_only: bool = False,
-        *,
-        clock: Callable[[], int] = time.time_ns,
-        uid: int | None = None,
-        gid: int | None = None,
-        state: State | None = None,
-    ) -> None:
-        owner = os.getuid() if uid is None else uid
-        group = os.getgid() if gid is None else gid
-        super().__init__(state or State(clock, owner, group))
-        self._inodes = self._state.inodes
-        self._clock = clock
-        self.max_bytes = max_bytes
-        self.max_inodes = max_inodes
-        self.read_only = read_only
-        self._max_pages = None if max_bytes is None else max_bytes // _PAGE
 
     # -- what a caller may know ------------------------------------------------------------------
     @property
@@ -107,7 +73,7 @@ class MemoryVolume(Snapshots):
     @property
     def used_bytes(self) -> int:
         """What the live content takes, in whole pages."""
-        return self._state.pages * _PAGE
+        return self._state.pages * PAGE_BYTES
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the state contradicts itself.  O(everything): for tests and bug reports."""
@@ -118,7 +84,7 @@ class MemoryVolume(Snapshots):
         """See `protocol.volume.Volume`, as for all that follow."""
         inode = self.find(parent, name)
         if inode is None:
-            raise _missing(name)
+            raise missing(name)
         return inode
 
     def find(self, parent: int, name: bytes) -> Inode | None:
@@ -132,7 +98,7 @@ class MemoryVolume(Snapshots):
         elif name == b"..":
             inode = self._parent(directory)
         elif len(name) > NAME_MAX:
-            raise _missing(name)
+            raise missing(name)
         else:
             return None
         inode.lookups += 1
@@ -144,12 +110,6 @@ class MemoryVolume(Snapshots):
             node.lookups -= count
             if node.nlink == 0:
                 self._state.release(node)
-
-    def getattr(self, inode: int) -> Inode:
-        try:
-            return self._inodes[inode]
-        except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
         self._check_writable()
@@ -182,163 +142,6 @@ class MemoryVolume(Snapshots):
             raise fail(errno.EINVAL)
         self._accessed(node)
         return node.target
-
-    # -- making and removing entries ---------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        kind = mode & _KIND or stat.S_IFREG
-        if kind in _MADE_OTHERWISE:
-            raise fail(errno.EPERM)
-        directory = self._room_for(parent, name)
-        node = self._new(directory, kind | (mode & 0o7777), caller)
-        if kind in _DEVICES:
-            node.rdev = rdev
-        return self._enter(directory, name, node)
-
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Inode:
-        directory = self._room_for(parent, name)
-        inherited = directory.mode & stat.S_ISGID
-        node = self._new(directory, stat.S_IFDIR | (mode & 0o7777) | inherited, caller)
-        return self._enter(directory, name, node)
-
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
-        if not target:
-            raise fail(errno.ENOENT)
-        if len(target) > SYMLINK_MAX:
-            raise fail(errno.ENAMETOOLONG)
-        directory = self._room_for(parent, name)
-        node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
-        node.target = target
-        node.size = len(target)
-        return self._enter(directory, name, node)
-
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
-        self._check_writable()
-        directory = self._directory(parent)
-        self._check_room(0, 1)
-        node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
-        node.lookups = 1
-        return node
-
-    def link(self, inode: int, parent: int, name: bytes) -> Inode:
-        node = self.getattr(inode)
-        if node.is_dir:
-            raise fail(errno.EPERM)
-        directory = self._room_for(parent, name, inodes=0)
-        node = self._state.own(node)
-        node.ctime_ns = self._clock()
-        return self._enter(directory, name, node)
-
-    def unlink(self, parent: int, name: bytes) -> None:
-        directory, node = self._victim(parent, name)
-        if node.is_dir:
-            raise fail(errno.EISDIR, _show(name))
-        self._remove(directory, name, node)
-
-    def rmdir(self, parent: int, name: bytes) -> None:
-        if name == b".":
-            raise fail(errno.EINVAL)
-        if name == b"..":
-            raise fail(errno.ENOTEMPTY)
-        directory, node = self._victim(parent, name)
-        if node.children is None:
-            raise fail(errno.ENOTDIR, _show(name))
-        if node.children:
-            raise fail(errno.ENOTEMPTY, _show(name))
-        self._remove(directory, name, node)
-
-    # -- rename ------------------------------------------------------------------------------------
-    def rename(
-        self,
-        parent: int,
-        name: bytes,
-        new_parent: int,
-        new_name: bytes,
-        flags: int = 0,
-        caller: Caller = _SUPERUSER,
-    ) -> None:
-        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT):
-            raise fail(errno.EINVAL)
-        if flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE:
-            raise fail(errno.EINVAL)
-        source, node = self._victim(parent, name)
-        target = self._directory(new_parent)
-        _check_name(new_name)
-        assert target.children is not None
-        number = target.children.get(new_name)
-        victim = self._inodes[number] if number is not None else None
-        if flags & RENAME_EXCHANGE:
-            if victim is None:
-                raise _missing(new_name)
-            self._check_not_below(node, target)
-            self._check_not_below(victim, source)
-            self._exchange(source, name, node, target, new_name, victim)
-            return
-        if victim is not None and flags & RENAME_NOREPLACE:
-            raise fail(errno.EEXIST, _show(new_name))
-        if target.nlink == 0:
-            raise _missing(new_name)
-        self._check_not_below(node, target)
-        if victim is node:
-            return  # two names of one file: rename(2) does nothing
-        if victim is not None:
-            self._check_replaceable(node, victim, new_name)
-        if flags & RENAME_WHITEOUT and victim is None:
-            self._check_room(0, 1)
-        self._move(source, name, node, target, new_name, victim)
-        if flags & RENAME_WHITEOUT:
-            self._leave_whiteout(parent, name, caller)
-
-    def _check_not_below(self, node: Inode, directory: Inode) -> None:
-        if not node.is_dir:
-            return
-        while directory.inode != ROOT_INODE:
-            if directory is node:
-                raise fail(errno.EINVAL)
-            directory = self._parent(directory)
-
-    def _check_replaceable(self, node: Inode, victim: Inode, name: bytes) -> None:
-        if victim.children is not None:
-            if not node.is_dir:
-                raise fail(errno.EISDIR, _show(name))
-            if victim.children:
-                raise fail(errno.ENOTEMPTY, _show(name))
-        elif node.is_dir:
-            raise fail(errno.ENOTDIR, _show(name))
-
-    def _move(
-        self, source: Inode, name: bytes, node: Inode, target: Inode, new_name: bytes, victim: Inode | None
-    ) -> None:
-        state = self._state
-        now = self._clock()
-        node = state.own(node)
-        source = state.own(source)
-        target = state.own(self._inodes[target.inode])  # not the old version of `source`, if they are one
-        if victim is not None:
-            victim = state.own(victim)
-            state.drop_entry(target, new_name, victim)
-            victim.ctime_ns = now
-            state.release(victim)
-        state.move_entry(source, name, target, new_name, node)
-        _modified(source, now)
-        _modified(target, now)
-        node.ctime_ns = now
-
-    def _leave_whiteout(self, parent: int, name: bytes, caller: Caller) -> None:
-        """What overlayfs reads as "nothing here": a character device 0:0, which anybody may make."""
-        directory = self._directory(parent)
-        self._enter(directory, name, self._new(directory, stat.S_IFCHR, caller)).lookups = 0
-
-    def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
-        if a_node is b_node:
-            return
-        state = self._state
-        now = self._clock()
-        a_node, b_node, a = state.own(a_node), state.own(b_node), state.own(a)
-        b = state.own(self._inodes[b.inode])  # not the old version of `a`, if they are one
-        state.exchange_entries(a, a_name, a_node, b, b_name, b_node)
-        for node in (a, b):
-            _modified(node, now)
-        a_node.ctime_ns = b_node.ctime_ns = now
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
@@ -426,14 +229,14 @@ class MemoryVolume(Snapshots):
         assert self._max_pages is not None
         room = self._max_pages - self._state.pages
         content = self._state.content(node)
-        low, high = 0, (offset + length - 1) // _PAGE - offset // _PAGE  # whole pages ends within the write
+        low, high = 0, (offset + length - 1) // PAGE_BYTES - offset // PAGE_BYTES  # whole pages ends within the write
         while low < high:
             middle = (low + high + 1) // 2
-            if content.growth(offset, (offset // _PAGE + middle) * _PAGE - offset) <= room:
+            if content.growth(offset, (offset // PAGE_BYTES + middle) * PAGE_BYTES - offset) <= room:
                 low = middle
             else:
                 high = middle - 1
-        fitting = (offset // _PAGE + low) * _PAGE - offset
+        fitting = (offset // PAGE_BYTES + low) * PAGE_BYTES - offset
         if fitting <= 0:
             raise fail(errno.ENOSPC)
         return fitting
@@ -506,7 +309,7 @@ class MemoryVolume(Snapshots):
         used = self._state.pages
         blocks = self._max_pages if self._max_pages is not None else max(os.sysconf("SC_PHYS_PAGES"), used)
         inodes = self.max_inodes if self.max_inodes is not None else _UNLIMITED_INODES
-        return StatFs(_PAGE, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
+        return StatFs(PAGE_BYTES, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
         value = self.find_xattr(inode, name)
@@ -542,70 +345,6 @@ class MemoryVolume(Snapshots):
         node.ctime_ns = self._clock()
 
     # -- helpers ---------------------------------------------------------------------------------------
-    def _directory(self, inode: int) -> Inode:
-        try:
-            node = self._inodes[inode]
-        except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
-        if node.children is None:
-            raise fail(errno.ENOTDIR, f"inode {inode}")
-        return node
-
-    def _parent(self, directory: Inode) -> Inode:
-        return self._inodes[directory.links[0][0]] if directory.links else directory
-
-    def _victim(self, parent: int, name: bytes) -> tuple[Inode, Inode]:
-        """The directory, and what `name` in it stands for, both about to change."""
-        self._check_writable()
-        directory = self._directory(parent)
-        try:
-            return directory, self._inodes[directory.children[name]]  # type: ignore[index]
-        except KeyError:
-            raise _missing(name) from None
-
-    def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
-        """The directory, after making sure that `name` can be made in it."""
-        if self.read_only:
-            raise fail(errno.EROFS)
-        directory = self._directory(parent)
-        if len(name) > NAME_MAX or not name or b"/" in name or b"\0" in name:
-            _check_name(name)
-        if name in directory.children or name in _DOTS:  # type: ignore[operator]  # _directory checked it
-            raise fail(errno.EEXIST, _show(name))
-        if directory.nlink == 0:
-            raise _missing(name)  # removed while it was open
-        if self.max_inodes is not None:
-            self._check_room(0, inodes)
-        return directory
-
-    def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
-        """An inode that nobody can see yet, its mode by the umask or by the ACL that takes its place."""
-        if directory.xattrs is None:
-            return self._state.create(mode & ~caller.umask, caller.uid, _group(directory, caller))
-        mode, acls = xattrs.inherited(directory.xattrs, mode, caller.umask)
-        node = self._state.create(mode, caller.uid, _group(directory, caller))
-        node.xattrs = acls
-        return node
-
-    def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:
-        """Give `node` (owned) a name.  The directory gets its ctime: a new inode's times are all one, as on tmpfs."""
-        state = self._state
-        if directory.epoch != state.epoch:
-            directory = state.own(directory)
-        state.add_entry(directory, name, node)
-        _modified(directory, node.ctime_ns)
-        node.lookups += 1
-        return node
-
-    def _remove(self, directory: Inode, name: bytes, node: Inode) -> None:
-        state = self._state
-        directory, node = state.own(directory), state.own(node)
-        state.drop_entry(directory, name, node)
-        now = self._clock()
-        _modified(directory, now)
-        node.ctime_ns = now
-        state.release(node)
-
     def _accessed(self, node: Inode) -> None:
         """Update atime as relatime does (mount(8)): not a change that a snapshot keeps."""
         atime = node.atime_ns
@@ -623,10 +362,6 @@ class MemoryVolume(Snapshots):
         change()
         self._state.pages += node.pages - before
 
-    def _check_writable(self) -> None:
-        if self.read_only:
-            raise fail(errno.EROFS)
-
     def _check_regular(self, node: Inode) -> None:
         if not node.is_file:
             raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
@@ -637,43 +372,6 @@ class MemoryVolume(Snapshots):
             raise fail(errno.EINVAL)
         if size > MAX_FILE_BYTES:
             raise fail(errno.EFBIG)
-
-    def _check_quota(self, pages: int, inodes: int) -> None:
-        if self._max_pages is not None and pages > self._max_pages:
-            raise fail(errno.ENOSPC)
-        if self.max_inodes is not None and inodes > self.max_inodes:
-            raise fail(errno.ENOSPC)
-
-    def _check_room(self, pages: int, inodes: int) -> None:
-        """ENOSPC where `pages` and `inodes` more are over the quota."""
-        if pages > 0 and self._max_pages is not None and self._state.pages + pages > self._max_pages:
-            raise fail(errno.ENOSPC)
-        if inodes > 0 and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
-            raise fail(errno.ENOSPC)
-
-
-def _check_name(name: bytes) -> None:
-    if len(name) > NAME_MAX:
-        raise fail(errno.ENAMETOOLONG)
-    if not name or b"/" in name or b"\0" in name:
-        raise fail(errno.EINVAL, _show(name))
-
-
-def _group(directory: Inode, caller: Caller) -> int:
-    """The group of what `caller` makes in `directory`."""
-    return directory.gid if directory.mode & stat.S_ISGID else caller.gid
-
-
-def _missing(name: bytes) -> OSError:
-    return fail(errno.ENAMETOOLONG if len(name) > NAME_MAX else errno.ENOENT, _show(name))
-
-
-def _show(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")
-
-
-def _modified(directory: Inode, now_ns: int) -> None:
-    directory.mtime_ns = directory.ctime_ns = now_ns
 
 
 def _set_owner_and_mode(node: Inode, changes: AttributeChanges) -> None:
@@ -699,4 +397,4 @@ def _without_privileges(mode: int) -> int:
 
 
 def _pages(offset: int, length: int) -> int:
-    return -(-(offset + length) // _PAGE) - offset // _PAGE
+    return -(-(offset + length) // PAGE_BYTES) - offset // PAGE_BYTES
