@@ -90,6 +90,8 @@ def mount_options(
     for what, limit in (("max_bytes", max_bytes), ("max_inodes", max_inodes)):
         if limit is not None and limit <= 0:
             raise ValueError(f"{what} must be positive, not {limit}")
+    if not os.fspath(mountpoint):
+        raise ValueError("the mountpoint is an empty string")  # not where the caller stands
     place = os.path.abspath(mountpoint)
     kind, _, argument = backend.partition(":")
     if kind == "host":

@@ -49,6 +49,15 @@ def test_paths_become_absolute_and_the_name_comes_from_the_directory(started: St
     assert started == [MountOptions(f"{workdir}/work", "work", archive=f"{workdir}/old.zip")]
 
 
+@pytest.mark.parametrize(("words", "reason"), [(("",), "empty string"), (("/mnt", "-w", "n"), "--name")])
+def test_what_would_mount_elsewhere_than_was_meant_is_wrong_usage(
+    started: Started, words: tuple[str, ...], reason: str
+) -> None:
+    result = mount(*words)
+    assert (result.exit_code, started) == (2, [])
+    assert reason in result.stderr
+
+
 def test_every_option_reaches_the_daemon(started: Started) -> None:
     limits = ("--max-bytes", "512M", "--max-inodes", "1000")
     flags = ("--read-only", "--allow-other", "--log-format", "json", "--log-level", "debug")

@@ -79,6 +79,10 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
     MOUNTPOINT is an empty directory of yours.  The command returns when the mount answers; a daemon serves it
     in the background until `vfsd unmount`.  What a memory workspace holds is gone then, unless exported.
     """
+    if app.workspace is not None:
+        raise click.UsageError("-w picks a workspace that runs; --name gives a new one its name")
+    if not mountpoint:
+        raise click.UsageError("MOUNTPOINT is an empty string")
     options = mount_options(mountpoint, **settings)
     if foreground:
         launch.foreground(options, ready=lambda ready: _emit_ready(app, ready))
