@@ -1,0 +1,50 @@
+"""docs/json.md: each command answers with the keys that stand there, and with no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mount.programs import succeeded, vfsd
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+_ROW = re.compile(r"^\| `([a-z -]+)` \| (`.+`) \|$", re.MULTILINE)
+
+
+def documented() -> dict[str, set[str]]:
+    text = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    return {command: set(re.findall(r"`(\w+)`", keys)) for command, keys in _ROW.findall(text)}
+
+
+def test_each_command_answers_with_the_documented_keys(workspace: Workspace, root: Path, workdir: Path) -> None:
+    def answer(*words: str) -> Any:
+        return json.loads(succeeded(vfsd("-w", workspace.name, "--json", *words)))
+
+    (root / "file").write_text("one\n")
+    second, archive = workdir / "second", str(workdir / "a.zip")
+    second.mkdir()
+    answers = {"snapshot": answer("snapshot", "s")}
+    (root / "file").write_text("two\n")
+    for command, *rest in (
+        ("list",),
+        ("status",),
+        ("snapshots",),
+        ("diff",),
+        ("diff --patch",),
+        ("export", archive),
+        ("restore", "s"),
+        ("import", archive),
+        ("drop", "s"),
+        ("completion", "bash"),
+    ):
+        answers[command] = answer(*command.split(), *rest)
+    answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
+    answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", str(second))))
+    answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", str(second))))
+    assert {command: set(found) for command, found in answers.items()} == documented()
