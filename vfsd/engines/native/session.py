@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.001
 _LINGER_MS: Final = 1
+_SLICES_FOR_ROOM: Final = 2
 _INIT_TIMEOUT_MS: Final = 10_000
 
 # Replying: the request was aborted, or the whole mount was.
@@ -79,6 +80,8 @@ class NativeEngine:
         self._write: Callable[[int, bytes], int] = os.write  # or one that keeps the interpreter's lock
         self._requests = 0
         self._emptied = 0  # how often the device was found empty
+        self._postponed: list[bytes] = []  # requests for which there was no room, to be tried once more
+        self._is_last_try = False
         self._waiting: dict[int, _Waiting] = {}
         self._nursery: trio.Nursery | None = None
         self._stopped = trio.CancelScope()
@@ -179,6 +182,7 @@ class NativeEngine:
     async def _serve(self, device: io.FileIO, wait: Callable[[int], object]) -> None:
         descriptor = device.fileno()
         threads = trio.to_thread.current_default_thread_limiter()
+        slices_waited = 0
 
         def read_held(buffer: bytearray) -> int | None:
             return held.read_into(descriptor, buffer, device.readinto)
@@ -198,6 +202,13 @@ class NativeEngine:
                 if error.errno != errno.ENOENT:
                     raise
                 empty = False
+            if self._postponed:
+                slices_waited += 1
+                # The kernel hands out eight requests at most before the FORGETs that wait (fs/fuse/dev.c): a
+                # device that is never empty has given them in a slice or two.
+                if empty or slices_waited > _SLICES_FOR_ROOM:
+                    self._try_again(descriptor)
+                    slices_waited = 0
             if empty:
                 self._emptied += 1
                 await trio.lowlevel.wait_readable(device)
@@ -243,8 +254,25 @@ class NativeEngine:
                 return
             message = reply(unique, answer)
         except Exception as error:  # noqa: BLE001  (logged there)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC and not self._is_last_try:
+                self._postponed.append(bytes(buffer[:length]))
+                return
             message = self._failure(operations, opcode, unique, error)
         self._send(descriptor, unique, message)
+
+    def _try_again(self, descriptor: int) -> None:
+        """Answer the requests that were postponed.
+
+        A file whose unlink was answered takes room until the kernel's FORGET of it is read, which may come after
+        the next request of the same program: on a local file system that one would find the room.
+        """
+        postponed, self._postponed = self._postponed, []
+        self._is_last_try = True
+        for request in postponed:
+            self._buffer[: len(request)] = request
+            self._requests -= 1
+            self._respond(descriptor, len(request))
+        self._is_last_try = False
 
     def _refuse(self, descriptor: int, unique: int, handler: Handler | None, length: int) -> None:
         """Answer what we do not serve (ENOSYS), and what no kernel sends: a request cut short (EINVAL)."""
