@@ -97,8 +97,7 @@ class FsMethods:
     # -- reading: in a thread, on a tree -------------------------------------------------------------
     async def _ls(self, params: FsLsParams, call: Call) -> FsLsResult:
         wanted = LsParams(path=_path(params.path), limit=params.limit)
-        found = await self._looking(TOOLS["ls"].run, wanted, call)
-        return FsLsResult(_wire(found.path), [_entry(entry) for entry in found.entries], found.truncated)
+        return await self._looking(_list, wanted, call)
 
     async def _stat(self, params: FsStatParams, call: Call) -> FsEntry:
         return _entry(await self._looking(_stat, _path(params.path), call))
@@ -112,8 +111,7 @@ class FsMethods:
         wanted = GlobParams(
             pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
         )
-        found = await self._looking(TOOLS["glob"].run, wanted, call)
-        return FsGlobResult([_wire(path) for path in found.paths], found.truncated)
+        return await self._looking(_find_files, wanted, call)
 
     async def _grep(self, params: FsGrepParams, call: Call) -> FsGrepResult:
         wanted = GrepParams(
@@ -124,18 +122,7 @@ class FsMethods:
             ignore_case=params.ignore_case,
             everything=params.everything,
         )
-        found = await self._looking(TOOLS["grep"].run, wanted, call)
-        matches = [
-            FsMatch(
-                path=_wire(match.path),
-                line_number=match.line_number,
-                line=match.line,
-                match_start=match.match_start,
-                match_end=match.match_end,
-            )
-            for match in found.matches
-        ]
-        return FsGrepResult(matches, found.truncated)
+        return await self._looking(_find_lines, wanted, call)
 
     async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call) -> T:
         """`look` in a worker thread, at the state of this moment, while somebody waits for the answer."""
@@ -271,6 +258,32 @@ class _Job:
 
 
 # -- what runs in a worker thread ----------------------------------------------------------------------
+# In the worker thread with all that grows with the answer: the loop serves the mount meanwhile.
+def _list(wanted: LsParams, context: ToolContext) -> FsLsResult:
+    found = TOOLS["ls"].run(wanted, context)
+    return FsLsResult(_wire(found.path), [_entry(entry) for entry in found.entries], found.truncated)
+
+
+def _find_files(wanted: GlobParams, context: ToolContext) -> FsGlobResult:
+    found = TOOLS["glob"].run(wanted, context)
+    return FsGlobResult([_wire(path) for path in found.paths], found.truncated)
+
+
+def _find_lines(wanted: GrepParams, context: ToolContext) -> FsGrepResult:
+    found = TOOLS["grep"].run(wanted, context)
+    matches = [
+        FsMatch(
+            path=_wire(match.path),
+            line_number=match.line_number,
+            line=match.line,
+            match_start=match.match_start,
+            match_end=match.match_end,
+        )
+        for match in found.matches
+    ]
+    return FsGrepResult(matches, found.truncated)
+
+
 def _stat(path: str, context: ToolContext) -> Entry:
     try:
         return entry_of(context.filesystem.stat(path))
