@@ -100,7 +100,7 @@ def _time(seconds: float, per: str) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def plot(rows: dict[str, dict[str, object]], path: str) -> None:
+def plot(rows: dict[str, dict[str, object]], path: str, what: str) -> None:
     """A picture of the table: a dot a cell, on a logarithmic axis, tmpfs at 1."""
     # An extra ("bench") that only the picture needs.
     import matplotlib as mpl  # noqa: PLC0415
@@ -125,7 +125,7 @@ def plot(rows: dict[str, dict[str, object]], path: str) -> None:
     axis.set_xscale("log")
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
-    axis.set_xlabel("time, as a multiple of tmpfs (less is better)")
+    axis.set_xlabel(f"{what}, as a multiple of tmpfs (less is better)")
     axis.grid(axis="x", alpha=0.3)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=3, frameon=False)
     figure.savefig(path, bbox_inches="tight", dpi=110)
@@ -203,7 +203,7 @@ def main() -> None:
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": machine, "gaps": gaps, "rows": rows}, indent=1) + "\n")
     if options.plot:
-        plot(rows, options.plot)
+        plot(rows, options.plot, "CPU time of client and server" if options.cpu else "time")
     ours = [
         f"{name} on {each}" for name, row in rows.items() for each in row
         if each.startswith(("vfsd", LIMIT)) and "gap" in row[each]  # type: ignore[operator]
