@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from vfsd.results import Applied as Applied
     from vfsd.results import Change as Change
     from vfsd.results import Counts as Counts
     from vfsd.results import Diff as Diff
@@ -24,6 +25,7 @@ __version__: Final = "0.1.0"
 _EXPORTS: Final = {
     "AsyncWorkspace": "vfsd.workspace",
     "Workspace": "vfsd.workspace",
+    "Applied": "vfsd.results",
     "Change": "vfsd.results",
     "Counts": "vfsd.results",
     "Diff": "vfsd.results",
@@ -36,6 +38,7 @@ _EXPORTS: Final = {
 }
 
 __all__ = [
+    "Applied",
     "AsyncWorkspace",
     "Change",
     "Counts",

@@ -12,6 +12,7 @@ from typing import Final
 
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Volume
 from vfsd.control.methods import read_archive
 from vfsd.options import MountOptions
@@ -50,12 +51,17 @@ def open_backend(options: MountOptions) -> Backend:
         return _memory(options)
     if kind == "host":
         return _host(options, argument)
+    if kind == "overlay":
+        return _overlay(options, argument)
     raise OSError(errno.EOPNOTSUPP, f"the backend {options.backend!r} is not available in this version")
 
 
+def _max_bytes(options: MountOptions) -> int:
+    return options.max_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
+
+
 def _memory(options: MountOptions) -> Backend:
-    default_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
-    volume = MemoryVolume(options.max_bytes or default_bytes, options.max_inodes)
+    volume = MemoryVolume(_max_bytes(options), options.max_inodes)
     if options.archive is not None:
         with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
             volume.import_tree(tree, replace=True)
@@ -70,3 +76,18 @@ def _host(options: MountOptions, directory: str) -> Backend:
     volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
     return Backend(volume, timeout_s, volume.tidy, volume.close)
+
+
+def _overlay(options: MountOptions, directory: str) -> Backend:
+    volume = OverlayVolume(
+        os.fsencode(directory),
+        _max_bytes(options),
+        options.max_inodes,
+        include=options.include,
+        exclude=options.exclude,
+    )
+    if options.archive is not None:
+        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
+            volume.import_tree(tree, replace=False)
+    volume.read_only = options.read_only
+    return Backend(volume, close=volume.lower.close)

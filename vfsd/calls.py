@@ -20,7 +20,9 @@ from vfsd.userpaths import UserPath, wire_paths
 
 __all__ = [
     "Call",
+    "apply",
     "diff",
+    "discard",
     "drop",
     "export",
     "import_archive",
@@ -84,6 +86,18 @@ def undo(*, dry_run: bool) -> Call[results.Restored]:
     return Call("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
 
 
+def apply(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool, force: bool) -> Call[results.Applied]:
+    """Write what an overlay holds into the directory below it."""
+    params = messages.ApplyParams(paths=wire_paths(paths, mountpoint), dry_run=dry_run, force=force)
+    return Call("apply", params, _applied)
+
+
+def discard(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool) -> Call[results.Restored]:
+    """Go back to the directory below an overlay."""
+    params = messages.RestoreParams(base=True, paths=wire_paths(paths, mountpoint), dry_run=dry_run)
+    return Call("restore", params, _restored)
+
+
 def diff(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: str) -> Call[results.Diff]:
     """List what changed."""
     params = messages.DiffParams(a=a, b=b, mode="names", paths=wire_paths(paths, mountpoint))
@@ -110,10 +124,16 @@ def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text)
 
 
-def export(path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool) -> Call[results.Exported]:
+def export(
+    path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool, changes_only: bool
+) -> Call[results.Exported]:
     """Write an archive."""
     params = messages.ExportParams(
-        path=_absolute(path), snapshot=snapshot, overwrite=overwrite, source_date_epoch=source_date_epoch()
+        path=_absolute(path),
+        snapshot=snapshot,
+        overwrite=overwrite,
+        changes_only=changes_only,
+        source_date_epoch=source_date_epoch(),
     )
     return Call(
         "export",
@@ -192,6 +212,17 @@ def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
         kind=record.kind,
         tag=record.tag,
         changes=None if record.changes is None else _counts(record.changes),
+    )
+
+
+def _applied(answer: messages.ApplyResult) -> results.Applied:
+    return results.Applied(
+        directory=_path(answer.directory),
+        applied=answer.applied,
+        counts=_counts(answer.counts),
+        changes=_changes(answer.changes),
+        conflicts={_path(each.path): each.reason for each in answer.conflicts},
+        truncated=answer.truncated,
     )
 
 

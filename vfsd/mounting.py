@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from vfsd.options import ENGINES, NAME_PATTERN, EngineChoice, MountOptions
@@ -20,7 +21,7 @@ _ARGUMENTS: Final = {
     "container": "a container's name",
     "image": "an image's name",
 }
-_TO_COME: Final = frozenset({"overlay", "container", "image"})
+_TO_COME: Final = frozenset({"container", "image"})
 
 
 def check_backend(backend: str) -> None:
@@ -74,6 +75,8 @@ def mount_options(
     read_only: bool = False,
     allow_other: bool = False,
     cache_timeout_s: float | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     exec_on_host: bool = False,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
@@ -97,7 +100,11 @@ def mount_options(
     if kind == "host":
         _check_host_options(archive, max_bytes=max_bytes, max_inodes=max_inodes)
         backend = f"host:{_host_directory(argument, place)}"
-    elif cache_timeout_s is not None:
+    elif kind == "overlay":
+        backend = f"overlay:{_host_directory(argument, place)}"
+    if (include or exclude) and kind != "overlay":
+        raise ValueError("only an overlay hides what is below it: include and exclude go with overlay:DIR")
+    if cache_timeout_s is not None and kind != "host":
         raise ValueError(f"nobody but vfsd changes a {kind} workspace: there is no cache_timeout_s to set")
     if cache_timeout_s is not None and not 0 <= cache_timeout_s < math.inf:
         raise ValueError(f"cache_timeout_s is a number of seconds, not {cache_timeout_s}")
@@ -112,6 +119,8 @@ def mount_options(
         read_only=read_only,
         allow_other=allow_other,
         cache_timeout_s=cache_timeout_s,
+        include=tuple(include),
+        exclude=tuple(exclude),
         exec_on_host=exec_on_host,
         log_level=log_level,
         log_format=log_format,

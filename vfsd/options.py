@@ -34,6 +34,8 @@ class MountOptions:
     read_only: bool = False
     allow_other: bool = False
     cache_timeout_s: float | None = None  # --cache-timeout
+    include: tuple[str, ...] = ()  # patterns in gitignore's syntax: what of overlay:DIR is shown, and what not
+    exclude: tuple[str, ...] = ()
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

@@ -6,11 +6,13 @@ they open the file, whatever bytes its name has.  Sizes are in bytes, times awar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
 __all__ = [
+    "Applied",
     "Change",
     "ChangeKind",
     "Counts",
@@ -90,6 +92,22 @@ class Diff:
 
 
 @dataclass(frozen=True, slots=True)
+class Applied:
+    """What was written into the directory below an overlay, or with `dry_run` would be.
+
+    `conflicts` maps paths that others changed there to what they did; with any, and without `force`, `applied` is
+    False, and nothing was written.
+    """
+
+    directory: str
+    applied: bool
+    counts: Counts
+    changes: tuple[Change, ...]
+    conflicts: Mapping[str, str]
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """What a restore changed, or with `dry_run` would change.
 
@@ -131,7 +149,7 @@ class Status:
 
     What a backend does not know without walking its tree, or has none of, is None.
     `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
-    this engine serves where another would be preferred.
+    this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay.
     """
 
     name: str
@@ -150,6 +168,7 @@ class Status:
     max_inodes: int | None
     snapshots: int | None
     requests: int
+    changed_below: int | None = None
     engine_reason: str | None = None
 
 

@@ -24,6 +24,7 @@ from typing import Final
 import trio
 
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Coherence, Volume
 from vfsd.coherence import tell_kernel
 from vfsd.engines.base import Engine
@@ -49,6 +50,21 @@ class Served:
         self._nursery = nursery
         self._visits = 0  # threads of ours that have something open on the mount
         self._left = trio.Event()
+        if isinstance(volume, OverlayVolume):
+            token = trio.lowlevel.current_trio_token()
+
+            def follow(coherence: Coherence) -> None:
+                with contextlib.suppress(trio.RunFinishedError):
+                    token.run_sync_soon(nursery.start_soon, self._follow, volume, coherence)
+
+            volume.on_change = follow
+
+    async def _follow(self, volume: OverlayVolume, coherence: Coherence) -> None:
+        """A file changed below: the kernel forgets what it has of it, then it is served anew."""
+        try:
+            await tell_kernel(self.engine, coherence)
+        finally:
+            volume.told(coherence)
 
     @property
     def snapshotable(self) -> MemoryVolume:

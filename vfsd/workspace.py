@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
@@ -36,7 +36,7 @@ from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options, running_workspace
 from vfsd.mounts import mount_at
 from vfsd.options import EngineChoice, MountOptions
-from vfsd.results import Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
+from vfsd.results import Applied, Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
 from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import UserPath
 
@@ -120,6 +120,8 @@ class Workspace(_Base):
         read_only: bool = False,
         allow_other: bool = False,
         cache_timeout_s: float | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Self: ...
@@ -139,14 +141,18 @@ class Workspace(_Base):
         read_only: bool = False,
         allow_other: bool = False,
         cache_timeout_s: float | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
         `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
-        `backend` is "memory" or "host:DIR", a directory of the host that others may change too: what they do is seen
-        after `cache_timeout_s` seconds at the latest (None: 1).
+        `backend` is "memory"; or "overlay:DIR", changes in memory over a directory that is only read, without what
+        the patterns `exclude` hide (gitignore's syntax), and with `include` only the files that those match; or
+        "host:DIR", a directory of the host that others may change too: what they do is seen after `cache_timeout_s`
+        seconds at the latest (None: 1).
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
@@ -165,6 +171,8 @@ class Workspace(_Base):
             read_only=read_only,
             allow_other=allow_other,
             cache_timeout_s=cache_timeout_s,
+            include=include,
+            exclude=exclude,
             exec_on_host=exec_on_host,
         )
         if filesystem is not None:
@@ -221,6 +229,17 @@ class Workspace(_Base):
         """Go back to before the last restore or import.  FileNotFoundError where there was none."""
         return self._run(calls.undo(dry_run=dry_run))
 
+    def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
+        """Write what an overlay holds into the directory below it, below `paths` or all of it.
+
+        Where others changed it there since, nothing is written unless with `force`; see `Applied.conflicts`.
+        """
+        return self._run(calls.apply(paths, self._path, dry_run=dry_run, force=force))
+
+    def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+        """Drop what an overlay holds, below `paths` or all of it; `undo` brings it back."""
+        return self._run(calls.discard(paths, self._path, dry_run=dry_run))
+
     def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
         """What changed from snapshot `a` (None: the newest) to `b` (None: the live state)."""
         return self._run(calls.diff(a, b, paths, self._path))
@@ -238,14 +257,17 @@ class Workspace(_Base):
         *,
         snapshot: str | None = None,
         overwrite: bool = False,
+        changes_only: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Exported:
         """Write the live state, or a snapshot, as the ZIP file `path`; whole, or not at all.
 
+        `changes_only`: of an overlay, what differs from the directory below.
+
         FileExistsError where there is a file and `overwrite` is not set.  `on_progress` is called now and
         then with how far it is.
         """
-        return self._run(calls.export(path, snapshot, overwrite=overwrite), on_progress)
+        return self._run(calls.export(path, snapshot, overwrite=overwrite, changes_only=changes_only), on_progress)
 
     def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
         """Lay the content of the ZIP file `path` over the workspace; all of it, or none.
@@ -324,6 +346,8 @@ class AsyncWorkspace(_Base):
         read_only: bool = False,
         allow_other: bool = False,
         cache_timeout_s: float | None = None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         create: bool = True,
     ) -> Opening:
@@ -339,6 +363,8 @@ class AsyncWorkspace(_Base):
             read_only=read_only,
             allow_other=allow_other,
             cache_timeout_s=cache_timeout_s,
+            include=include,
+            exclude=exclude,
             exec_on_host=exec_on_host,
         )
 
@@ -395,6 +421,14 @@ class AsyncWorkspace(_Base):
         """As `Workspace.undo`."""
         return await self._run(calls.undo(dry_run=dry_run))
 
+    async def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
+        """As `Workspace.apply`."""
+        return await self._run(calls.apply(paths, self._path, dry_run=dry_run, force=force))
+
+    async def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+        """As `Workspace.discard`."""
+        return await self._run(calls.discard(paths, self._path, dry_run=dry_run))
+
     async def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
         """As `Workspace.diff`."""
         return await self._run(calls.diff(a, b, paths, self._path))
@@ -412,10 +446,13 @@ class AsyncWorkspace(_Base):
         *,
         snapshot: str | None = None,
         overwrite: bool = False,
+        changes_only: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Exported:
         """As `Workspace.export`."""
-        return await self._run(calls.export(path, snapshot, overwrite=overwrite), on_progress)
+        return await self._run(
+            calls.export(path, snapshot, overwrite=overwrite, changes_only=changes_only), on_progress
+        )
 
     async def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
         """As `Workspace.import_archive`."""

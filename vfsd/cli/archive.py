@@ -29,8 +29,9 @@ __all__ = ["export_command", "import_command"]
 @click.argument("file", metavar="FILE.zip", type=click.Path())
 @click.option("--snapshot", metavar="NAME", help="Of this state, not the live one.", shell_complete=complete_snapshot)
 @click.option("-f", "--force", is_flag=True, help="Replace a file that is there.")
+@click.option("--changes-only", is_flag=True, help="Of an overlay, only what differs from the directory below.")
 @click.pass_obj
-def export_command(app: App, file: str, snapshot: str | None, force: bool) -> None:
+def export_command(app: App, file: str, snapshot: str | None, force: bool, changes_only: bool) -> None:
     """Write the workspace, or a snapshot, as a ZIP archive.
 
     The archive is written beside its place and then put there: it is whole or absent.  The mount stays
@@ -39,6 +40,7 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool) -> No
     params = messages.ExportParams(
         path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
     )
+    params.changes_only = changes_only
     app.emit(app.call(app.record(), "export", params, label="exporting"), _show_export)
 
 

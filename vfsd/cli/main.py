@@ -30,6 +30,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "diff": ("diff", "Show what changed between two snapshots, or since one."),
     "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),
     "import": ("archive", "Lay the content of a ZIP archive over the workspace."),
+    "apply": ("overlay", "Write what an overlay holds into the directory below it."),
+    "discard": ("overlay", "Drop what an overlay holds: back to the directory below it."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
@@ -38,6 +40,7 @@ _GROUPS: Final = {
     "Workspaces": ("mount", "unmount", "list", "status"),
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff"),
     "Archives": ("export", "import"),
+    "Overlays": ("apply", "discard"),
     "Agents": ("fs",),
     "This machine": ("doctor", "completion"),
 }

@@ -36,6 +36,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     vfsd mount ~/work --name demo --max-bytes 2GiB
     vfsd mount ~/work --from backup.zip --read-only
     vfsd mount ~/work --backend host:project --cache-timeout 5
+    vfsd mount ~/work --backend overlay:project --exclude .env
     """,
 )
 @click.argument("mountpoint", type=click.Path(), shell_complete=lambda *_: [CompletionItem("", type="dir")])
@@ -45,7 +46,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  So far: the first two.",
+    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  So far: the first three.",
 )
 @click.option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
@@ -62,6 +63,15 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     help="How soon what others change in host:DIR is seen at the latest; 1 by default.",
+)
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Of overlay:DIR, show only files that a pattern matches (.gitignore's syntax); may be repeated.",
+)
+@click.option(
+    "--exclude", multiple=True, metavar="PATTERN", help="Of overlay:DIR, hide what a pattern matches; may be repeated."
 )
 @click.option(
     "--on-host",
@@ -258,6 +268,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("max-inodes", "count"), status.max_inodes),
             (output.Column("snapshots", "count"), status.snapshots),
             (output.Column("requests", "count"), status.requests),
+            *([(output.Column("changed-below", "count"), status.changed_below)] if status.changed_below else []),
             (output.Column("pid"), status.pid),
             (output.Column("started", "time"), status.started_at),
             (output.Column("version"), status.version),

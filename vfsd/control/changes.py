@@ -11,7 +11,7 @@ from protocol.patch import line_stat
 from protocol.tree import Tree, TreeEntry
 from vfsd.control.messages import CHANGES_LISTED, ChangeCounts, ChangeRecord, wire_path
 
-__all__ = ["Differences", "differences"]
+__all__ = ["Differences", "change_record", "differences"]
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {
@@ -63,7 +63,7 @@ def differences(
     found = Differences()
 
     def record(change: Change) -> ChangeRecord:
-        return _with_lines(_record(change), old, new, change) if with_lines else _record(change)
+        return _with_lines(change_record(change), old, new, change) if with_lines else change_record(change)
 
     for change in _watched(changes(old, new, paths=paths), keep_going):
         found.add(change, record)
@@ -76,7 +76,8 @@ def _watched(changed: Iterable[Change], keep_going: Callable[[], None]) -> Itera
         yield change
 
 
-def _record(change: Change) -> ChangeRecord:
+def change_record(change: Change) -> ChangeRecord:
+    """What is said of a change, its lines apart."""
     shown = change.new or change.old
     assert shown is not None
     return ChangeRecord(

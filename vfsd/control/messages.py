@@ -119,6 +119,7 @@ class StatusResult(msgspec.Struct):
     max_inodes: int | None
     snapshots: int | None
     requests: int  # served by the engine since it started
+    changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
 
 
@@ -175,11 +176,13 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
 
 class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
     """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, back to
-    before the last restore or import.  `paths` (wire paths) limits it.  `dry_run` only says what it would do."""
+    before the last restore or import, or, with `base`, to what is below an overlay.  `paths` (wire paths)
+    limits it.  `dry_run` only says what it would do."""
 
     name: str | None = None
     archive: str | None = None
     undo: bool = False
+    base: bool = False
     paths: list[str] = []
     dry_run: bool = False
 
@@ -198,7 +201,8 @@ CHANGES_LISTED: Final = 10_000
 
 
 class DiffParams(msgspec.Struct, forbid_unknown_fields=True):
-    """diff: from state `a` to state `b`.  `a` None is the newest snapshot, `b` None the live state.
+    """diff: from state `a` to state `b`.  `a` None is the newest snapshot, or what is below an overlay; `b` None the
+    live state.
 
     "names" and "stat" answer with `changes`; "patch" streams a unified diff in "output" notifications.
     """
@@ -226,6 +230,7 @@ class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
     path: str
     snapshot: str | None = None
     overwrite: bool = False
+    changes_only: bool = False  # of an overlay: what differs from below, and the directories that it is in
     source_date_epoch: int | None = None
 
 
@@ -248,6 +253,33 @@ class ImportResult(msgspec.Struct):
     total_bytes: int
     safety_snapshot: str | None
     counts: ChangeCounts
+
+
+class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):
+    """apply: write what an overlay holds (below `paths`) into the directory below it.
+
+    Where that was changed by others since, nothing is written, unless `force` is set.
+    """
+
+    paths: list[str] = []
+    dry_run: bool = False
+    force: bool = False
+
+
+class ConflictRecord(msgspec.Struct):
+    path: str
+    reason: str
+
+
+class ApplyResult(msgspec.Struct):
+    """With `conflicts`, and without `force`, nothing was written."""
+
+    directory: str
+    applied: bool
+    counts: ChangeCounts
+    changes: list[ChangeRecord]
+    conflicts: list[ConflictRecord]
+    truncated: bool = False
 
 
 class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -273,6 +305,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "diff": (DiffParams, DiffResult),
     "export": (ExportParams, ExportResult),
     "import": (ImportParams, ImportResult),
+    "apply": (ApplyParams, ApplyResult),
     "unmount": (UnmountParams, UnmountResult),
     # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
     "check": (Empty, Empty),

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Final, Literal, ParamSpec, TypeVar
 
@@ -24,6 +24,8 @@ import vfsd
 from protocol.archive import Progress, export_archive, open_archive, untold
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.changed import changed_tree
 from protocol.diff import Change, changes
 from protocol.patch import write_patch
 from protocol.tree import Tree
@@ -55,12 +57,15 @@ from vfsd.control.messages import (
     from_wire_path,
     wire_path,
 )
+from vfsd.control.overlay_methods import OverlayMethods, overlay_of
+from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
 
 __all__ = ["SAFETY_SNAPSHOTS_KEPT", "Methods", "read_archive"]
 
 SAFETY_SNAPSHOTS_KEPT: Final = 10
+_BASE: Final = ""  # what is below an overlay; no snapshot has an empty name
 _SAFETY_PREFIX: Final = "safety-"
 _PATCH_PIECE_BYTES: Final = 64 * 1024
 # What a shell, a file name in a table and `restore NAME|ARCHIVE.zip` can all take without quoting trouble.
@@ -97,6 +102,7 @@ class Methods:
             "export": self._export,
             "import": self._import,
             "unmount": self._unmount,
+            "apply": OverlayMethods(self._served, self._options).apply,
             "check": self._check,
             **FsMethods(self._served, self._options).handlers(),
         }
@@ -132,6 +138,7 @@ class Methods:
             max_inodes=volume.max_inodes if volume else None,
             snapshots=len(volume.snapshots()) if volume else None,
             requests=self._served.engine.requests,
+            changed_below=volume.changed_below if isinstance(volume, OverlayVolume) else None,
             engine_reason=self._served.engine.fallback_reason,
         )
 
@@ -162,26 +169,33 @@ class Methods:
 
     # -- restore -------------------------------------------------------------------------------------
     async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
-        if sum((params.name is not None, params.archive is not None, params.undo)) != 1:
-            raise InvalidParamsError("restore takes one of: name, archive, undo")
+        if sum((params.name is not None, params.archive is not None, params.undo, params.base)) != 1:
+            raise InvalidParamsError("restore takes one of: name, archive, undo, base")
         if not params.dry_run:
             self._check_writable()
-        paths = _paths(params.paths)
+        paths = wire_paths_within(params.paths)
         if params.archive is not None:
             return await self._restore_archive(params.archive, paths, call, dry_run=params.dry_run)
-        name = self._newest_safety() if params.undo else params.name
-        assert name is not None
-        self._volume.snapshot(name)  # there is one, or it raises
+        if params.base:
+            name = _BASE
+            overlay_of(self._served)  # it is one, or it raises
+        else:
+            name = self._newest_safety() if params.undo else params.name or ""
+            self._volume.snapshot(name)  # there is one, or it raises
+        source = self._options.backend if params.base else name
         if params.dry_run:
             found = await self._compare(None, name, paths, call)
-            return RestoreResult(name, None, found.counts, found.records, found.truncated)
+            return RestoreResult(source, None, found.counts, found.records, found.truncated)
         async with self._served.changing:
             await self._served.settle()
             safety = self._take_safety(keep=name)
             with self._undone_unless_done(safety):
-                coherence = self._volume.restore_snapshot(name, paths)
+                if params.base:
+                    coherence = overlay_of(self._served).discard(paths)
+                else:
+                    coherence = self._volume.restore_snapshot(name, paths)
             await self._served.changed(coherence)
-        return await self._restored(name, safety, call)
+        return await self._restored(source, safety, call)
 
     async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
         staged = await self._staged(path, call)
@@ -242,17 +256,22 @@ class Methods:
 
     # -- diff ------------------------------------------------------------------------------------------
     async def _diff(self, params: DiffParams, call: Call) -> DiffResult:
-        a = params.a if params.a is not None else self._newest_snapshot()
-        paths = _paths(params.paths)
+        below = params.a is None and isinstance(self._volume, OverlayVolume)
+        a = _BASE if below else params.a if params.a is not None else self._newest_snapshot()
+        paths = wire_paths_within(params.paths)
         if params.b is None:
             await self._served.settle()
         if params.mode == "patch":
             with ExitStack() as stack:
-                old, new = (stack.enter_context(self._volume.tree(name)) for name in (a, params.b))
+                old, new = (stack.enter_context(self._tree(name)) for name in (a, params.b))
                 found = await _in_thread(_write_patch, old, new, paths, call)
         else:
             found = await self._compare(a, params.b, paths, call, with_lines=params.mode == "stat")
-        return DiffResult(a, params.b, found.counts, found.records, found.truncated)
+        return DiffResult(self._options.backend if below else a, params.b, found.counts, found.records, found.truncated)
+
+    def _tree(self, name: str | None) -> AbstractContextManager[Tree]:
+        """The state `name`: a snapshot, _BASE, or None for the live one."""
+        return overlay_of(self._served).base_tree() if name == _BASE else self._volume.tree(name)
 
     def _newest_snapshot(self) -> str:
         for info in reversed(self._volume.snapshots()):
@@ -264,7 +283,7 @@ class Methods:
         self, a: str | None, b: str | None, paths: list[bytes], call: Call, *, with_lines: bool = False
     ) -> Differences:
         """From state `a` to state `b`; None is the live one."""
-        with self._volume.tree(a) as old, self._volume.tree(b) as new:
+        with self._tree(a) as old, self._tree(b) as new:
             return await self._differences(old, new, paths, call, with_lines=with_lines)
 
     async def _differences(
@@ -278,7 +297,11 @@ class Methods:
         if params.snapshot is None:
             await self._served.settle()
 
-        with self._volume.tree(params.snapshot) as tree:
+        with ExitStack() as stack:
+            tree: Tree = stack.enter_context(self._volume.tree(params.snapshot))
+            if params.changes_only:
+                base = stack.enter_context(overlay_of(self._served).base_tree())
+                tree = await _in_thread(changed_tree, base, tree)
             summary = await _in_thread(
                 export_archive,
                 tree,
@@ -414,20 +437,6 @@ def _free_name(prefix: str, taken: set[str]) -> str:
     """The prefix with a number above all that were given."""
     numbers = [int(name[len(prefix) :]) for name in taken if name.startswith(prefix) and name[len(prefix) :].isdigit()]
     return f"{prefix}{max(numbers, default=0) + 1}"
-
-
-def _paths(texts: list[str]) -> list[bytes]:
-    """Wire paths as relative paths of a tree.  InvalidParamsError for one that leads out of it."""
-    paths = []
-    for text in texts:
-        try:
-            parts = [part for part in from_wire_path(text).split(b"/") if part not in (b"", b".")]
-        except ValueError as error:
-            raise InvalidParamsError(str(error)) from None
-        if b".." in parts:
-            raise InvalidParamsError(f"a path with '..': {text!r}")
-        paths.append(b"/".join(parts))
-    return paths
 
 
 def _absolute(path: str) -> str:

@@ -1,0 +1,98 @@
+"""`vfsd apply` and `vfsd discard`: what an overlay holds goes into the directory below it, or away."""
+
+from __future__ import annotations
+
+import click
+
+from vfsd.cli import output
+from vfsd.cli.app import App, Command
+from vfsd.cli.changes import count_words, show_changes
+from vfsd.control import messages
+from vfsd.userpaths import current_directory, wire_paths
+
+__all__ = ["apply_command", "discard_command"]
+
+
+@click.command(
+    "apply",
+    cls=Command,
+    examples="""
+    vfsd apply --dry-run                   # what it would write
+    vfsd apply
+    vfsd apply src docs/index.md           # these paths only
+    """,
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("-f", "--force", is_flag=True, help="Write also over what others changed there since.")
+@click.pass_obj
+def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) -> None:
+    """Write what an overlay holds into the directory below it.
+
+    Where others have changed a path there since it was looked at, nothing at all is written: the paths are named,
+    and the exit status is 1.  Each file is replaced at once, whole; deletions come last.  An apply that was
+    interrupted is finished by another one.
+    """
+    record = app.record()
+    params = messages.ApplyParams(
+        paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run, force=force
+    )
+    answer: messages.ApplyResult = app.call(record, "apply", params, label="applying")
+    app.emit(answer, _show_dry_run if dry_run else _show_applied)
+    if answer.conflicts and not (answer.applied or app.json):
+        output.report(
+            f"{len(answer.conflicts)} paths were changed in {output.show_path(answer.directory)} by others; nothing is written"
+        )
+    if answer.conflicts and not answer.applied:
+        click.get_current_context().exit(1)
+
+
+def _show_conflicts(answer: messages.ApplyResult) -> None:
+    for conflict in answer.conflicts:
+        output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
+
+
+def _show_dry_run(answer: messages.ApplyResult) -> None:
+    show_changes(answer.changes, truncated=answer.truncated)
+    _show_conflicts(answer)
+
+
+def _show_applied(answer: messages.ApplyResult) -> None:
+    _show_conflicts(answer)
+    if answer.applied:
+        output.say(f"applied to {output.show_path(answer.directory)}: {count_words(answer.counts)}")
+
+
+@click.command(
+    "discard",
+    cls=Command,
+    examples="""
+    vfsd discard --dry-run
+    vfsd discard src/main.c                # this path only
+    vfsd discard && vfsd restore --undo    # and back
+    """,
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
+@click.pass_obj
+def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
+    """Drop what an overlay holds: back to the directory below it.
+
+    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
+    """
+    record = app.record()
+    params = messages.RestoreParams(
+        base=True, paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run
+    )
+    answer: messages.RestoreResult = app.call(record, "restore", params, label="discarding")
+    app.emit(answer, _show_would if dry_run else _show_discarded)
+
+
+def _show_would(answer: messages.RestoreResult) -> None:
+    show_changes(answer.changes, truncated=answer.truncated)
+
+
+def _show_discarded(answer: messages.RestoreResult) -> None:
+    output.say(f"discarded: {count_words(answer.counts)}")
+    if answer.safety_snapshot is not None:
+        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")

@@ -1,0 +1,76 @@
+"""`apply`: what an overlay holds, written into the directory below it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+
+import trio
+
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.apply import Applied, apply
+from protocol.diff import count
+from vfsd.control.call import Call
+from vfsd.control.changes import Differences, change_record
+from vfsd.control.messages import ApplyParams, ApplyResult, ChangeCounts, ConflictRecord, wire_path
+from vfsd.control.paths import wire_paths_within
+from vfsd.options import MountOptions
+from vfsd.served import Served
+
+__all__ = ["OverlayMethods", "overlay_of"]
+
+
+def overlay_of(served: Served) -> OverlayVolume:
+    """The volume, as an overlay.  OSError (EOPNOTSUPP) where it is none."""
+    if isinstance(served.volume, OverlayVolume):
+        return served.volume
+    raise OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
+
+
+class OverlayMethods:
+    """The verbs that only an overlay has."""
+
+    def __init__(self, served: Served, options: MountOptions) -> None:
+        self._served = served
+        self._options = options
+
+    async def apply(self, params: ApplyParams, call: Call) -> ApplyResult:
+        """Write it in a worker thread, from immutable trees; the mount goes on meanwhile."""
+        volume = overlay_of(self._served)
+        paths = wire_paths_within(params.paths)
+        async with self._served.changing:
+            await self._served.settle()
+            with volume.base_tree() as base, volume.tree() as live:
+                run = functools.partial(
+                    apply,
+                    volume.lower,
+                    base,
+                    live,
+                    paths,
+                    known=dict(volume.identities),
+                    force=params.force,
+                    dry_run=params.dry_run,
+                    keep_going=call.raise_if_cancelled,
+                )
+                done = await trio.to_thread.run_sync(run)
+                written = not params.dry_run and (params.force or not done.conflicts)
+                if written:
+                    volume.identities.update(done.identities)
+                    volume.applied(live, [change.path for change in done.changes])
+        return _result(self._options, done, written=written)
+
+
+def _result(options: MountOptions, done: Applied, *, written: bool) -> ApplyResult:
+    found = Differences()
+    for change in done.changes:
+        found.add(change, change_record)
+    counts = count(done.changes)
+    return ApplyResult(
+        directory=wire_path(os.fsencode(options.backend.partition(":")[2])),
+        applied=written,
+        counts=ChangeCounts(counts.added, counts.modified, counts.removed),
+        changes=found.records,
+        conflicts=[ConflictRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
+        truncated=found.truncated,
+    )
