@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["change", "without_privileges"]
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+_SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
 _NOW_NS: Final = 1_000_000_000  # a time that is no further from now means now
 
 
@@ -30,7 +31,7 @@ def change(descriptors: Descriptors, node: Node, changes: AttributeChanges) -> N
         _truncate(descriptors, node, changes.size)
     with descriptors.of(node) as descriptor:
         path = proc_path(descriptor)
-        if changes.uid is not None or changes.gid is not None:
+        if changes.uid is not None or changes.gid is not None or _is_touch(changes, descriptor):
             os.chown(path, -1 if changes.uid is None else changes.uid, -1 if changes.gid is None else changes.gid)
         if changes.kill_privileges and not node.is_dir:
             _kill_privileges(path, descriptor)
@@ -38,6 +39,13 @@ def change(descriptors: Descriptors, node: Node, changes: AttributeChanges) -> N
             os.chmod(path, changes.mode & 0o7777)
         if changes.atime_ns is not None or changes.mtime_ns is not None:
             _set_times(path, descriptor, changes.atime_ns, changes.mtime_ns)
+
+
+def _is_touch(changes: AttributeChanges, descriptor: int) -> bool:
+    """Whether ctime is all that changes: chown(2) to (-1, -1) does that, but takes set-id bits away too."""
+    if any(value is not None for value in changes[:-1]):
+        return False
+    return changes.kill_privileges or not os.fstat(descriptor).st_mode & _SET_ID_BITS
 
 
 def _truncate(descriptors: Descriptors, node: Node, size: int) -> None:

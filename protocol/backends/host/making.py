@@ -1,7 +1,7 @@
 """Maker: makes inodes on the host, and gives them to the caller.
 
-An unprivileged daemon makes what is its own.  A root daemon makes what is root's for a moment, without suid, sgid and
-sticky bits, and then hands it over: acting as the caller (setfsuid(2)) would lack the caller's supplementary
+An unprivileged daemon makes what is its own.  A root daemon makes what is root's for a moment, without suid and sgid
+bits, and then hands it over: acting as the caller (setfsuid(2)) would lack the caller's supplementary
 groups, which a kernel's request does not tell.
 
 The umask is the process's: while a call creates something, it is the caller's.
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _O_CREATE: Final = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _O_UNNAMED: Final = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
-_PERMISSIONS: Final = 0o777
-_SPECIAL_BITS: Final = 0o7000
+_PERMISSIONS: Final = 0o1777
+_SPECIAL_BITS: Final = 0o6000
 
 
 class Maker:
@@ -103,7 +103,7 @@ class Maker:
         return self._uid == 0 and (caller.uid != 0 or caller.gid != self._gid)
 
     def _hand_over(self, directory: Node, descriptor: int, mode: int, caller: Caller) -> os.stat_result:
-        """Give a new inode to the caller, with its set-id and sticky bits."""
+        """Give a new inode to the caller, with its set-id bits."""
         seen = os.fstat(descriptor)
         path = proc_path(descriptor)
         changed = False
