@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench._filesystems import run, tmpfs
+from bench._filesystems import end_cleanly, run, tmpfs
 from bench._real import GIT, WORDS
 from vfsd.workspace import Workspace
 
@@ -210,6 +210,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("the benchmark mounts tmpfs: run it as root")
+    end_cleanly()
     sizes = SIZES[:2] if options.quick else SIZES
     runs = 3 if options.quick else 5
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-", dir="/dev/shm"))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import trio
 
-from bench._filesystems import run
+from bench._filesystems import end_cleanly, run
 from bench._micro import DATA, drop_caches
 from bench._real import GIT
 from protocol.backends.memory import MemoryVolume
@@ -138,6 +138,7 @@ def main() -> None:
     if options.serve:
         serve(*options.serve)
         return
+    end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     place, report = scratch / "mount", scratch / "report"
     place.mkdir()

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import _micro, _real
-from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock
+from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock, end_cleanly
 
 # A file system that needs longer than this for one round of a row is measured in the first one only: rclone takes
 # milliseconds for what others do in microseconds, and would be most of the run.
@@ -188,6 +188,7 @@ def main() -> None:
         sys.exit("the benchmark mounts tmpfs and drops caches: run it as root")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--plot needs matplotlib: pip install 'vfsd[bench]'")
+    end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
     load = os.getloadavg()[0]
