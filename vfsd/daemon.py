@@ -74,11 +74,15 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     with _alone():
         recovered = _recover(options) or recovered
         engine = mount_engine(options.engine, backend.volume, settings, replay)
+    daemon = _Daemon(options, engine, backend, replay)
     try:
-        await _Daemon(options, engine, backend, replay).run(ready, recovered)
+        await daemon.run(ready, recovered)
     finally:
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(engine.unmount)
+        # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and says so: on the
+        # bare directory programs would go on as if nothing was lost, and a sync job take the emptiness for truth.
+        if not daemon.crashed:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(engine.unmount)
         backend.close()
 
 
@@ -92,6 +96,13 @@ class _Daemon:
         self._replay = replay
         self._notifier = Notifier.from_environment()
         self._served = trio.Event()
+        self._answers = False
+        self._unmounted = False
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended while the mount was there and answered."""
+        return self._answers and not self._unmounted
 
     async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
         """Serve until the file system is unmounted."""
@@ -112,6 +123,7 @@ class _Daemon:
                 await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
                 record = self._record(socket, started_at)
                 runtime.write_record(record)
+                self._answers = True
                 ready(Ready(options.name, options.mountpoint, socket, os.getpid(), self._engine.name, recovered))
                 self._notifier.ready(f"serving {options.mountpoint}")
                 _logger.info(
@@ -121,7 +133,7 @@ class _Daemon:
         except* (OSError, ValueError) as group:
             raise _first(group) from None
         finally:
-            if record is not None:
+            if record is not None and not self.crashed:
                 runtime.remove_record(record)
 
     async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
@@ -130,6 +142,7 @@ class _Daemon:
             await self._engine.serve()
         finally:
             self._served.set()
+        self._unmounted = True
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.mountpoint})
         self._notifier.stopping()
         with trio.move_on_after(_ANSWER_S):

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -363,6 +364,27 @@ def test_a_dead_mount_stays_where_it_is_until_somebody_asks(mount: MountCli, wor
     assert "lost" in done.stderr
     assert not is_mounted(place)
     assert left_behind("work") == []
+
+
+def test_a_daemon_that_fails_leaves_its_dead_mount_too_and_the_next_start_says_what_was_lost(
+    mount: MountCli, place: Path, engine: str
+) -> None:
+    command = [sys.executable, "-m", "tests.mount.crashing_daemon", str(place), "work", engine]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "ready\n"
+        (place / "file").write_text("lost")
+        daemon.send_signal(signal.SIGUSR1)
+        _, said = daemon.communicate(timeout=60)
+    assert daemon.returncode == 1
+    assert "RuntimeError: a bug" in said
+    with pytest.raises(OSError, match=r"not connected|aborted"):
+        os.listdir(place)
+    assert json.loads(succeeded(vfsd("list", "--json")))["workspaces"][0]["state"] == "dead"
+    workspace = mount()
+    assert workspace.recovered is not None
+    assert "lost" in workspace.recovered
+    assert os.listdir(place) == []
 
 
 def test_the_name_of_a_dead_daemon_is_free_for_another_place(mount: MountCli, workdir: Path) -> None:
