@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from protocol import Filesystem, HostFilesystem, HostMount, InMemoryFilesystem, SnapshotableFilesystem, VolumeFilesystem
+from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.testing import (
     ArchiveContract,
@@ -44,8 +46,15 @@ def over_plain_volume(_directory: Path) -> SnapshotableFilesystem:
     return VolumeFilesystem(PlainVolume())  # type: ignore[arg-type]  # its methods are found when they are called
 
 
+def over_host_volume(directory: Path) -> SnapshotableFilesystem:
+    (directory / "root").mkdir()
+    return VolumeFilesystem(HostVolume(os.fsencode(directory / "root")))
+
+
 BACKENDS = pytest.mark.parametrize(
-    "make", [in_memory, on_host, over_plain_volume], ids=["memory", "host", "plain-volume"]
+    "make",
+    [in_memory, on_host, over_plain_volume, over_host_volume],
+    ids=["memory", "host", "plain-volume", "host-volume"],
 )
 
 
@@ -53,8 +62,12 @@ class Backend:
     @pytest.fixture
     def filesystem(
         self, make: Callable[[Path], SnapshotableFilesystem], tmp_path_factory: pytest.TempPathFactory
-    ) -> SnapshotableFilesystem:
-        return make(tmp_path_factory.mktemp("backend"))
+    ) -> Iterator[SnapshotableFilesystem]:
+        made = make(tmp_path_factory.mktemp("backend"))
+        yield made
+        if isinstance(made, VolumeFilesystem) and isinstance(made.volume, HostVolume):
+            made.volume.check_invariants()
+            made.volume.close()
 
 
 @BACKENDS

@@ -30,6 +30,7 @@ RECHECK_S: Final = 0.5
 _ANY_EXECUTE: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _FEWEST: Final = 16
 _MOST: Final = 8192
+_UNLIMITED: Final = 1 << 20
 _SPARE: Final = 64  # for everything else that the process has open
 _O_PATH_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
 # A file may have become a fifo or a device since: to open it must neither wait nor take a terminal.
@@ -51,6 +52,8 @@ class Descriptors:
         """`root` is an O_PATH descriptor, to be closed by `close`; at most `most` others are kept."""
         self._root = root
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft == resource.RLIM_INFINITY:
+            soft = _UNLIMITED
         # Half of them: pins, and what the process does beside, have the other half.
         self._most = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
         self._open: dict[Node, None] = {}
