@@ -52,6 +52,7 @@ _LINGER_S: Final = 5.0
 _ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
+_LOST: Final = "what was in that workspace, snapshots too, is lost"
 
 
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
@@ -254,7 +255,8 @@ def _recover(options: MountOptions) -> str | None:
 
     FileExistsError for a name in use; else as `mounts.check_mountpoint`.
     """
-    for record in runtime.read_records():
+    left = runtime.read_records()
+    for record in left:
         if record.name == options.name and record.alive:
             reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
             raise FileExistsError(errno.EEXIST, reason)
@@ -263,4 +265,5 @@ def _recover(options: MountOptions) -> str | None:
         return None
     mounts.clear_dead_mount(options.mountpoint)
     mounts.check_mountpoint(options.mountpoint)
-    return f"the daemon of {dead.describe()} had died: what was in that workspace, snapshots too, is lost"
+    costs = [record.what_a_death_costs for record in left if record.mountpoint == options.mountpoint]
+    return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"

@@ -140,6 +140,12 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     def state(self) -> Literal["alive", "dead"]:
         return "alive" if self.alive else "dead"
 
+    @property
+    def what_a_death_costs(self) -> str:
+        """What became of the content when the daemon died: a clause."""
+        kind, _, directory = self.backend.partition(":")
+        return f"what it held is in {directory}" if kind == "host" else "what it held is lost"
+
 
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, mounted
+from vfsd.ending import daemon_end
+from vfsd.launch import launch
+from vfsd.mounting import mount_options
 from vfsd.workspace import Workspace
 
 TIMEOUT_S = 0.2
@@ -405,3 +409,20 @@ def test_a_mount_of_a_directory_that_is_gone_is_refused(workdir: Path, engine: s
     (workdir / "m").mkdir()
     with pytest.raises(FileNotFoundError), mounted(workdir / "m", backend=f"host:{workdir}/none", engine=engine):
         pass
+
+
+def test_after_a_daemons_death_the_content_is_where_it_was(workdir: Path, directory: Path, engine: str) -> None:
+    place = workdir / "m"
+    place.mkdir()
+    options = mount_options(place, f"host:{directory}", name=f"dies-{workdir.name}", engine=engine)  # type: ignore[arg-type]
+    first = launch(options)
+    (place / "f").write_bytes(b"kept")
+    with daemon_end(first.pid) as wait_ended:
+        os.kill(first.pid, signal.SIGKILL)
+        wait_ended()
+    second = launch(options)
+    assert f"what it held is in {directory}" in str(second.recovered)
+    with Workspace.attach(second.name) as again:
+        assert (place / "f").read_bytes() == b"kept"
+        again.unmount()
+    assert (directory / "f").read_bytes() == b"kept"

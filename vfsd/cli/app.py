@@ -53,7 +53,7 @@ class App:
         if not record.alive:
             advice = f"`vfsd unmount {record.name}` clears it away, `vfsd mount` at its place replaces it"
             raise ConnectionRefusedError(
-                errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and what it held is lost; {advice}"
+                errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.what_a_death_costs}; {advice}"
             )
         with ControlClient(record.socket) as client:
             if label is None:

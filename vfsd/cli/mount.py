@@ -166,7 +166,7 @@ def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.Unmou
     remove_record(record)
     with contextlib.suppress(FileExistsError):  # a new daemon of that name was faster
         remove_dead_socket(record.socket)
-    output.note(f"the daemon of {record.name} was dead: what it held is lost, its mount is cleared away")
+    output.note(f"the daemon of {record.name} was dead: {record.what_a_death_costs}, its mount is cleared away")
     return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 
