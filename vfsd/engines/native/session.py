@@ -239,15 +239,15 @@ class NativeEngine:
         self._requests += 1
         operations = self._operations
         impersonator = self._impersonator
-        # Requests of the kernel itself have pid 0, as has an impersonator without a thread.
-        if impersonator is not None and pid and pid == impersonator.thread_id and opcode in _IMPERSONATED:
-            operations = self._impersonate(impersonator.volume)
-        handler = operations.table.get(opcode)
-        if handler is None or length < handler.least:
-            self._refuse(descriptor, unique, handler, length)
-            return
-        _, method, reply = handler
         try:
+            # Requests of the kernel itself have pid 0, as has an impersonator without a thread.
+            if impersonator is not None and pid and pid == impersonator.thread_id and opcode in _IMPERSONATED:
+                operations = self._impersonate(impersonator.volume)
+            handler = operations.table.get(opcode)
+            if handler is None or length < handler.least:
+                self._refuse(descriptor, unique, handler, length)
+                return
+            _, method, reply = handler
             answer = method(node, buffer, length)
             if hasattr(answer, "__await__"):
                 self._answer_later(descriptor, operations, opcode, unique, answer)
