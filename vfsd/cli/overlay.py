@@ -40,9 +40,8 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     answer: messages.ApplyResult = app.call(record, "apply", params, label="applying")
     app.emit(answer, _show_dry_run if dry_run else _show_applied)
     if answer.conflicts and not (answer.applied or app.json):
-        output.report(
-            f"{len(answer.conflicts)} paths were changed in {output.show_path(answer.directory)} by others; nothing is written"
-        )
+        place = output.show_path(answer.directory)
+        output.report(f"{len(answer.conflicts)} paths were changed in {place} by others; nothing is written")
     if answer.conflicts and not answer.applied:
         click.get_current_context().exit(1)
 

@@ -56,8 +56,9 @@ class OverlayMethods:
                 done = await trio.to_thread.run_sync(run)
                 written = not params.dry_run and (params.force or not done.conflicts)
                 if written:
-                    volume.identities.update(done.identities)
-                    volume.applied(live, [change.path for change in done.changes])
+                    volume.applied(live, done)
+                if done.error is not None:
+                    raise done.error
         return _result(self._options, done, written=written)
 
 

@@ -20,7 +20,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -58,6 +58,8 @@ class Applied:
     changes: list[Change] = field(default_factory=list)
     conflicts: list[Conflict] = field(default_factory=list)
     identities: _Identities = field(default_factory=dict)
+    error: BaseException | None = None
+    renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # (st_dev, st_ino) whose ctime this moved
 
 
 def apply(
@@ -74,7 +76,7 @@ def apply(
     """Make the directory of `lower` at `paths` (or everywhere) what `live` is; `base` is what it was.
 
     `known` says what an earlier run left at a path.  With conflicts, and without `force`, nothing is written.
-    OSError: it stopped half-way; each path is what it was or what it is to be.
+    `Applied.error` is what stopped it half-way; each path is what it was or what it is to be.
     """
     run = _Run(lower, base, live, known, force=force, keep_going=keep_going)
     found = list(changes(base, live, paths=paths))
@@ -84,8 +86,12 @@ def apply(
         return result
     try:
         run.write(found)
-    finally:
-        result.identities = run.written
+    except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
+        result.error = error
+    for change in found:
+        if result.error is None or change.path in run.done:
+            result.identities[change.path] = run.identity_of(change.path)
+    result.renewed = run.renewed()
     return result
 
 
@@ -106,10 +112,9 @@ class _Run:
         self._known = known
         self._force = force
         self._keep_going = keep_going
-        self.written: _Identities = {}
         self._changed: set[bytes] = set()
-        self._done: set[bytes] = set()
-        self._touched: set[tuple[int, int]] = set()  # inodes of which this run itself moved the ctime
+        self.done: set[bytes] = set()
+        self._touched: dict[tuple[int, int], Handle | Identity] = {}  # of which this run itself moved the ctime
         self._directories: set[bytes] = set()
 
     # -- what is there -----------------------------------------------------------------------------
@@ -134,7 +139,7 @@ class _Run:
         """What is in the way of a change, if anything."""
         there = self._stat(change.path)
         if self._is_done(change, there):
-            self._done.add(change.path)
+            self.done.add(change.path)
             return None
         expected = self._expected(change.path)
         if expected is None and (change.old is None or change.path in self._known):
@@ -191,8 +196,11 @@ class _Run:
     # -- writing -----------------------------------------------------------------------------------
     def write(self, found: Sequence[Change]) -> None:
         """Do what there is to do."""
-        self._changed = {change.path for change in found}
-        todo = [change for change in found if change.path not in self._done]
+        # Also of what is not to be written now.
+        self._changed = {change.path for change in changes(self._base, self._live)}
+        todo = [change for change in found if change.path not in self.done]
+        for change in todo:
+            self._keep(change)
         for change in todo:
             if change.new is not None:
                 self._keep_going()
@@ -205,11 +213,31 @@ class _Run:
             if change.new is not None and change.new.is_dir:
                 self._finish_directory(change.new)
         for path in sorted(self._directories):
-            with contextlib.suppress(FileNotFoundError):
-                os.fsync(open_directory(self._lower, path).fd)
-        for change in found:
-            there = self._stat(change.path)
-            self.written[change.path] = None if there is None else identity(there)
+            try:
+                handle = open_directory(self._lower, path)
+            except OSError as error:
+                if is_gone(error):
+                    continue  # removed since
+                raise
+            os.fsync(handle.fd)
+
+    def _touch(self, directory: Handle, name: bytes) -> None:
+        """The inode's ctime is about to move, or just did: it is looked at once more at the end."""
+        handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
+        there = os.fstat(handle.fd)
+        self._touched[there.st_dev, there.st_ino] = handle
+
+    def renewed(self) -> dict[tuple[int, int], Identity]:
+        """What the inodes are now of which this run moved the ctime."""
+        return {
+            key: identity(os.fstat(found.fd)) if isinstance(found, Handle) else found
+            for key, found in self._touched.items()
+        }
+
+    def identity_of(self, path: bytes) -> Identity | None:
+        """What is at a path below now."""
+        there = self._stat(path)
+        return None if there is None else identity(there)
 
     def _put(self, change: Change) -> None:
         new = change.new
@@ -222,21 +250,27 @@ class _Run:
             os.rmdir(name, dir_fd=directory.fd)
             there = None
         if new.is_dir:
-            self._put_directory(directory, name, change, there)
-        elif change.kind == "metadata" and there is not None:
+            self._put_directory(directory, name, change.path, there)
+        elif there is not None and self._is_same_file(change, there):
             self._check_again(change, there)
             self._set_in_place(directory, name, new, there)
         else:
-            self._keep(change)
             self._put_leaf(directory, name, change)
 
-    def _put_directory(self, directory: Handle, name: bytes, change: Change, there: os.stat_result | None) -> None:
+    def _is_same_file(self, change: Change, there: os.stat_result) -> bool:
+        """Whether only attributes differ, and of no other name's file that is to stay as it is."""
+        if change.kind != "metadata" or change.old is None or change.new is None:
+            return False
+        names = self._live.paths(self._live.find(change.path))
+        return change.old.inode == change.new.inode and there.st_nlink in (1, len(names))
+
+    def _put_directory(self, directory: Handle, name: bytes, path: bytes, there: os.stat_result | None) -> None:
         if there is not None and not stat.S_ISDIR(there.st_mode):
-            self._keep(change)
             os.unlink(name, dir_fd=directory.fd)
             there = None
         if there is None:
             os.mkdir(name, 0o700, dir_fd=directory.fd)
+            self.done.add(path)  # by us, whatever it still lacks
 
     def _finish_directory(self, new: TreeEntry) -> None:
         handle = open_directory(self._lower, new.path)
@@ -257,11 +291,13 @@ class _Run:
         elif change.old is not None and change.kind != "type" and not self._force and self._expected(change.path):
             os.unlink(temporary, dir_fd=directory.fd)
             raise ChangedBelowError(change.path)
+        if there is not None and there.st_nlink > 1:
+            self._touch(directory, name)  # its other names see its ctime move
         os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
         # rename(2) of two names of one file leaves both.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=directory.fd)
-        self._done.add(change.path)
+        self.done.add(change.path)
 
     def _check_again(self, change: Change, there: os.stat_result) -> None:
         """Nobody shall have changed it since it was looked at first."""
@@ -274,23 +310,13 @@ class _Run:
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
-            if other == new.path or (other in self._changed and other not in self._done):
+            if other == new.path or (other in self._changed and other not in self.done):
                 continue
             source, name = self._place(other)
             os.link(name, temporary, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
-            there = self._lower.stat(other)
-            self._touched.add((there.st_dev, there.st_ino))
-            self._renew(other, there)
+            self._touch(source, name)
             return True
         return False
-
-    def _renew(self, path: bytes, there: os.stat_result) -> None:
-        """What this run did to a file whose content stays is no change of it."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            version = self._base.find(path)
-            if isinstance(version, OverlayInode) and version.lower.identity[:4] == identity(there)[:4]:
-                version.lower.identity = identity(there)
-                version.lower.lower.forget(version.lower)
 
     def _make(self, directory: Handle, temporary: bytes, new: TreeEntry) -> None:
         if new.is_symlink:
@@ -328,23 +354,15 @@ class _Run:
             _set_metadata(handle.fd, new, there)
             os.fsync(handle.fd)
         now = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-        self._touched.add((now.st_dev, now.st_ino))
-        for version in self._versions(new.path):
-            if version.lower.identity[:3] == identity(now)[:3]:
-                version.lower.identity = identity(now)
-                self._lower.forget(version.lower)
-        self._done.add(new.path)
-
-    def _versions(self, path: bytes) -> Iterator[OverlayInode]:
-        for tree in (self._base, self._live):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                version = tree.find(path)
-                if isinstance(version, OverlayInode):
-                    yield version
+        self._touched[now.st_dev, now.st_ino] = identity(now)
+        self.done.add(new.path)
 
     def _keep(self, change: Change) -> None:
         """What is above, or in a snapshot, of the file that is about to go, stays readable."""
         if change.old is None or not change.old.is_file:
+            return
+        there = self._stat(change.path)
+        if there is None or self._is_same_file(change, there):
             return
         version = self._base.find(change.path)
         if isinstance(version, OverlayInode):
@@ -373,7 +391,8 @@ class _Run:
                     raise fail(errno.ENOTEMPTY, shown) from None
                 raise
             return
-        self._keep(change)
+        if there.st_nlink > 1:
+            self._touch(directory, name)
         os.unlink(name, dir_fd=directory.fd)
 
 

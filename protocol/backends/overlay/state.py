@@ -22,7 +22,7 @@ import functools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode
@@ -258,6 +258,8 @@ class OverlayState(State):
             if not isinstance(live, OverlayInode):
                 return False, False
             old = live.lower
+            if old.kept is not None:
+                return True, False  # replaced below by ourselves: it goes on as it was
             try:
                 seen = self.lower.stat(old.path)
             except OSError as error:
@@ -292,6 +294,19 @@ class OverlayState(State):
             if is_live:
                 self.resize(inode, seen.st_size)
         _show(inode, seen)
+
+    def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
+        """We ourselves moved the ctime of these inodes below, by (st_dev, st_ino): by a link or an attribute."""
+        if not renewed:
+            return
+        with self.lock:
+            for number in list(self.table):
+                for version in self.versions(number):
+                    if isinstance(version, OverlayInode):
+                        now = renewed.get(version.lower.identity[:2])
+                        if now is not None and now[2] == version.lower.identity[2]:
+                            version.lower.identity = now
+                            self.lower.forget(version.lower)
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:

@@ -42,6 +42,7 @@ from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
 
 if TYPE_CHECKING:
     from protocol.backends.memory.undo import Epoch, PreInodes
+    from protocol.backends.overlay.apply import Applied
     from protocol.listing import Listing
     from protocol.volume import Buffer
 
@@ -142,14 +143,22 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             return self._restore_epoch(self._base, paths)
 
-    def applied(self, tree: SnapshotTree, paths: Sequence[bytes]) -> None:
-        """From here on the base has at `paths` what `tree` has there: it was written below.  The live state stays."""
+    def applied(self, tree: SnapshotTree, done: Applied) -> None:
+        """From here on the base has what `tree` has where `apply` has written it below.  The live state stays."""
         state = self._overlay
+        paths = [change.path for change in done.changes]
         with self._lock:
+            self.identities.update(done.identities)
+            state.renew(done.renewed)
+            for path, known in self.identities.items():
+                if known is not None:
+                    self.identities[path] = done.renewed.get(known[:2], known)
+            if done.error is not None:
+                return
             generations = {number: inode.generation for number, inode in state.table.items()}
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
-            present = [path for path in paths if _is_in(tree, path) or _is_live(state, path)]
+            present = [path for path in _outermost(paths) if _is_in(tree, path) or _is_live(state, path)]
             Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes: None).run(present)
             base = state.open_epoch(None)
             restore_epoch(state, live)
@@ -272,6 +281,20 @@ class OverlayVolume(MemoryVolume):
             is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
             self._overlay.check_name(self._directory(new_parent), new_name, is_directory=is_directory)
         super().rename(parent, name, new_parent, new_name, flags, caller)
+
+
+def _outermost(paths: Sequence[bytes]) -> list[bytes]:
+    """`paths` without those below another one: what changed below a path is among them anyhow."""
+    every = set(paths)
+
+    def has_above(path: bytes) -> bool:
+        while path:
+            path = path.rpartition(b"/")[0]
+            if path in every:
+                return True
+        return False
+
+    return [path for path in paths if not has_above(path)]
 
 
 def _is_in(tree: SnapshotTree, path: bytes) -> bool:

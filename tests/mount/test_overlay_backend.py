@@ -1,0 +1,234 @@
+"""A repository below, work above, on each engine: what real tools do in an overlay, and what goes down again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import MountIt, check_invariants, complaints
+from vfsd.workspace import Workspace
+
+BLOCK = 128 * 1024
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+
+
+def run(*command: object, cwd: Path, stdin: bytes | None = None) -> str:
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    environment.pop("MAKEFLAGS", None)
+    done = subprocess.run([os.fspath(c) if isinstance(c, Path) else str(c) for c in command], cwd=cwd, input=stdin,
+                          capture_output=True, check=False, env=environment)  # fmt: skip
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout.decode()
+
+
+def contents(place: Path, *, without: str | None = None) -> dict[str, tuple[object, ...]]:
+    """Every path below `place`: mode, and what it holds."""
+    found: dict[str, tuple[object, ...]] = {}
+    for above, directories, files in os.walk(place):
+        if without in directories:
+            directories.remove(without)
+        for name in [*directories, *files]:
+            path = Path(above, name)
+            at = path.lstat()
+            held: object = None
+            if path.is_symlink():
+                held = os.readlink(path)
+            elif path.is_file():
+                held = path.read_bytes()
+            found[str(path.relative_to(place))] = (at.st_mode, held)
+    return found
+
+
+def digest(place: Path) -> str:
+    """Of everything below `place`, with the times that a write would move."""
+    seen = []
+    for above, directories, files in os.walk(place):
+        for name in sorted([*directories, *files]):
+            at = os.lstat(Path(above, name))
+            seen.append((above, name, at.st_ino, at.st_mode, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
+    return hashlib.sha256(repr((sorted(seen), contents(place))).encode()).hexdigest()
+
+
+@pytest.fixture
+def repository(workdir: Path) -> Path:
+    """A small C program with a makefile and its test, in git."""
+    place = workdir / "repository"
+    (place / "src").mkdir(parents=True)
+    (place / "src" / "sum.c").write_text("int sum(int a, int b) { return a + b; }\n")
+    (place / "src" / "main.c").write_text(
+        '#include <stdio.h>\nint sum(int, int);\nint main(void) { printf("%d\\n", sum(2, 3)); return 0; }\n'
+    )
+    (place / "test.py").write_text(
+        "import subprocess, unittest\nclass T(unittest.TestCase):\n"
+        "    def test(self): self.assertEqual(subprocess.check_output(['./sum']), b'5\\n')\n"
+    )
+    (place / "Makefile").write_text("sum: src/sum.c src/main.c\n\tcc -o $@ $^\n")
+    (place / ".gitignore").write_text("/sum\n__pycache__/\n")
+    (place / "docs").mkdir()
+    for number in range(60):
+        (place / "docs" / f"page{number}.md").write_text(f"page {number}\n" * 20)
+    run("git", "init", "-q", "-b", "main", cwd=place)
+    run(*GIT, "add", "-A", cwd=place)
+    run(*GIT, "commit", "-qm", "first", cwd=place)
+    return place
+
+
+def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones(
+    mount: MountIt, repository: Path, workdir: Path
+) -> None:
+    patched, applied = workdir / "patched", workdir / "applied"
+    for clone in (patched, applied):
+        run("cp", "-a", repository, clone, cwd=workdir)
+    before = digest(repository)
+    workspace = mount(backend=f"overlay:{repository}")
+    root = Path(workspace.path)
+    assert run(*GIT, "status", "--porcelain", cwd=root) == ""
+    run("make", "sum", cwd=root)
+    run(sys.executable, "-m", "unittest", "test.py", cwd=root)
+    (root / "src" / "sum.c").write_text("int sum(int a, int b) { return b + a; }\n")
+    (root / "src" / "new.c").write_text("int zero;\n")
+    (root / "docs" / "page7.md").unlink()
+    (root / "docs" / "page8.md").rename(root / "src" / "moved.md")
+    assert run(*GIT, "status", "--porcelain", cwd=root).split() == [
+        "D", "docs/page7.md", "D", "docs/page8.md", "M", "src/sum.c", "??", "src/moved.md", "??", "src/new.c"
+    ]  # fmt: skip
+    found = {change.path: change.change for change in workspace.diff(paths=[root / "src", root / "docs"]).changes}
+    assert found == {
+        "docs/page7.md": "removed",
+        "docs/page8.md": "removed",
+        "src/moved.md": "added",
+        "src/new.c": "added",
+        "src/sum.c": "modified",
+    }
+    patch = workspace.patch(paths=[root / "src", root / "docs"])
+    run("patch", "-p1", "--quiet", cwd=patched, stdin=patch)
+    for name in ("src", "docs"):
+        assert contents(patched / name) == contents(root / name)
+    run(*GIT, "add", "-A", cwd=root)
+    run(*GIT, "commit", "-qm", "second", cwd=root)
+    assert digest(repository) == before, "what is below was changed"
+    everything = contents(root)
+    workspace.discard()
+    assert contents(root) == contents(repository)
+    workspace.undo()
+    assert contents(root) == everything
+    assert digest(repository) == before
+
+    other = mount(backend=f"overlay:{applied}")
+    for name in ("src", "docs"):
+        shutil.copytree(root / name, Path(other.path) / name, dirs_exist_ok=True)
+    for name in ("page7.md", "page8.md"):
+        (Path(other.path) / "docs" / name).unlink()
+    done = other.apply()
+    assert done.applied
+    assert done.conflicts == {}
+    for name in ("src", "docs"):
+        assert contents(applied / name) == contents(root / name)
+    assert other.diff().changes == ()
+
+
+def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, repository: Path) -> None:
+    workspace = mount(backend=f"overlay:{repository}")
+    root = Path(workspace.path)
+    (root / "src" / "sum.c").write_text("mine\n")
+    (root / "new").write_text("new\n")
+    (repository / "src" / "sum.c").write_text("theirs\n")
+    refused = workspace.apply()
+    assert not refused.applied
+    assert refused.conflicts == {"src/sum.c": "was changed there since"}
+    assert not (repository / "new").exists()
+    assert workspace.apply([root / "new"]).applied
+    assert (repository / "new").read_text() == "new\n"
+    assert workspace.apply(force=True).applied
+    assert (repository / "src" / "sum.c").read_text() == "mine\n"
+
+
+def test_mounting_looks_at_no_file_whatever_is_below(mount: MountIt, workdir: Path) -> None:
+    place = workdir / "many"
+    for directory in range(200):
+        (place / f"d{directory}").mkdir(parents=True)
+        for file in range(100):
+            (place / f"d{directory}" / f"f{file}").touch()
+    workspace = mount(backend=f"overlay:{place}")
+    status = workspace.status()
+    assert (status.files, status.directories) == (0, 1)
+    assert (Path(workspace.path) / "d7" / "f7").read_bytes() == b""
+    status = workspace.status()
+    assert (status.files, status.directories) == (1, 2)
+    assert len(os.listdir(workspace.path)) == 200
+
+
+def test_one_byte_of_a_file_of_a_gibibyte_costs_a_block(mount: MountIt, workdir: Path) -> None:
+    place = workdir / "below"
+    place.mkdir()
+    with (place / "big").open("wb") as file:
+        file.truncate(1 << 30)
+        file.seek(1 << 29)
+        file.write(b"d" * BLOCK * 2)
+    workspace = mount(backend=f"overlay:{place}")
+    (place / "small").write_bytes(b"small")
+    with (Path(workspace.path) / "small").open("r+b") as file:
+        file.write(b"!")  # what any first write costs is not counted
+    used = workspace.status().used_bytes or 0
+    before = rss_bytes(workspace.status().pid)
+    with (Path(workspace.path) / "big").open("r+b") as file:
+        file.seek((1 << 29) + BLOCK + 7)
+        file.write(b"!")
+    status = workspace.status()
+    assert status.used_bytes == used + BLOCK
+    assert rss_bytes(status.pid) - before < 1 << 20
+    with (Path(workspace.path) / "big").open("rb") as file:
+        file.seek((1 << 29) + BLOCK + 6)
+        assert file.read(3) == b"d!d"
+
+
+def rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_excluded_is_not_there(mount: MountIt, repository: Path, workdir: Path) -> None:
+    (repository / ".env").write_text("secret")
+    workspace = mount(backend=f"overlay:{repository}", exclude=[".env", "/docs/"])
+    root = Path(workspace.path)
+    assert sorted(os.listdir(root)) == [".git", ".gitignore", "Makefile", "src", "test.py"]
+    with pytest.raises(FileNotFoundError):
+        (root / ".env").read_text()
+    with pytest.raises(PermissionError):
+        (root / ".env").write_text("mine")
+    workspace.export(workdir / "all.zip")
+    listed = run("unzip", "-l", workdir / "all.zip", cwd=workdir) if os.path.exists("/usr/bin/unzip") else ""
+    assert ".env" not in listed
+
+
+def test_a_file_that_changes_below_is_followed_and_reported(engine: str, repository: Path, workdir: Path) -> None:
+    name = f"{workdir.name}-f"
+    with Workspace.mount(workdir / "m", engine=engine, name=name, backend=f"overlay:{repository}") as workspace:
+        page = Path(workspace.path, "docs", "page1.md")
+        assert page.stat().st_size == 140
+        whole = "theirs, much longer than before" * 9000
+        (repository / "docs" / "page1.md").write_text(whole)
+        deadline = time.monotonic() + 20
+        found = ""
+        while found != whole:  # the first reads fail, until the kernel was told
+            assert time.monotonic() < deadline, "never seen"
+            with contextlib.suppress(OSError):
+                found = page.read_text()
+                assert found in ("", whole)
+        assert workspace.status().changed_below == 1
+        check_invariants(workspace)
+    assert ["changed below" in line for line in complaints(name)] == [True]
+
+
+def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Path, workdir: Path) -> None:
+    workspace = mount(backend=f"overlay:{repository}")
+    (Path(workspace.path) / "src" / "new.c").write_text("new")
+    done = workspace.export(workdir / "changes.zip", changes_only=True)
+    assert done.files == 1

@@ -1,0 +1,309 @@
+"""What only an overlay has: it looks below as late as it can, copies up by block, and notices what changes below."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.changed import changed_tree
+from protocol.diff import changes
+from protocol.testing.volume.driver import Driver, fails
+from protocol.volume import ROOT_INODE, Caller, Coherence
+
+BLOCK = 128 * 1024
+ALICE = Caller(1000, 1000)
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Path:
+    root = tmp_path / "below"
+    (root / "src" / "deep").mkdir(parents=True)
+    (root / "other").mkdir()
+    (root / "src" / "main.c").write_bytes(b"main")
+    (root / "src" / "deep" / "x").write_bytes(b"x" * 10)
+    (root / "README").write_bytes(b"read me")
+    os.symlink("src/main.c", root / "link")
+    return root
+
+
+def over(root: Path, **options: object) -> tuple[OverlayVolume, Driver]:
+    volume = OverlayVolume(os.fsencode(root), **options)  # type: ignore[arg-type]
+    return volume, Driver(volume)
+
+
+# -- late -------------------------------------------------------------------------------------------
+def test_mounting_reads_no_directory_and_a_path_only_those_on_it(below: Path) -> None:
+    for number in range(50):
+        (below / f"d{number}").mkdir()
+        (below / f"d{number}" / "f").touch()
+    volume, fs = over(below)
+    fs.stat(b"")
+    assert volume.lower.scans == 0
+    assert fs.read(b"src/main.c") == b"main"
+    assert volume.lower.scans == 2
+    assert volume.files + volume.directories == 3  # the root, src, main.c
+    assert len(fs.names()) == 54
+    assert volume.files + volume.directories == 3, "listing a directory looks at none of its files"
+
+
+def test_a_snapshot_shows_what_nobody_had_looked_at_when_it_was_taken(below: Path) -> None:
+    volume, fs = over(below)
+    volume.take_snapshot("before")
+    fs.unlink(b"src/main.c")
+    fs.rename(b"src", b"moved")
+    fs.file(b"README2", b"new")
+    with volume.tree("before") as tree:
+        paths = [entry.path for entry in tree.walk()]
+        assert paths == [b"", b"README", b"link", b"other", b"src", b"src/deep", b"src/deep/x", b"src/main.c"]
+        assert tree.read(b"src/main.c", 0, 10) == b"main"
+    volume.restore_snapshot("before")
+    assert fs.read(b"src/deep/x") == b"x" * 10
+    volume.check_invariants()
+
+
+def test_a_thread_walks_a_view_while_the_loop_looks_and_changes(below: Path) -> None:
+    for number in range(30):
+        (below / f"d{number:02}").mkdir()
+        for name in range(20):
+            (below / f"d{number:02}" / f"f{name:02}").write_bytes(b"%d" % name)
+    volume, fs = over(below)
+    found: list[bytes] = []
+    with volume.tree() as tree:
+        reader = threading.Thread(target=lambda: found.extend(entry.path for entry in tree.walk()))
+        reader.start()
+        for number in range(29, -1, -1):
+            for name in range(20):
+                fs.unlink(b"d%02d/f%02d" % (number, name))
+            fs.rmdir(b"d%02d" % number)
+            fs.file(b"new%d" % number)
+        reader.join()
+    assert len(found) == 1 + 7 + 30 * 21
+    assert found == sorted(found, key=lambda path: path.split(b"/") if path else [])
+    volume.check_invariants()
+
+
+# -- copying up -------------------------------------------------------------------------------------
+def test_one_byte_changed_in_a_file_of_a_gibibyte_costs_one_block(below: Path) -> None:
+    size = 1 << 30
+    with (below / "big").open("wb") as file:
+        file.truncate(size)
+        file.seek(size // 2)
+        file.write(b"d" * 3 * BLOCK)
+    volume, fs = over(below)
+    number = fs.at(b"big")
+    volume.write(number, size // 2 + BLOCK + 5, b"!")
+    assert volume.used_bytes == BLOCK
+    volume.write(number, 4096 * 3, b"!")  # in a hole there is nothing to copy
+    assert volume.used_bytes == BLOCK + 4096
+    assert fs.read(number, size // 2 + BLOCK, 8) == b"ddddd!dd"
+    assert fs.read(number, 4096 * 3 - 1, 3) == b"\0!\0"
+    assert fs.stat(number).size == size
+    with volume.base_tree() as old, volume.tree() as new:
+        assert [(change.path, change.kind) for change in changes(old, new)] == [(b"big", "modified")]
+    assert (below / "big").read_bytes()[size // 2 + BLOCK + 5 : size // 2 + BLOCK + 6] == b"d"
+    volume.check_invariants()
+
+
+def test_changing_attributes_names_and_links_copies_nothing(below: Path) -> None:
+    volume, fs = over(below)
+    fs.set(b"README", mode=0o600)
+    fs.rename(b"src", b"other/src")
+    fs.link(fs.at(b"README"), b"other/second")
+    volume.setxattr(fs.at(b"link"), b"trusted.x", b"1", 0)
+    assert volume.used_bytes == 0
+    assert fs.read(b"other/src/deep/x") == b"x" * 10
+    assert fs.read(b"other/second") == b"read me"
+    assert fs.stat(b"README").nlink == 2
+    assert volume.statfs().inodes_free == volume.statfs().inodes - 1
+
+
+def test_what_is_cut_off_does_not_come_back_when_the_file_grows(below: Path) -> None:
+    (below / "f").write_bytes(b"f" * (2 * BLOCK + 100))
+    volume, fs = over(below)
+    number = fs.at(b"f")
+    fs.set(number, size=BLOCK + 10)
+    fs.set(number, size=2 * BLOCK + 100)
+    assert fs.read(number, 0, 3 * BLOCK) == b"f" * (BLOCK + 10) + bytes(BLOCK + 90)
+    assert volume.used_bytes == 0
+
+
+def test_the_quota_counts_what_is_above(below: Path) -> None:
+    (below / "f").write_bytes(b"f" * (4 * BLOCK))
+    volume, fs = over(below, max_bytes=BLOCK, max_inodes=2)
+    number = fs.at(b"f")
+    volume.write(number, 10, b"1")
+    with fails(errno.ENOSPC):
+        volume.write(number, 2 * BLOCK + 10, b"2")
+    assert fs.read(number, 2 * BLOCK + 10, 1) == b"f"
+    fs.file(b"new")
+    with fails(errno.ENOSPC):
+        fs.file(b"newer")
+    volume.check_invariants()
+
+
+# -- names --------------------------------------------------------------------------------------------
+def test_names_of_one_file_below_are_one_file(below: Path) -> None:
+    os.link(below / "README", below / "other" / "again")
+    volume, fs = over(below)
+    number = fs.at(b"README")
+    assert fs.stat(number).nlink == 2, "also before the other name was met"
+    volume.take_snapshot("s")
+    volume.write(number, 0, b"READ")
+    assert fs.at(b"other/again") == number
+    assert fs.read(b"other/again") == b"READ me"
+    with volume.base_tree() as old, volume.tree() as new:
+        assert [change.path for change in changes(old, new)] == [b"README", b"other/again"]
+    fs.unlink(b"README")
+    fs.unlink(b"other/again")
+    with volume.tree("s") as tree:
+        assert tree.entry(b"README").inode == tree.entry(b"other/again").inode
+    volume.check_invariants()
+
+
+def test_a_diff_names_the_other_name_also_when_nobody_met_it(below: Path) -> None:
+    os.link(below / "README", below / "other" / "again")
+    volume, fs = over(below)
+    volume.write(fs.at(b"README"), 0, b"READ")
+    with volume.base_tree() as old, volume.tree() as new:
+        assert [change.path for change in changes(old, new)] == [b"README", b"other/again"]
+
+
+def test_a_directory_made_where_one_was_removed_is_empty(below: Path) -> None:
+    _, fs = over(below)
+    fs.unlink(b"src/main.c")
+    fs.unlink(b"src/deep/x")
+    fs.rmdir(b"src/deep")
+    fs.rmdir(b"src")
+    fs.directory(b"src")
+    assert fs.names(b"src") == []
+
+
+def test_a_directory_that_became_a_symlink_is_not_followed(below: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "main.c").write_bytes(b"secret")
+    volume, fs = over(below)
+    fs.at(b"src")
+    (below / "src").rename(below / "away")
+    os.symlink(tmp_path / "secret", below / "src")
+    volume.lower.close()
+    with pytest.raises(OSError, match=r".") as caught:
+        fs.read(b"src/main.c")
+    assert caught.value.errno in {errno.ENOENT, errno.ESTALE}
+
+
+# -- what changes below -------------------------------------------------------------------------------
+def test_a_file_that_was_not_changed_above_follows_what_is_below(below: Path) -> None:
+    volume, fs = over(below)
+    number = fs.hold(b"README")
+    assert fs.read(number) == b"read me"
+    (below / "README").write_bytes(b"written anew, and longer")
+    assert fs.read(number) == b"written anew, and longer"
+    assert fs.stat(number).size == 24
+    assert volume.changed_below == 1
+    volume.check_invariants()
+
+
+def test_with_a_kernel_the_read_fails_until_that_was_told(below: Path) -> None:
+    volume, fs = over(below)
+    told: list[Coherence] = []
+    volume.on_change = told.append
+    number = fs.hold(b"README")
+    fs.read(number)
+    (below / "README").write_bytes(b"written anew")
+    for _ in range(2):
+        with fails(errno.ESTALE):
+            fs.read(number)
+    assert [[(change.inode, change.content) for change in each.inodes] for each in told] == [[(number, True)]]
+    volume.told(told[0])
+    assert fs.read(number) == b"written anew"
+
+
+def test_a_file_held_in_part_is_never_a_mixture(below: Path) -> None:
+    (below / "f").write_bytes(b"1" * (3 * BLOCK))
+    volume, fs = over(below)
+    number = fs.at(b"f")
+    volume.write(number, BLOCK, b"mine")
+    (below / "f").write_bytes(b"2" * (3 * BLOCK))
+    assert fs.read(number, BLOCK, 6) == b"mine11"
+    for offset in (0, 2 * BLOCK, BLOCK - 1):
+        with fails(errno.ESTALE):
+            fs.read(number, offset, 10)
+    with fails(errno.ESTALE):
+        volume.write(number, 5, b"more")
+    assert volume.changed_below == 1
+    volume.discard([b"f"])
+    assert fs.read(b"f", 0, 3 * BLOCK) == b"2" * (3 * BLOCK)
+    volume.check_invariants()
+
+
+def test_a_file_replaced_below_by_rename_is_found_again(below: Path) -> None:
+    _, fs = over(below)
+    number = fs.hold(b"README")
+    fs.read(number)
+    (below / "new").write_bytes(b"renamed")
+    (below / "new").rename(below / "README")
+    assert fs.read(number) == b"renamed"
+
+
+def test_what_went_away_below_before_it_was_looked_at_is_absent(below: Path) -> None:
+    volume, fs = over(below)
+    assert b"README" in fs.names()
+    (below / "README").unlink()
+    with fails(errno.ENOENT):
+        fs.read(b"README")
+    assert b"README" not in fs.names()
+    volume.check_invariants()
+
+
+# -- what is hidden -----------------------------------------------------------------------------------
+def test_what_is_excluded_is_absent_and_cannot_be_made(below: Path) -> None:
+    (below / ".env").write_bytes(b"secret")
+    (below / "src" / ".env").write_bytes(b"secret")
+    (below / "src" / ".env.example").write_bytes(b"public")
+    volume, fs = over(below, exclude=[".env", "/other/"])
+    assert fs.names() == [b"README", b"link", b"src"]
+    assert fs.names(b"src") == [b".env.example", b"deep", b"main.c"]
+    with fails(errno.ENOENT):
+        fs.at(b".env")
+    with fails(errno.EPERM):
+        fs.file(b".env")
+    with fails(errno.EPERM):
+        fs.rename(b"README", b"src/.env")
+    with volume.tree() as tree:
+        assert not [entry.path for entry in tree.walk() if b".env" in entry.path.split(b"/")]
+    volume.check_invariants()
+
+
+def test_with_patterns_to_include_only_those_files_are_seen(below: Path) -> None:
+    (below / "src" / "skip.c").touch()
+    _, fs = over(below, include=["*.c"], exclude=["skip.*"])
+    assert fs.names() == [b"other", b"src"]
+    assert fs.names(b"src") == [b"deep", b"main.c"]
+
+
+def test_the_changes_alone_are_a_tree(below: Path) -> None:
+    volume, fs = over(below)
+    fs.file(b"src/deep/new", b"1")
+    fs.set(b"README", size=1)
+    fs.unlink(b"src/main.c")
+    with volume.base_tree() as old, volume.tree() as new:
+        tree = changed_tree(old, new)
+        assert [entry.path for entry in tree.walk()] == [b"", b"README", b"src", b"src/deep", b"src/deep/new"]
+        assert tree.read(b"README", 0, 5) == b"r"
+        with pytest.raises(FileNotFoundError):
+            tree.entry(b"link")
+
+
+def test_kinds_in_a_listing_are_right_though_nobody_looked(below: Path) -> None:
+    os.mkfifo(below / "fifo")
+    volume, _ = over(below)
+    kinds = {entry.name: stat.S_IFMT(entry.mode) for entry in volume.readdir(ROOT_INODE, 2)}
+    assert kinds[b"fifo"] == stat.S_IFIFO
+    assert kinds[b"src"] == stat.S_IFDIR
+    assert kinds[b"link"] == stat.S_IFLNK
