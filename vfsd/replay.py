@@ -64,7 +64,7 @@ MAX_CHANGES: Final = 10_000
 # Ghosts count up from here; a volume counts its inodes from 1.
 _FIRST_GHOST: Final = 1 << 62
 # How often a name is tried again that another process keeps putting into the cache.
-_ATTEMPTS: Final = 64
+_ATTEMPTS: Final = 512
 _UTIME_OMIT: Final = (1 << 30) - 2  # linux/stat.h
 _AT_SYMLINK_NOFOLLOW: Final = 0x100  # linux/fcntl.h
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
