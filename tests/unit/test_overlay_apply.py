@@ -18,7 +18,7 @@ from protocol.testing.volume.driver import Driver
 BLOCK = 128 * 1024
 
 
-class InterruptedError_(Exception):
+class StoppedError(Exception):
     """Raised where an apply is to stop."""
 
 
@@ -183,11 +183,11 @@ def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: P
             nonlocal steps
             steps += 1
             if steps > stop:
-                raise InterruptedError_
+                raise StoppedError
 
         try:
             run(volume, keep_going=keep_going)
-        except InterruptedError_:
+        except StoppedError:
             assert run(volume).conflicts == [], stop
         assert difference(volume, root) == [], stop
         assert changed(volume) == []

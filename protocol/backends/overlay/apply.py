@@ -250,7 +250,7 @@ class _Run:
             os.rmdir(name, dir_fd=directory.fd)
             there = None
         if new.is_dir:
-            self._put_directory(directory, name, change.path, there)
+            self._put_directory(directory, name, change, there)
         elif there is not None and self._is_same_file(change, there):
             self._check_again(change, there)
             self._set_in_place(directory, name, new, there)
@@ -264,13 +264,16 @@ class _Run:
         names = self._live.paths(self._live.find(change.path))
         return change.old.inode == change.new.inode and there.st_nlink in (1, len(names))
 
-    def _put_directory(self, directory: Handle, name: bytes, path: bytes, there: os.stat_result | None) -> None:
+    def _put_directory(self, directory: Handle, name: bytes, change: Change, there: os.stat_result | None) -> None:
         if there is not None and not stat.S_ISDIR(there.st_mode):
+            self._check_again(change, there)
+            if there.st_nlink > 1:
+                self._touch(directory, name)
             os.unlink(name, dir_fd=directory.fd)
             there = None
         if there is None:
             os.mkdir(name, 0o700, dir_fd=directory.fd)
-            self.done.add(path)  # by us, whatever it still lacks
+            self.done.add(change.path)  # by us, whatever it still lacks
 
     def _finish_directory(self, new: TreeEntry) -> None:
         handle = open_directory(self._lower, new.path)
