@@ -176,10 +176,10 @@ class _Run:
             return False
         if new.is_dir:
             return True
-        if new.is_symlink:
-            return self._lower.readlink(change.path) == new.target
         if there.st_mtime_ns != new.mtime_ns or there.st_rdev != new.rdev:
             return False
+        if new.is_symlink:
+            return self._lower.readlink(change.path) == new.target
         return not new.is_file or (there.st_size == new.size and self._has_content(change.path))
 
     def _has_content(self, path: bytes) -> bool:
