@@ -53,7 +53,8 @@ class _DiffCommand(Command):
 def diff_command(app: App, a: str | None, b: str | None, mode: str | None, paths: tuple[str, ...]) -> None:
     """Show what changed between two snapshots, or since one.
 
-    A is the newest snapshot if not given (of an overlay the directory below it), B the state as it is now.  Each line is a letter and a path:
+    A is the newest snapshot if not given (of an overlay the directory below it), B the state as it is now.
+    Each line is a letter and a path:
     A added, M modified, D removed, T another type (a file is now a symlink, say), m metadata only (mode,
     owner, time, extended attributes).
 
