@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -41,6 +42,8 @@ def _is_long(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts pytest in the background has SIGINT ignored in it, and in all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "container: needs Podman")
     config.addinivalue_line("markers", "long: takes minutes; runs only with --runs-long or VFSD_LONG=1")
     if not config.getoption("--hypothesis-profile", None):
