@@ -376,7 +376,7 @@ class _Walk:
             self._cursor.close()
             self._answers.step = None
             if total > MAX_CHANGES:
-                log.info("of %d changes %d were shown to inotify watchers", total, MAX_CHANGES)
+                log.warning("of %d changes %d were shown to inotify watchers", total, MAX_CHANGES)
             for code, count in self._failures.items():
                 log.info("%d changes are not shown to inotify watchers: %s", count, os.strerror(code))
 

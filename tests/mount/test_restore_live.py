@@ -356,6 +356,16 @@ def test_a_path_alone_is_restored(workspace: Workspace, root: Path) -> None:
         workspace.restore("one", ["never"])
 
 
+def _state(root: Path) -> dict[Path, tuple[int, ...]]:
+    """What stat shows of everything, but for atime: looking changes that."""
+    shown = {}
+    for path in root.rglob("*"):
+        found = path.lstat()
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        shown[path] = (found.st_ino, found.st_mode, found.st_nlink, found.st_uid, found.st_gid, found.st_size, *times)
+    return shown
+
+
 def test_a_dry_run_changes_nothing_and_says_exactly_what_a_restore_then_does(workspace: Workspace, root: Path) -> None:
     (root / "changed").write_text("old")
     (root / "removed").write_text("old")
@@ -371,11 +381,11 @@ def test_a_dry_run_changes_nothing_and_says_exactly_what_a_restore_then_does(wor
     (root / "type").mkdir()
     (root / "added").mkdir()
     (root / "added" / "file").touch()
-    before = {path: path.lstat() for path in root.rglob("*")}
+    before = _state(root)
     for paths in ([], ["changed", "added"], ["dir"]):
         planned = workspace.restore("one", paths, dry_run=True)
         assert planned.safety_snapshot is None
-        assert {path: path.lstat() for path in root.rglob("*")} == before
+        assert _state(root) == before
         assert len(workspace.snapshots()) == 1
         done = workspace.restore("one", paths)
         assert (planned.changes, planned.counts) == (done.changes, done.counts)
@@ -384,7 +394,7 @@ def test_a_dry_run_changes_nothing_and_says_exactly_what_a_restore_then_does(wor
         for info in workspace.snapshots()[1:]:
             workspace.drop(info.name)
         assert {path.relative_to(root) for path in root.rglob("*")} == {path.relative_to(root) for path in before}
-        before = {path: path.lstat() for path in root.rglob("*")}
+        before = _state(root)
     shown = succeeded(vfsd("-w", workspace.name, "restore", "one", "--dry-run"))
     assert sorted(line.split() for line in shown.splitlines()) == sorted(
         [["M", "changed"], ["A", "removed"], ["m", "mode"], ["T", "type"], ["D", "added/"], ["D", "added/file"]]
