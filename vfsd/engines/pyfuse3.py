@@ -41,7 +41,7 @@ import pyfuse3
 import trio
 
 from protocol.errors import errno_of, fail
-from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
+from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
 from vfsd.engines.base import EngineSettings, Impersonator
 
 __all__ = ["Pyfuse3Engine"]
@@ -101,7 +101,8 @@ class _Handlers(pyfuse3.Operations):
         self.requests = 0
         self.in_progress = 0
         self._volume = volume
-        self._flush = volume.flush if isinstance(volume, FlushingVolume) else None
+        # A `FlushingVolume` has it; asking for its whole shape would touch every method.
+        self._flush: Callable[[int], Answer[None]] | None = getattr(volume, "flush", None)
         self.enable_acl = bool(getattr(volume, "supports_acl", False))
         self._impersonator = impersonator
         self._timeout_s = min(cache_timeout_s, _FOREVER_S)
