@@ -1,40 +1,28 @@
 """Opening what lies beneath a directory, and nothing else: no symlink is followed, no ".." leads out.
 
-Source: openat2(2), include/uapi/linux/openat2.h; the number of the call is the same on every architecture.
+Source: openat2(2).
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import struct
 from typing import Final
 
-from protocol.errors import fail
+from protocol.backends.syscalls import (
+    RESOLVE_BENEATH,
+    RESOLVE_NO_MAGICLINKS,
+    RESOLVE_NO_SYMLINKS,
+    RESOLVE_NO_XDEV,
+    openat2,
+)
 
 __all__ = ["Handle", "open_beneath", "proc_path"]
 
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
-_SYS_OPENAT2: Final = 437
-_RESOLVE_NO_MAGICLINKS: Final = 0x02
-_RESOLVE_NO_SYMLINKS: Final = 0x04
-_RESOLVE_BENEATH: Final = 0x08
-_RESOLVE: Final = _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
-_OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
+_RESOLVE: Final = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
 # Kernels before 5.6 have no openat2, and some sandboxes refuse what they do not know.  EAGAIN: a rename anywhere
 # meanwhile, which the kernel cannot tell from an escape by "..".
 _OTHERWISE: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EAGAIN})
-
-_syscall = ctypes.CFUNCTYPE(
-    ctypes.c_long,
-    ctypes.c_long,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_size_t,
-    use_errno=True,
-)(("syscall", _LIBC))
 
 
 class Handle:
@@ -50,24 +38,23 @@ class Handle:
 
 
 def proc_path(descriptor: int) -> bytes:
-    """A path of the very inode that a descriptor is open on, for calls that take none, or none of O_PATH."""
+    """A path of the very inode that a descriptor is open on, for calls that take no descriptor, or none of O_PATH."""
     return b"/proc/self/fd/%d" % descriptor
 
 
-def open_beneath(directory: int, path: bytes, flags: int) -> int:
+def open_beneath(directory: int, path: bytes, flags: int, *, same_mount: bool = False) -> int:
     """A descriptor of `path`, relative to the directory of descriptor `directory`.  ELOOP, EXDEV, as open(2).
 
     `path` has no ".." and no empty component; none of its components is a symlink (but with O_PATH the last one may
-    be: then the descriptor is the symlink's own).
+    be: then the descriptor is the symlink's own).  With `same_mount` what another mount has there is refused (EXDEV),
+    as far as the kernel knows how.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-    how = _OPEN_HOW.pack(flags, 0, _RESOLVE)
-    descriptor: int = _syscall(_SYS_OPENAT2, directory, path, how, _OPEN_HOW.size)
-    if descriptor >= 0:
-        return descriptor
-    code = ctypes.get_errno()
-    if code not in _OTHERWISE:
-        raise fail(code, path.decode("utf-8", "backslashreplace"))
+    try:
+        return openat2(directory, path, flags, _RESOLVE | RESOLVE_NO_XDEV if same_mount else _RESOLVE)
+    except OSError as error:
+        if error.errno not in _OTHERWISE:
+            raise
     return _one_by_one(directory, path, flags)
 
 

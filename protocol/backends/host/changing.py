@@ -12,7 +12,8 @@ import stat
 import time
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.host.descriptors import Descriptors, proc_path
+from protocol.backends.beneath import proc_path
+from protocol.backends.host.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from protocol.backends.host.nodes import Node

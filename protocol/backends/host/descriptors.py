@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Final
 
+from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.nodes import Node, Table
-from protocol.backends.host.syscalls import open_beneath
 from protocol.errors import fail
 
-__all__ = ["Descriptors", "proc_path"]
+__all__ = ["Descriptors"]
 
 RECHECK_S: Final = 0.5
 _ANY_EXECUTE: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
@@ -38,11 +38,6 @@ _O_CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV})
 _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
-
-
-def proc_path(descriptor: int) -> bytes:
-    """A path of the very inode that a descriptor is open on, for calls that take no descriptor, or none of O_PATH."""
-    return b"/proc/self/fd/%d" % descriptor
 
 
 class Descriptors:
@@ -194,7 +189,7 @@ class Descriptors:
     def _opened(self, parent: Node, name: bytes, flags: int) -> int:
         while True:
             try:
-                return open_beneath(self.directory(parent), name, flags)
+                return open_beneath(self.directory(parent), name, flags, same_mount=True)
             except OSError as error:
                 if error.errno not in _NONE_LEFT or not self._open:
                     raise

@@ -15,8 +15,8 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.backends.host.descriptors import Descriptors, proc_path
-from protocol.backends.host.syscalls import open_beneath
+from protocol.backends.beneath import open_beneath, proc_path
+from protocol.backends.host.descriptors import Descriptors
 from protocol.errors import fail
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Maker:
             seen = os.stat(name, dir_fd=at, follow_symlinks=False)
             _check_ours(seen, kind, self._uid)
             return seen
-        descriptor = open_beneath(at, name, os.O_PATH)
+        descriptor = open_beneath(at, name, os.O_PATH, same_mount=True)
         try:
             _check_ours(os.fstat(descriptor), kind, self._uid)
             return self._hand_over(directory, descriptor, mode, caller)

@@ -23,10 +23,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol import posix_acl
-from protocol.backends.host import syscalls
+from protocol.backends import syscalls
+from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.attributes import Seen, seen_as
 from protocol.backends.host.changing import change, without_privileges
-from protocol.backends.host.descriptors import Descriptors, proc_path
+from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.making import Maker
 from protocol.backends.host.nodes import Node, Table
 from protocol.backends.host.scan import Scan
@@ -104,7 +105,7 @@ class HostVolume:
     def _enter(self, directory: Node, name: bytes, seen: os.stat_result) -> Node:
         if seen.st_dev != directory.key[0]:
             # A mount point, or a subvolume, which is the same mount.
-            os.close(syscalls.open_beneath(self._directory(directory), name, os.O_PATH))
+            os.close(open_beneath(self._directory(directory), name, os.O_PATH, same_mount=True))
         return self._table.enter(directory, name, seen)
 
     def forget(self, inode: int, count: int) -> None:

@@ -7,22 +7,29 @@ above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import struct
 from typing import Final
 
 from protocol.errors import fail
 
-__all__ = ["birth_ns", "fallocate", "open_beneath", "renameat2"]
+__all__ = [
+    "RESOLVE_BENEATH",
+    "RESOLVE_NO_MAGICLINKS",
+    "RESOLVE_NO_SYMLINKS",
+    "RESOLVE_NO_XDEV",
+    "birth_ns",
+    "fallocate",
+    "openat2",
+    "renameat2",
+]
+
+RESOLVE_NO_XDEV: Final = 0x01
+RESOLVE_NO_MAGICLINKS: Final = 0x02
+RESOLVE_NO_SYMLINKS: Final = 0x04
+RESOLVE_BENEATH: Final = 0x08
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437
-_RESOLVE_NO_XDEV: Final = 0x01
-_RESOLVE_NO_MAGICLINKS: Final = 0x02
-_RESOLVE_NO_SYMLINKS: Final = 0x04
-_RESOLVE_BENEATH: Final = 0x08
-_RESOLVE: Final = _RESOLVE_NO_XDEV | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
 _OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_BTIME: Final = 0x800
@@ -31,8 +38,6 @@ _STATX_MASK: Final = struct.Struct("=I")
 _STATX_BTIME_AT: Final = 80
 _STATX_TIME: Final = struct.Struct("=qI")
 _SECOND: Final = 1_000_000_000
-# Kernels before 5.6 have no openat2, and some sandboxes refuse what they do not know.
-_NO_SUCH_CALL: Final = frozenset({errno.ENOSYS, errno.EPERM})
 
 _syscall = ctypes.CFUNCTYPE(
     ctypes.c_long,
@@ -47,32 +52,18 @@ _LIBC.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.
 _fallocate = _LIBC.fallocate64 if hasattr(_LIBC, "fallocate64") else _LIBC.fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _LIBC.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
+_hows: Final[dict[tuple[int, int], bytes]] = {}
 
 
-def open_beneath(directory: int, name: bytes, flags: int) -> int:
-    """A descriptor of `name` in the directory of descriptor `directory`.  ELOOP, EXDEV, and as open(2).
-
-    It is no symlink (but with O_PATH, then the symlink itself), and not another mount.
-    """
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor: int = _syscall(_SYS_OPENAT2, directory, name, _how(flags), _OPEN_HOW.size)
-    if descriptor >= 0:
-        return descriptor
-    code = ctypes.get_errno()
-    # EAGAIN: a rename anywhere meanwhile, which the kernel cannot tell from an escape by "..".
-    if code in _NO_SUCH_CALL or code == errno.EAGAIN:
-        return os.open(name, flags, dir_fd=directory)
-    raise fail(code, name.decode("utf-8", "backslashreplace"))
-
-
-def _how(flags: int) -> bytes:
-    how = _hows.get(flags)
+def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:
+    """openat2(2) of what is there already: a descriptor.  ENOSYS before Linux 5.6 and in some sandboxes EPERM."""
+    how = _hows.get((flags, resolve))
     if how is None:
-        how = _hows[flags] = _OPEN_HOW.pack(flags, 0, _RESOLVE)
-    return how
-
-
-_hows: Final[dict[int, bytes]] = {}
+        how = _hows[flags, resolve] = _OPEN_HOW.pack(flags, 0, resolve)
+    descriptor: int = _syscall(_SYS_OPENAT2, directory, path, how, _OPEN_HOW.size)
+    if descriptor < 0:
+        raise fail(ctypes.get_errno(), path.decode("utf-8", "backslashreplace"))
+    return descriptor
 
 
 def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int) -> None:
