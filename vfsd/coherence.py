@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import stat
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, ParamSpec
 
 import trio
@@ -31,7 +33,7 @@ import trio
 from protocol.volume import Coherence
 from vfsd.engines.base import Engine
 
-__all__ = ["tell_kernel"]
+__all__ = ["apart_moved_directories", "tell_kernel"]
 
 P = ParamSpec("P")
 
@@ -56,6 +58,26 @@ async def tell_kernel(engine: Engine, coherence: Coherence) -> None:
     if coherence.entries or coherence.inodes:
         # Abandoned when cancelled: it may wait for a request that a loop on its way out answers no more.
         await trio.to_thread.run_sync(_tell, engine, coherence, abandon_on_cancel=True)
+
+
+def apart_moved_directories(coherence: Coherence) -> tuple[Coherence, Coherence]:
+    """The names that directories have moved to, and all else.
+
+    A program may stand in a directory that had a name before and has one now.  To show watchers its new name, the
+    kernel must let go of it for a moment, in which getcwd(2) fails: that may not be after the caller's answer.
+    """
+    before = {change.old for change in coherence.entries}
+    moved = {
+        change.new
+        for change in coherence.entries
+        if change.new in before and change.old != change.new and stat.S_ISDIR(coherence.modes.get(change.new, 0))
+    }
+    if not moved:
+        return Coherence(), coherence
+    names = [change for change in coherence.entries if change.new in moved]
+    others = [change for change in coherence.entries if change.new not in moved]
+    in_place = [change for change in coherence.inodes if change.inode not in moved]
+    return replace(coherence, entries=names, inodes=()), replace(coherence, entries=others, inodes=in_place)
 
 
 def _tell(engine: Engine, coherence: Coherence) -> None:

@@ -26,7 +26,7 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Coherence, Volume
-from vfsd.coherence import tell_kernel
+from vfsd.coherence import apart_moved_directories, tell_kernel
 from vfsd.engines.base import Engine
 from vfsd.logs import log_failure
 from vfsd.replay import Replay
@@ -86,15 +86,23 @@ class Served:
     async def changed(self, coherence: Coherence) -> None:
         """Return when no program can see the state before the change; inotify watchers are told after that."""
         await tell_kernel(self.engine, coherence)
+        moved, rest = apart_moved_directories(coherence)
+        # What has moved is looked at once more, and then stays: no replay makes its name again after the answer.
+        await self._tell_watchers(moved)
         known = [
             coherence.paths[inode]
             for inode, content in coherence.inodes
             if content and self._is_known(inode, coherence)
         ]
+        known += [
+            b"/".join(filter(None, (coherence.paths[change.parent], change.name)))
+            for change in moved.entries
+            if change.parent in coherence.paths
+        ]
         if known:
             with self.visiting():
-                await trio.to_thread.run_sync(_ask_for_sizes, self.mountpoint, known, abandon_on_cancel=True)
-        self._nursery.start_soon(self._tell_watchers, coherence)
+                await trio.to_thread.run_sync(_look_at, self.mountpoint, known, abandon_on_cancel=True)
+        self._nursery.start_soon(self._tell_watchers, rest)
 
     async def left(self) -> None:
         """Return when no thread of ours keeps the mount busy, or in some seconds: before an unmount."""
@@ -122,11 +130,13 @@ class Served:
         return inode in coherence.paths and self.snapshotable.getattr(inode).lookups > 0
 
 
-def _ask_for_sizes(mountpoint: str, paths: Sequence[bytes]) -> None:
-    """Have the kernel ask for the sizes of changed files.
+def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:
+    """Have the kernel ask for the sizes of changed files, and find directories at their new places.
 
     FUSE_NOTIFY_INVAL_INODE leaves an inode's size as the kernel knew it until the next GETATTR, and O_APPEND and
     page faults go by that without asking (generic_write_checks in fs/read_write.c, filemap_fault in mm/filemap.c).
+    A directory that was moved has no place from FUSE_NOTIFY_INVAL_ENTRY to the next LOOKUP: getcwd(2) of who stands
+    in it fails (d_invalidate in fs/dcache.c).
     """
     try:
         root = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

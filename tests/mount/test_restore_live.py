@@ -208,6 +208,25 @@ def test_renamed_directories_are_back_where_they_were(workspace: Workspace, root
     assert listing(root) == before
 
 
+def test_a_program_in_a_directory_that_moves_back_knows_where_it_stands(
+    workspace: Workspace, root: Path, program: Program
+) -> None:
+    """Nobody looks at the directory between the restore and getcwd: no lookup of the test's puts it right."""
+    places = [f"{letter}/deep/deeper" for letter in "abcdefgh"]
+    for place in places:
+        (root / place).mkdir(parents=True)
+    (root / "elsewhere").mkdir()
+    workspace.snapshot("one")
+    for _ in range(5):
+        for number, place in enumerate(places):
+            (root / place).rename(root / "elsewhere" / str(number))
+        program("os.chdir(root + '/elsewhere/7')")
+        workspace.restore("one")
+        # While the rest of the changes is still being shown to watchers, too.
+        assert {program("os.getcwd()") for _ in range(50)} == {f"{root}/h/deep/deeper"}
+        program("os.chdir('/')")
+
+
 # -- what was the same, and what is gone --------------------------------------------------------------
 def test_unchanged_files_keep_inode_times_and_pages(workspace: Workspace, root: Path) -> None:
     files = [root / f"same{number}" for number in range(200)]
