@@ -1,0 +1,1 @@
+"""The container backend: a directory in a Podman container as a volume."""
