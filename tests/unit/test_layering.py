@@ -51,6 +51,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "rich": ("vfsd.cli",),
     "trio": ("vfsd", "protocol.backends.container"),
     "podman": ("protocol.backends.container",),
+    "h11": ("protocol.backends.container",),
     "vfsd": ("vfsd",),
 }
 

@@ -1,0 +1,206 @@
+"""Connection: one HTTP/1.1 connection to a Podman service, that may become a plain two-way stream (Upgrade).
+
+podman-py, which does everything else, has no such stream.  h11 is the state machine of HTTP/1.1 without any I/O,
+so that what is read past the head of an upgraded reply is not lost in somebody's buffer.
+
+Services are reached by unix:///PATH, tcp://HOST:PORT and ssh://[USER@]HOST[:PORT]/PATH.  For the latter the user's
+own ssh runs, with its configuration, agent and known hosts, and on the other side `podman system dial-stdio`,
+which connects it with the service's socket there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shlex
+import subprocess
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import h11
+import trio
+import trio.abc
+
+__all__ = ["Connection", "connect"]
+
+API: Final = "/v4.0.0/libpod"  # spoken by every Podman since 4.0
+_RECEIVE_BYTES: Final = 64 * 1024
+_MOST_REPLY_BYTES: Final = 4 * 1024 * 1024
+_ERRNO_OF: Final = {400: errno.EINVAL, 404: errno.ENOENT, 409: errno.EBUSY}
+_NOT_RUNNING: Final = "container state improper"
+
+
+class Connection:
+    """Requests one after the other, over `stream`."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_RECEIVE_BYTES)
+
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that the service answers with, None where it is empty.
+
+        FileNotFoundError: no such container; OSError with ENOTCONN: it does not run; other OSErrors.
+        """
+        await self._send(method, path, body, ())
+        status, data = await self._reply()
+        if status >= 400:
+            raise _refusal(status, data)
+        try:
+            return json.loads(data) if data else None
+        except ValueError as error:
+            raise OSError(errno.EPROTO, f"the Podman service does not answer with JSON: {error}") from None
+
+    async def upgrade(self, path: str, body: Mapping[str, Any]) -> tuple[trio.abc.Stream, bytes]:
+        """Make it a plain stream: that stream, and what was read of it already.  OSError, as for `request`."""
+        await self._send("POST", path, body, ((b"Connection", b"Upgrade"), (b"Upgrade", b"tcp")))
+        event = await self._event()
+        while isinstance(event, h11.InformationalResponse) and event.status_code != 101:
+            event = await self._event()
+        if isinstance(event, h11.Response) and event.status_code >= 400:
+            raise _refusal(event.status_code, await self._body())
+        if not isinstance(event, h11.InformationalResponse):
+            raise OSError(errno.EPROTO, "the Podman service does not upgrade the connection")
+        return self._stream, bytes(self._http.trailing_data[0])
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, more: tuple[tuple[bytes, bytes], ...]
+    ) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = [
+            (b"Host", b"d"),
+            (b"Content-Type", b"application/json"),
+            (b"Content-Length", b"%d" % len(data)),
+            *more,
+        ]
+        if self._http.our_state is h11.DONE:
+            self._http.start_next_cycle()
+        message = self._http.send(h11.Request(method=method, target=API + path, headers=headers)) or b""
+        message += (self._http.send(h11.Data(data=data)) or b"") + (self._http.send(h11.EndOfMessage()) or b"")
+        try:
+            await self._stream.send_all(message)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise _lost() from None
+
+    async def _reply(self) -> tuple[int, bytes]:
+        event = await self._event()
+        while isinstance(event, h11.InformationalResponse):
+            event = await self._event()
+        assert isinstance(event, h11.Response)
+        return event.status_code, await self._body()
+
+    async def _body(self) -> bytes:
+        body = bytearray()
+        while isinstance(event := await self._event(), h11.Data):
+            body += event.data
+            if len(body) > _MOST_REPLY_BYTES:
+                raise OSError(errno.EMSGSIZE, "the Podman service answers with too much")
+        return bytes(body)
+
+    async def _event(self) -> object:
+        try:
+            while (event := self._http.next_event()) is h11.NEED_DATA:
+                self._http.receive_data(bytes(await self._stream.receive_some(_RECEIVE_BYTES)))
+        except h11.RemoteProtocolError as error:
+            raise OSError(errno.EPROTO, f"the Podman service does not speak HTTP: {error}") from None
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise _lost() from None
+        if isinstance(event, h11.ConnectionClosed):
+            raise _lost()
+        return event
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await trio.aclose_forcefully(self._stream)
+
+
+def _lost() -> OSError:
+    return OSError(errno.ECONNRESET, "the Podman service closed the connection")
+
+
+def _refusal(status: int, data: bytes) -> OSError:
+    """What the service says of a request that it refuses, in the words of its JSON."""
+    message = data.decode("utf-8", "replace").strip()
+    try:
+        answer = json.loads(data)
+        message = str(answer.get("message") or answer.get("cause") or message)
+    except (ValueError, AttributeError):
+        pass
+    code = errno.ENOTCONN if _NOT_RUNNING in message else _ERRNO_OF.get(status, errno.EIO)
+    return OSError(code, message[:1000] or f"HTTP status {status}")
+
+
+# -- connecting --------------------------------------------------------------------------------
+
+
+async def connect(service_url: str) -> Connection:
+    """A connection to the service at `service_url`.
+
+    ConnectionRefusedError: it cannot be reached; ValueError: no such kind of URL.
+    """
+    try:
+        return Connection(await _open(service_url))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(errno.ECONNREFUSED, f"no Podman service answers at {service_url}: {why}") from None
+
+
+async def _open(service_url: str) -> trio.abc.Stream:
+    url = urlsplit(service_url)
+    path = unquote(url.path)
+    if url.scheme in {"unix", "http+unix"}:
+        return await trio.open_unix_socket(path or unquote(url.netloc))
+    if url.scheme in {"tcp", "http"} and url.hostname and url.port:
+        return await trio.open_tcp_stream(url.hostname, url.port)
+    if url.scheme in {"ssh", "http+ssh"} and url.hostname:
+        host = url.hostname if url.username is None else f"{unquote(url.username)}@{url.hostname}"
+        return await _Program.start(_ssh(host, url.port, path))
+    raise ValueError(f"not the URL of a Podman service: {service_url!r} (unix://, tcp:// or ssh://)")
+
+
+def _ssh(host: str, port: int | None, path: str) -> list[str]:
+    command = ["podman", *(["--url", f"unix://{path}"] if path.strip("/") else []), "system", "dial-stdio"]
+    at = ["-p", str(port)] if port else []
+    # ssh hands a shell on the other side one line.
+    return ["ssh", "-T", "-o", "BatchMode=yes", *at, "--", host, shlex.join(command)]
+
+
+class _Program(trio.abc.HalfCloseableStream):
+    """The standard input and output of a program as a stream, that ends with it."""
+
+    def __init__(self, process: trio.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @classmethod
+    async def start(cls, argv: list[str]) -> _Program:
+        process = await trio.lowlevel.open_process(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # no Ctrl-C of a terminal is meant for it
+        )
+        return cls(process)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stdin.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stdin.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        await self._stdin.aclose()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return bytes(await self._stdout.receive_some(max_bytes))
+
+    async def aclose(self) -> None:
+        await trio.aclose_forcefully(self._stdin)
+        await trio.aclose_forcefully(self._stdout)
+        self._process.kill()
+        with trio.CancelScope(shield=True):
+            await self._process.wait()
