@@ -20,6 +20,8 @@ from pathlib import Path
 from vfsd.workspace import Workspace
 
 LIMIT = "tmpfs"
+# rclone takes milliseconds for what others do in microseconds, and would be most of the run.
+SLOW = frozenset({"rclone"})
 PASSTHROUGH_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
 
 
@@ -34,6 +36,7 @@ class Mounted:
     name: str
     path: Path
     pid: int | None = None  # of what serves it
+    is_slow: bool = False  # so much that one round of fewer operations has to do
 
 
 def cpu_clock(pid: int | None) -> Callable[[], float]:
@@ -135,8 +138,15 @@ def rclone_command(backing: Path, mountpoint: Path) -> list[str | Path]:
 
 
 @contextmanager
-def vfsd_engine(place: Path, engine: str) -> Iterator[tuple[Path, int]]:
-    with Workspace.mount(place, engine=engine, name=f"bench-{engine}-{os.getpid()}") as workspace:
+def vfsd_mount(place: Path, engine: str, backend: str = "memory") -> Iterator[tuple[Path, int]]:
+    """A workspace; a directory that the backend is to have lies in a tmpfs of its own."""
+    place.mkdir()
+    with ExitStack() as stack:
+        if backend != "memory":
+            backend += f":{stack.enter_context(tmpfs(place / 'backing'))}"
+        name = f"bench-{place.name}-{os.getpid()}"
+        workspace = Workspace.mount(place / "mount", engine=engine, backend=backend, name=name)
+        stack.enter_context(workspace)
         yield Path(workspace.path), workspace.pid
 
 
@@ -155,12 +165,18 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
             gaps[name] = str(gap)
             return
         path, pid = found if isinstance(found, tuple) else (found, None)
-        mounted.append(Mounted(name, path, pid))
+        mounted.append(Mounted(name, path, pid, is_slow=name in SLOW))
 
     with ExitStack() as stack:
         add(stack, LIMIT, lambda: tmpfs(scratch / "tmpfs"))
         for engine in ("native", "pyfuse3"):
-            add(stack, f"vfsd {engine}", lambda engine=engine: vfsd_engine(scratch / f"vfsd-{engine}", engine))
+            add(stack, f"vfsd {engine}", lambda engine=engine: vfsd_mount(scratch / f"vfsd-{engine}", engine))
+        for backend in ("host", "overlay"):
+            add(
+                stack,
+                f"vfsd {backend}",
+                lambda backend=backend: vfsd_mount(scratch / f"vfsd-{backend}", "native", backend),
+            )
         add(stack, "bindfs", lambda: peer(scratch / "bindfs", "bindfs", lambda b, m: ["bindfs", "-f", b, m]))
         add(stack, "fuse-overlayfs", lambda: peer(scratch / "overlay", "fuse-overlayfs", overlayfs_command))
         try:

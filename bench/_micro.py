@@ -8,10 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-FILES = 1000
-ENTRIES = 10_000
-DATA_BYTES = 32 << 20
 DATA = os.urandom(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much is done: `files` of 1 KB, `entries` of the large directory, `data_bytes` of the large file."""
+
+    files: int
+    entries: int
+    data_bytes: int
+
+
+FULL = Amounts(files=1000, entries=10_000, data_bytes=32 << 20)
+FEW = Amounts(files=50, entries=500, data_bytes=4 << 20)  # for a file system that is slow
+
+
+Work = Callable[[str, Amounts], float]
+Prepare = Callable[[str, Amounts], object]
 
 
 def drop_caches() -> None:
@@ -22,40 +36,40 @@ def drop_caches() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prepare(place)` is not measured; `work(place)` is, and returns how many operations (or MiB) it did."""
+    """`prepare` is not measured; `work` is, and returns how many operations (or MiB) it did."""
 
     name: str
-    work: Callable[[str], float]
-    prepare: Callable[[str], None] = lambda _place: None
+    work: Work
+    prepare: Prepare = lambda _place, _amounts: None
     is_cold: bool = False
     unit: str = "op"
 
 
-def files(place: str) -> None:
-    for number in range(FILES):
+def files(place: str, amounts: Amounts) -> None:
+    for number in range(amounts.files):
         with open(f"{place}/f{number}", "wb") as file:
             file.write(DATA[:1024])
 
 
-def entries(place: str) -> None:
+def entries(place: str, amounts: Amounts) -> None:
     os.mkdir(f"{place}/big")
-    for number in range(ENTRIES):
+    for number in range(amounts.entries):
         os.mknod(f"{place}/big/entry{number}")
 
 
-def each(action: Callable[[str], object], pattern: str = "f{}") -> Callable[[str], float]:
-    def work(place: str) -> float:
-        for number in range(FILES):
+def each(action: Callable[[str], object], pattern: str = "f{}") -> Work:
+    def work(place: str, amounts: Amounts) -> float:
+        for number in range(amounts.files):
             action(f"{place}/{pattern.format(number)}")
-        return FILES
+        return amounts.files
 
     return work
 
 
-def warmed(work: Callable[[str], float], prepare: Callable[[str], None]) -> Callable[[str], None]:
-    def prepare_and_warm(place: str) -> None:
-        prepare(place)
-        work(place)
+def warmed(work: Work, prepare: Prepare) -> Prepare:
+    def prepare_and_warm(place: str, amounts: Amounts) -> None:
+        prepare(place, amounts)
+        work(place, amounts)
 
     return prepare_and_warm
 
@@ -79,41 +93,41 @@ def absent(path: str) -> None:
         pass
 
 
-def list_directory(place: str) -> float:
+def list_directory(place: str, amounts: Amounts) -> float:
     with os.scandir(f"{place}/big") as found:
-        assert sum(1 for _ in found) == ENTRIES
-    return 1
+        assert sum(1 for _ in found) == amounts.entries
+    return amounts.entries / FULL.entries
 
 
-def write_blocks(size: int) -> Callable[[str], float]:
-    def work(place: str) -> float:
+def write_blocks(size: int) -> Work:
+    def work(place: str, amounts: Amounts) -> float:
         descriptor = os.open(f"{place}/data", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-        for _ in range(DATA_BYTES // size):
+        for _ in range(amounts.data_bytes // size):
             os.write(descriptor, DATA[:size])
         os.close(descriptor)
-        return DATA_BYTES / (1 << 20)
+        return amounts.data_bytes / (1 << 20)
 
     return work
 
 
-def data_file(place: str) -> None:
-    write_blocks(1 << 20)(place)
+def data_file(place: str, amounts: Amounts) -> None:
+    write_blocks(1 << 20)(place, amounts)
 
 
-def read_blocks(size: int) -> Callable[[str], float]:
-    def work(place: str) -> float:
+def read_blocks(size: int) -> Work:
+    def work(place: str, amounts: Amounts) -> float:
         descriptor = os.open(f"{place}/data", os.O_RDONLY)
         while os.read(descriptor, size):
             pass
         os.close(descriptor)
-        return DATA_BYTES / (1 << 20)
+        return amounts.data_bytes / (1 << 20)
 
     return work
 
 
-def at_random(size: int, *, writing: bool) -> Callable[[str], float]:
-    def work(place: str) -> float:
-        offsets = list(range(0, DATA_BYTES, size))
+def at_random(size: int, *, writing: bool) -> Work:
+    def work(place: str, amounts: Amounts) -> float:
+        offsets = list(range(0, amounts.data_bytes, size))
         random.Random(size).shuffle(offsets)
         offsets = offsets[:1000]
         descriptor = os.open(f"{place}/data", os.O_RDWR)
@@ -128,7 +142,7 @@ def at_random(size: int, *, writing: bool) -> Callable[[str], float]:
     return work
 
 
-def fsync(place: str) -> float:
+def fsync(place: str, _amounts: Amounts) -> float:
     descriptor = os.open(f"{place}/f0", os.O_WRONLY)
     for _ in range(200):
         os.pwrite(descriptor, b"x", 0)
@@ -165,11 +179,11 @@ WORKLOADS = (
 )
 
 
-def measure(workload: Workload, place: str, clock: Callable[[], float]) -> float:
+def measure(workload: Workload, place: str, clock: Callable[[], float], amounts: Amounts) -> float:
     """Seconds, by `clock`, for one operation (or MiB).  `place` is an empty directory."""
-    workload.prepare(place)
+    workload.prepare(place, amounts)
     if workload.is_cold:
         drop_caches()
     began = clock()
-    count = workload.work(place)
+    count = workload.work(place, amounts)
     return (clock() - began) / count

@@ -27,10 +27,9 @@ from pathlib import Path
 from bench import _micro, _real
 from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock, end_cleanly
 
-# A file system that needs longer than this for one round of a row is measured in the first one only: rclone takes
-# milliseconds for what others do in microseconds, and would be most of the run.
+# A file system that needs longer than this for one round of a row is measured in the first one only.
 PATIENCE_S = 6.0
-Measure = Callable[[Path, Callable[[], float]], float]  # in this place, by this clock
+Measure = Callable[[Mounted, Path, Callable[[], float]], float]  # on this file system, in this place, by this clock
 Cells = dict[str, list[float]]  # file system -> seconds, a value a round, the first rounds where not all
 
 
@@ -49,14 +48,14 @@ def measure_row(mounted: list[Mounted], options: argparse.Namespace, measure: Me
             try:
                 place.mkdir()
                 clock = cpu_clock(each.pid) if options.cpu else time.perf_counter
-                cells[each.name].append(measure(place, clock))
+                cells[each.name].append(measure(each, place, clock))
             except Exception as error:  # a peer that cannot do it is a gap in this row, and says so
                 failed[each.name] = " ".join(str(error).split())[:100]
                 if each.name == LIMIT:  # nothing to compare with
                     return cells, {one.name: failed[LIMIT] for one in mounted}
             finally:
                 shutil.rmtree(place, ignore_errors=True)
-            if time.monotonic() - began > PATIENCE_S and each.name != LIMIT:
+            if each.is_slow or (time.monotonic() - began > PATIENCE_S and each.name != LIMIT):
                 slow.add(each.name)
     return cells, failed
 
@@ -134,11 +133,16 @@ def plot(rows: dict[str, dict[str, object]], path: str, what: str) -> None:
 def jobs(pattern: str, inputs: Path) -> list[tuple[str, str, Measure]]:
     """The rows whose name matches: name, unit, and what measures it in an empty directory."""
     found: list[tuple[str, str, Measure]] = [
-        (work.name, work.unit, lambda place, clock, work=work: _micro.measure(work, str(place), clock))
+        (
+            work.name, work.unit,
+            lambda on, place, clock, work=work: _micro.measure(
+                work, str(place), clock, _micro.FEW if on.is_slow else _micro.FULL
+            ),
+        )
         for work in _micro.WORKLOADS
-    ]
+    ]  # fmt: skip
     found += [
-        (real.name, "run", lambda place, clock, real=real: _real.measure(real, place, inputs, clock))
+        (real.name, "run", lambda _on, place, clock, real=real: _real.measure(real, place, inputs, clock))
         for real in _real.REAL
     ]
     return [job for job in found if re.search(pattern, job[0])]
