@@ -14,8 +14,8 @@ from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Volume
-from vfsd.control.methods import read_archive
 from vfsd.options import MountOptions
+from vfsd.snapshots.archives import read_archive
 
 __all__ = ["Backend", "open_backend"]
 

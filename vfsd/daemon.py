@@ -38,6 +38,7 @@ from vfsd.replay import Replay
 from vfsd.runtime import WorkspaceRecord
 from vfsd.sd_notify import Notifier
 from vfsd.served import Served
+from vfsd.snapshots import open_snapshots
 
 if TYPE_CHECKING:
     from vfsd.engines.base import Engine
@@ -114,7 +115,7 @@ class _Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 served = Served(self._backend.volume, self._engine, self._replay, options.mountpoint, nursery)
-                methods = Methods(served, options, started_at)
+                methods = Methods(served, open_snapshots(served), options, started_at)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)
                 nursery.start_soon(self._feed_watchdog)

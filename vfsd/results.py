@@ -149,7 +149,8 @@ class Status:
 
     What a backend does not know without walking its tree, or has none of, is None.
     `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
-    this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay.
+    this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay;
+    `interrupted` tells of a restore that is half done, and how to finish or undo it.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Status:
     requests: int
     changed_below: int | None = None
     engine_reason: str | None = None
+    interrupted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

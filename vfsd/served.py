@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -65,13 +64,6 @@ class Served:
             await tell_kernel(self.engine, coherence)
         finally:
             volume.told(coherence)
-
-    @property
-    def snapshotable(self) -> MemoryVolume:
-        """The volume, as one that has snapshots.  OSError (EOPNOTSUPP) where it has none."""
-        if isinstance(self.volume, MemoryVolume):
-            return self.volume
-        raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots yet, nor what is built on them")
 
     async def settle(self) -> None:
         """Have the dirty pages of shared mappings written to the volume, as far as they were dirty at the call."""
@@ -127,7 +119,9 @@ class Served:
 
     def _is_known(self, inode: int, coherence: Coherence) -> bool:
         """Whether the kernel may have it open, at a path."""
-        return inode in coherence.paths and self.snapshotable.getattr(inode).lookups > 0
+        return inode in coherence.paths and (
+            not isinstance(self.volume, MemoryVolume) or self.volume.getattr(inode).lookups > 0
+        )
 
 
 def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:

@@ -121,6 +121,7 @@ class StatusResult(msgspec.Struct):
     requests: int  # served by the engine since it started
     changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
+    interrupted: str | None = None  # a restore that is half done, and how to finish or undo it
 
 
 class ChangeCounts(msgspec.Struct):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 
 import trio
 
-from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied, apply
 from protocol.diff import count
 from vfsd.control.call import Call
@@ -17,15 +15,9 @@ from vfsd.control.messages import ApplyParams, ApplyResult, ChangeCounts, Confli
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
+from vfsd.snapshots.volume import overlay_of
 
-__all__ = ["OverlayMethods", "overlay_of"]
-
-
-def overlay_of(served: Served) -> OverlayVolume:
-    """The volume, as an overlay.  OSError (EOPNOTSUPP) where it is none."""
-    if isinstance(served.volume, OverlayVolume):
-        return served.volume
-    raise OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
+__all__ = ["OverlayMethods"]
 
 
 class OverlayMethods:
@@ -37,7 +29,7 @@ class OverlayMethods:
 
     async def apply(self, params: ApplyParams, call: Call) -> ApplyResult:
         """Write it in a worker thread, from immutable trees; the mount goes on meanwhile."""
-        volume = overlay_of(self._served)
+        volume = overlay_of(self._served.volume)
         paths = wire_paths_within(params.paths)
         async with self._served.changing:
             await self._served.settle()

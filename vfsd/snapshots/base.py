@@ -1,0 +1,112 @@
+"""Snapshots: what the control socket asks of the snapshots of a workspace, whoever keeps them.
+
+There are two implementations.  `VolumeSnapshots` are the volume's own (memory, overlay): each is one step on the
+serving loop.  `StoreSnapshots` are kept in a content-addressed store on disk (host directories, and whatever else
+can be read and written as files): work in a thread, which takes as long as there is to do.
+
+Both keep to this:
+
+- what programs have written to shared mappings is in a state before it is kept, replaced or left;
+- only one change beside the mount is made at a time (`Served.changing`), and the kernel knows of it when its caller
+  is answered: then no program can see the state before;
+- a restore or an import keeps the state before as a safety snapshot.  One that fails leaves that state, and no
+  safety snapshot for what did not happen; where it could not be put back, the error says how to.
+
+Threading: every method is called, and every context entered and left, on the serving loop.  A `Progress` is called in
+worker threads; what it raises ends the work, where that tears nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from protocol.archive import Progress
+from protocol.diff import Counts
+from protocol.tree import Tree
+from protocol.volume import SnapshotInfo
+
+__all__ = ["BASE", "SAFETY_PREFIX", "SAFETY_SNAPSHOTS_KEPT", "Interrupted", "Snapshots", "Staged", "free_name"]
+
+BASE: Final = ""  # the name of what is below an overlay; no snapshot has an empty one
+SAFETY_PREFIX: Final = "safety-"
+SNAPSHOT_PREFIX: Final = "snap-"
+SAFETY_SNAPSHOTS_KEPT: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The content of an archive, checked, ready to be put in place; `total_bytes` is that of the regular files."""
+
+    tree: Tree
+    files: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A restore that a daemon began and did not end: `source` is what it was to, `safety` holds the state before."""
+
+    source: str
+    safety: str | None
+
+    def describe(self) -> str:
+        """What was found, and what to do."""
+        undo = "`vfsd restore --undo` goes back to before it" if self.safety else "the state before it was not kept"
+        return (
+            f"a restore of {self.source!r} was interrupted, and part of it is done: "
+            f"`vfsd restore {self.source}` finishes it, {undo}"
+        )
+
+
+class Snapshots(Protocol):
+    """The snapshots of one workspace.  SnapshotNotFoundError for a name that there is not."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there is a state below, named BASE, to compare with and to go back to."""
+        ...
+
+    async def interrupted(self) -> Interrupted | None:
+        """The restore that is half done, if there is one."""
+        ...
+
+    async def take(self, name: str | None, tag: str | None, progress: Progress) -> SnapshotInfo:
+        """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError."""
+        ...
+
+    async def infos(self) -> Sequence[SnapshotInfo]:
+        """All of them, oldest first."""
+        ...
+
+    async def change_counts(self) -> Mapping[str, Counts]:
+        """What each changed against the one before it."""
+        ...
+
+    async def drop(self, name: str) -> None:
+        """Forget one; the others stay, and who reads it goes on."""
+        ...
+
+    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> str:
+        """Make the live state (below `paths`, or all) as it was at `name`, or BASE; the name of the safety snapshot."""
+        ...
+
+    def staged(self, path: str, progress: Progress) -> AbstractAsyncContextManager[Staged]:
+        """The content of the ZIP file `path`, checked and within the workspace's limits.  ArchiveError, OSError."""
+        ...
+
+    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> str:
+        """Put what is staged in place, as `SnapshotableVolume.import_tree`; the name of the safety snapshot."""
+        ...
+
+    def tree(self, name: str | None) -> AbstractAsyncContextManager[Tree]:
+        """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it."""
+        ...
+
+
+def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
+    """The prefix with a number above all that are there."""
+    ends = [info.name[len(prefix) :] for info in taken if info.name.startswith(prefix)]
+    return f"{prefix}{max((int(end) for end in ends if end.isascii() and end.isdigit()), default=0) + 1}"
