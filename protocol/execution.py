@@ -12,25 +12,56 @@ import errno
 import os
 import selectors
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from protocol import supervisor
 from protocol.errors import fail
+from protocol.supervised import Supervised
 
-__all__ = ["DEFAULT_OUTPUT_BYTES", "DEFAULT_TIMEOUT_S", "ExecResult", "Executor", "HostExecutor", "Running"]
+__all__ = [
+    "DEFAULT_OUTPUT_BYTES",
+    "DEFAULT_TIMEOUT_S",
+    "Command",
+    "ExecResult",
+    "Executor",
+    "HostExecutor",
+    "Running",
+    "Terminal",
+    "check_command",
+]
 
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_OUTPUT_BYTES: Final = 256 * 1024  # of standard output, and as much again of standard error
 _PIPE_BYTES: Final = 64 * 1024
-# What systemd tells a service, and not what that runs: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3).
-_OUR_OWN: Final = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID"})
-# The supervisor kills what is left in milliseconds; longer, and the kernel itself holds a process back.
-_END_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The size of the terminal that a command is to have."""
+
+    rows: int = 24
+    columns: int = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is to be run, wherever that is: see `Executor.run`.  `user` None is whoever commands run as there."""
+
+    argv: Sequence[str]
+    cwd: str = "."
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    terminal: Terminal | None = None
+
+
+def check_command(command: Command) -> None:
+    """OSError (EINVAL) for what no system could run."""
+    if not command.argv or not command.argv[0]:
+        raise fail(errno.EINVAL, "no command")
+    if any("\0" in word for word in command.argv):
+        raise fail(errno.EINVAL, "a NUL in a command")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +138,11 @@ class HostExecutor:
         stdin: bytes = b"",
     ) -> Running:
         """Start a command; `wait` for it, in one thread, whatever happens: that is where its end is seen to."""
-        if not argv or not argv[0]:
-            raise fail(errno.EINVAL, "no command")
-        if any("\0" in word for word in argv):
-            raise fail(errno.EINVAL, "a NUL in a command")
+        check_command(Command(argv))
         if timeout_s <= 0:
             raise fail(errno.EINVAL, "a timeout must be positive")
         directory = os.path.normpath(os.path.join(self._root, cwd))
         return Running(argv, directory, dict(env or {}), timeout_s, output_limit_bytes, stdin)
-
-
-def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OUR_OWN}
 
 
 class Running:
@@ -133,49 +157,25 @@ class Running:
         output_limit_bytes: int,
         stdin: bytes,
     ) -> None:
-        self._argv = argv
-        self._directory = directory
         self._stdin = memoryview(stdin)
         self._deadline = time.monotonic() + timeout_s
         self._outputs = (_Output(output_limit_bytes), _Output(output_limit_bytes))
         self._status = _Output(_PIPE_BYTES)
         self._timed_out = False
-        self._control_lock = threading.Lock()
-        control, self._control = os.pipe()
-        self._status_fd, status = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, directory, str(control), str(status), *argv],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(control, status),
-                cwd="/",  # see the module's docstring
-                start_new_session=True,
-                env={**_inherited(), **env},
-            )
-        except BaseException:
-            os.close(self._status_fd)
-            os.close(self._control)
-            raise
-        finally:
-            os.close(control)
-            os.close(status)
+        pipe = subprocess.PIPE
+        self._supervised = Supervised(argv, directory, env, stdin=pipe, stdout=pipe, stderr=pipe)
+        self._process = self._supervised.process
 
     def kill(self) -> None:
         """Have the command, and all that it started, killed; `wait` then returns soon.  Idempotent."""
-        with self._control_lock:
-            if self._control >= 0:
-                os.close(self._control)
-                self._control = -1
+        self._supervised.kill()
 
     def wait(self) -> ExecResult:
         """Wait for its end.  OSError where it could not be started."""
         try:
             self._exchange()
         finally:
-            self.kill()
-            self._reap()
+            self._supervised.reap()
         return self._result()
 
     def _exchange(self) -> None:
@@ -188,14 +188,14 @@ class Running:
             for descriptor, sink in (
                 (process.stdout.fileno(), self._outputs[0]),
                 (process.stderr.fileno(), self._outputs[1]),
-                (self._status_fd, self._status),
+                (self._supervised.status, self._status),
             ):
                 selector.register(descriptor, selectors.EVENT_READ, sink)
             os.set_blocking(process.stdin.fileno(), False)
             selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, None)
             self._feed(selector)
             # The supervisor holds the status pipe until all is over; somebody else might hold the others.
-            while self._status_fd in selector.get_map():
+            while self._supervised.status in selector.get_map():
                 for key, _ in selector.select(self._patience_s()):
                     if key.data is None:
                         self._feed(selector)
@@ -236,36 +236,16 @@ class Running:
                     while key.data.take(key.fd):
                         pass
 
-    def _reap(self) -> None:
-        process = self._process
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        os.close(self._status_fd)
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
     def _result(self) -> ExecResult:
-        kind, _, number = bytes(self._status.data).decode().strip().partition(" ")
-        if kind == "error":
-            self._raise_start_failure(int(number))
-        if kind != "exit":
-            raise fail(errno.EIO, "the command's supervisor was killed")
+        exit_status = self._supervised.exit_status(bytes(self._status.data))
         stdout, stderr = self._outputs
         return ExecResult(
-            exit_status=int(number),
+            exit_status=exit_status,
             stdout=bytes(stdout.data),
             stderr=bytes(stderr.data),
             timed_out=self._timed_out,
             truncated=stdout.truncated or stderr.truncated,
         )
-
-    def _raise_start_failure(self, code: int) -> None:
-        raise fail(code, self._argv[0] if os.path.isdir(self._directory) else self._directory)
 
 
 class _Output:

@@ -9,6 +9,8 @@ A program of its own, run as `python -I -S supervisor.py DIRECTORY CONTROL_FD ST
 - Everything that the command starts, and leaves behind, is this process's: it is a subreaper (prctl(2),
   PR_SET_CHILD_SUBREAPER), so that a grandchild in a session of its own comes here when its parent ends.
 - When the command ends, or CONTROL_FD says EOF (the starter closed it, or died), all of them are killed.
+- A byte on CONTROL_FD is the number of a signal for the command's process group.
+- Where standard input is a terminal it becomes the command's controlling terminal: a Ctrl-C typed there is its SIGINT.
 
 On STATUS_FD it says `exit N`, with N as `subprocess` counts (-9: killed by SIGKILL), or `error ERRNO`.
 """
@@ -16,10 +18,12 @@ On STATUS_FD it says `exit N`, with N as `subprocess` counts (-9: killed by SIGK
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
 import sys
+import termios
 import time
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -48,12 +52,12 @@ def main(arguments: list[bytes]) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    failure = _read_until(reader, control)
+    failure, early = _read_until(reader, control)
     if failure:
         _kill_all()
         _tell(status, f"error {failure.decode()}")
         return
-    ended = _wait(child, control)
+    ended = _wait(child, control, early)
     code = _kill_all(child)
     _tell(status, f"exit {ended if ended is not None else code}")
 
@@ -62,6 +66,8 @@ def _become(directory: bytes, command: list[bytes], failed: int) -> None:
     """In the child: turn into the command; its errno goes to `failed`, which a successful exec closes."""
     try:
         os.setsid()
+        if os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # where the supervisor itself is killed
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -76,20 +82,40 @@ def _become(directory: bytes, command: list[bytes], failed: int) -> None:
         os._exit(127)
 
 
-def _read_until(reader: int, control: int) -> bytes:
-    """The errno of a failed start, b"" of one that worked, or that nobody wants any more."""
-    ready, _, _ = select.select([reader, control], [], [])
-    return os.read(reader, 16) if reader in ready else b""
+def _read_until(reader: int, control: int) -> tuple[bytes, bytes]:
+    """The errno of a failed start, b"" of one that worked, or that nobody wants any more; and signals for it."""
+    early = b""
+    while True:
+        ready, _, _ = select.select([reader, control], [], [])
+        if reader in ready:
+            return os.read(reader, 16), early
+        numbers = os.read(control, 16)
+        if not numbers:
+            return b"", early
+        early += numbers
 
 
-def _wait(child: int, control: int) -> int | None:
+def _wait(child: int, control: int, early: bytes) -> int | None:
     """The command's exit status; None when it is to be killed first."""
     handle = os.pidfd_open(child)
-    ready, _, _ = select.select([handle, control], [], [])
-    if handle not in ready:
-        return None
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+    _signal(child, early)
+    while True:
+        ready, _, _ = select.select([handle, control], [], [])
+        if handle in ready:
+            _, status = os.waitpid(child, 0)
+            return os.waitstatus_to_exitcode(status)
+        numbers = os.read(control, 16)
+        if not numbers:
+            return None
+        _signal(child, numbers)
+
+
+def _signal(group: int, numbers: bytes) -> None:
+    for number in numbers:
+        try:
+            os.killpg(group, number)
+        except OSError:
+            pass  # no such signal, or nobody is left
 
 
 def _kill_all(command: int = 0) -> int:
