@@ -1,1 +1,4 @@
-"""The container backend: a directory in a Podman container as a volume."""
+"""The container backend: the workspace directory of a Podman container as a volume.  Needs `vfsd[container]`.
+
+Nothing is imported here: `protocol.backends.container.address` is for programs without Podman's client too.
+"""

@@ -1,0 +1,69 @@
+"""ServiceAddress: where a Podman service listens, from a URL or from what the user's environment says.
+
+Source: podman-system-service(1), podman(1) ("--url", CONTAINER_HOST).
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["ServiceAddress", "default_address", "parse_address"]
+
+_TCP_PORT: Final = 8080  # podman-system-service(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """One Podman service.  `path` is its socket's (unix, ssh), `host` [USER@]HOST; `port` None for the usual one."""
+
+    kind: Literal["unix", "ssh", "tcp"]
+    path: str = ""
+    host: str = ""
+    port: int | None = None
+
+    @property
+    def url(self) -> str:
+        """As --podman-url takes it."""
+        if self.kind == "unix":
+            return f"unix://{self.path}"
+        return f"{self.kind}://{self.host}{f':{self.port}' if self.port else ''}{self.path}"
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def parse_address(url: str) -> ServiceAddress:
+    """The service that `url` names.  ValueError for anything but unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH and
+    tcp://HOST[:PORT]."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    named = parts.netloc.rpartition("@")[0], parts.hostname
+    host = "@".join(part for part in named if part)
+    if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
+        return ServiceAddress("unix", path=parts.path)
+    # What ssh would take for an option is no host.
+    if parts.scheme == "ssh" and parts.hostname and port != -1 and not host.startswith("-") and len(parts.path) > 1:
+        return ServiceAddress("ssh", path=parts.path, host=host, port=port)
+    if parts.scheme == "tcp" and parts.hostname and port != -1 and parts.path in {"", "/"}:
+        return ServiceAddress("tcp", host=parts.hostname, port=port or _TCP_PORT)
+    raise ValueError(
+        f"{url!r} is no address of a Podman service: unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH or tcp://HOST[:PORT]"
+    )
+
+
+def default_address(environ: Mapping[str, str] | None = None, uid: int | None = None) -> ServiceAddress:
+    """$CONTAINER_HOST, else the socket that `systemctl [--user] enable --now podman.socket` makes.  ValueError."""
+    environ = os.environ if environ is None else environ
+    uid = os.geteuid() if uid is None else uid
+    named = environ.get("CONTAINER_HOST")
+    if named:
+        return parse_address(named)
+    directory = "/run" if uid == 0 else environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
+    return ServiceAddress("unix", path=os.path.join(directory, "podman/podman.sock"))

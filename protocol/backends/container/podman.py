@@ -1,0 +1,332 @@
+"""PodmanService and Container: the life of containers, through Podman's own client.
+
+podman-py makes, starts, inspects and removes.  It is not asked for what it does badly: a stream into a running
+command (`exec_run(socket=True)` is ignored), archives (buffered whole), an ssh that checks no host key.  Through
+ssh a tunnel of ours leads to the service's socket (`Tunnel`), so that beyond this module every service
+is a socket (`connect`).
+
+Threading: every method blocks, and may be called by any thread: each call has a client of its own, so nothing
+is shared, and a service that was restarted in between is not noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from podman import PodmanClient
+from podman.errors import APIError, PodmanError
+
+from protocol.backends.container.address import ServiceAddress, default_address, parse_address
+from protocol.backends.container.state import ContainerMount, ContainerState, state_of
+from protocol.backends.container.tunnel import Tunnel
+from protocol.errors import fail
+
+__all__ = ["INIT_COMMAND", "PIDS_LIMIT", "Container", "ContainerNotFoundError", "ImageNotFoundError", "PodmanService"]
+
+PIDS_LIMIT: Final = 2048  # what `podman run` sets too: containers.conf(5)
+# The first process of a container of ours: it waits, and reaps what others leave (wait waits for every child).
+INIT_COMMAND: Final = ("/bin/sh", "-c", 'trap "exit 0" TERM INT; while :; do sleep 86400 & wait $!; done')
+_TIMEOUT_S: Final = 60.0
+_PULL_TIMEOUT_S: Final = 3600.0
+# What --network takes beside the names of networks: podman-run(1).
+_NETWORK_MODES: Final = ("none", "bridge", "host", "private", "slirp4netns", "pasta", "container:", "ns:")
+_NOT_FOUND: Final = 404
+_CONFLICT: Final = 409
+
+
+class ContainerNotFoundError(FileNotFoundError):
+    """There is no container of that name (ENOENT)."""
+
+    def __init__(self, name: str, service: ServiceAddress) -> None:
+        super().__init__(errno.ENOENT, f"no container of that name at {service}; `podman ps -a` lists them", name)
+
+
+class ImageNotFoundError(FileNotFoundError):
+    """There is no image of that name, here or at its registry (ENOENT)."""
+
+    def __init__(self, reference: str, reason: str) -> None:
+        super().__init__(errno.ENOENT, f"no such image: {reason}", reference)
+
+
+class PodmanService:
+    """A Podman service at `url`: unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH or tcp://HOST[:PORT].
+
+    None: $CONTAINER_HOST, else the socket of the user's own service.  Nothing is asked of it before the first call.
+    `close` ends the tunnel, where there is one.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self.address: Final = default_address() if url is None else parse_address(url)
+        self._tunnel: Tunnel | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._tunnel is not None:
+                self._tunnel.close()
+                self._tunnel = None
+
+    def __enter__(self) -> PodmanService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the connection ------------------------------------------------------------------------
+    @property
+    def is_local(self) -> bool:
+        """Whether it listens on a socket of this machine.  (Behind that may be a tunnel all the same.)"""
+        return self.address.kind == "unix"
+
+    def connect(self) -> socket.socket:
+        """A new connection to the service, for HTTP of one's own; blocking.  OSError that says what to do."""
+        address = self._reached()
+        with self._explained(f"connecting to {self.address}"):
+            if address.kind == "tcp":
+                return socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                client.connect(address.path)
+            except BaseException:
+                client.close()
+                raise
+            return client
+
+    def version(self) -> str:
+        """The service's version; also the cheapest way to see that it answers."""
+        with self._client("asking for the version") as client:
+            return str(client.version()["Version"])  # type: ignore[no-untyped-call]
+
+    def _reached(self) -> ServiceAddress:
+        """The address to connect to: behind ssh, the near end of the tunnel."""
+        if self.address.kind != "ssh":
+            return self.address
+        with self._lock:
+            if self._tunnel is None or not self._tunnel.alive:
+                if self._tunnel is not None:
+                    self._tunnel.close()
+                self._tunnel = Tunnel(self.address)
+            return ServiceAddress("unix", path=self._tunnel.path)
+
+    @contextlib.contextmanager
+    def _client(self, doing: str, *, timeout_s: float = _TIMEOUT_S) -> Iterator[PodmanClient]:
+        url = self._reached().url
+        with self._explained(doing), PodmanClient(base_url=url, timeout=timeout_s) as client:
+            yield client
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """What the client raises, as an OSError whose text helps."""
+        try:
+            yield
+        except APIError as error:
+            raise _refused(doing, error) from None
+        except (OSError, PodmanError) as error:
+            if isinstance(error, ContainerNotFoundError | ImageNotFoundError):
+                raise
+            raise self._unreachable(doing, error) from None
+
+    def _unreachable(self, doing: str, error: BaseException) -> OSError:
+        code = _code_of(error)
+        if code is None:
+            return OSError(errno.EIO, f"{doing}: {error}")
+        advice = {
+            errno.ENOENT: f"no Podman service there; start one: {_start_command(self.address)}",
+            errno.ECONNREFUSED: f"no Podman service listens there; start it: {_start_command(self.address)}",
+            errno.EACCES: "that socket is another user's; leave --podman-url out to use your own",
+            errno.ETIMEDOUT: "it does not answer in time",
+        }.get(code, os.strerror(code))
+        return OSError(code, f"{doing}: {advice}", self.address.url)
+
+    # -- containers ----------------------------------------------------------------------------
+    def inspect(self, name: str) -> ContainerState:
+        """The container `name` (or an id) as it is now.  ContainerNotFoundError."""
+        with self._client(f"inspecting {name}") as client:
+            # The answer as it came: what the client's own classes show of it is less.
+            return state_of(self._checked(name, lambda: client.containers.get(name).attrs))
+
+    def container(self, name: str) -> Container:
+        """A handle of the container `name`, which must exist.  ContainerNotFoundError."""
+        state = self.inspect(name)
+        return Container(self, state.id, state.name)
+
+    def labelled(self, labels: Mapping[str, str]) -> list[ContainerState]:
+        """All containers, running or not, that have all these labels.  A value of "" stands for any."""
+        wanted = [f"{key}={value}" if value else key for key, value in labels.items()]
+        with self._client("listing containers") as client:
+            names = [one.id for one in client.containers.list(all=True, filters={"label": wanted}, sparse=True)]
+        found = []
+        for name in names:
+            with contextlib.suppress(ContainerNotFoundError):  # removed meanwhile
+                found.append(self.inspect(str(name)))
+        return found
+
+    def create(
+        self,
+        image: str,
+        *,
+        name: str | None = None,
+        command: Sequence[str] | None = INIT_COMMAND,
+        network: str = "none",
+        pids_limit: int = PIDS_LIMIT,
+        memory_bytes: int | None = None,
+        user: str | None = None,
+        working_dir: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        mounts: Sequence[ContainerMount] = (),
+        read_only: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> Container:
+        """A container of `image`, not started.  ImageNotFoundError; OSError (EEXIST) for a name in use.
+
+        `command` takes the place of the image's entrypoint and command; None leaves both.  `options` are passed
+        on to `podman.domain.containers_create.CreateMixin.create` as they are.
+        """
+        wanted: dict[str, Any] = {
+            "name": name,
+            "pids_limit": pids_limit,
+            "mem_limit": memory_bytes,
+            "user": user,
+            "working_dir": working_dir,
+            "labels": dict(labels or {}),
+            "environment": dict(environment or {}),
+            "mounts": [_mount_option(mount) for mount in mounts],
+            "read_only": read_only,
+            **_network_options(network),
+            **(options or {}),
+        }
+        if command is not None:
+            wanted["entrypoint"], wanted["command"] = [command[0]], list(command[1:])
+        given = {key: value for key, value in wanted.items() if value not in (None, [], {})}
+        with self._client(f"creating a container of {image}") as client:
+            made = client.containers.create(image, given.pop("command", None), **given)
+            return Container(self, str(made.id), str(made.name))
+
+    def _checked(self, name: str, call: Any) -> Any:
+        try:
+            return call()
+        except APIError as error:
+            if _status_of(error) == _NOT_FOUND:
+                raise ContainerNotFoundError(name, self.address) from None
+            raise
+
+    # -- images --------------------------------------------------------------------------------
+    def image_exists(self, reference: str) -> bool:
+        """Whether the service has the image."""
+        with self._client(f"looking for the image {reference}") as client:
+            return bool(client.images.exists(reference))
+
+    def pull(self, reference: str) -> None:
+        """Get an image from its registry.  ImageNotFoundError where that gives none."""
+        try:
+            with self._client(f"pulling {reference}", timeout_s=_PULL_TIMEOUT_S) as client:
+                client.images.pull(reference)
+        except OSError as error:
+            raise ImageNotFoundError(reference, error.strerror or str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container of a service; an id stays that container's, whatever else takes its name."""
+
+    service: PodmanService
+    id: str
+    name: str
+
+    def inspect(self) -> ContainerState:
+        """As it is now.  ContainerNotFoundError when it was removed."""
+        return self.service.inspect(self.id)
+
+    def start(self) -> None:
+        """Start it; nothing where it runs already."""
+        self._do("starting", lambda one: one.start())
+
+    def stop(self, timeout_s: int = 10) -> None:
+        """SIGTERM to its init, and SIGKILL when that has not ended in `timeout_s`; returns when it has."""
+        self._do("stopping", lambda one: one.stop(timeout=timeout_s, ignore=True))
+
+    def restart(self, timeout_s: int = 10) -> None:
+        self._do("restarting", lambda one: one.restart(timeout=timeout_s))
+
+    def kill(self, signal: str = "SIGKILL") -> None:
+        self._do("killing", lambda one: one.kill(signal))
+
+    def pause(self) -> None:
+        self._do("pausing", lambda one: one.pause())
+
+    def unpause(self) -> None:
+        self._do("unpausing", lambda one: one.unpause())
+
+    def remove(self) -> None:
+        """Kill it, and remove it with its anonymous volumes; nothing where it is gone already."""
+        with contextlib.suppress(ContainerNotFoundError):
+            self._do("removing", lambda one: one.remove(v=True, force=True))
+
+    def _do(self, doing: str, action: Any) -> None:
+        service = self.service
+        with service._client(f"{doing} the container {self.name}") as client:  # noqa: SLF001 (one module, two classes)
+            service._checked(self.name, lambda: action(client.containers.get(self.id)))  # noqa: SLF001
+
+
+# -- what the service is told ------------------------------------------------------------------------
+def _network_options(network: str) -> dict[str, Any]:
+    if any(network == mode or (network.startswith(mode) and mode.endswith(":")) for mode in _NETWORK_MODES):
+        return {"network_mode": network}
+    return {"network_mode": "bridge", "networks": {network: {}}}
+
+
+def _mount_option(mount: ContainerMount) -> dict[str, Any]:
+    option: dict[str, Any] = {"type": mount.kind, "target": mount.destination, "read_only": mount.read_only}
+    return {**option, "source": mount.source} if mount.source else option
+
+
+# -- what went wrong ---------------------------------------------------------------------------------
+def _status_of(error: APIError) -> int | None:
+    return int(error.status_code) if error.status_code else None
+
+
+def _refused(doing: str, error: APIError) -> OSError:
+    """What the service answered with, in its own words."""
+    said = str(error.explanation or error)
+    code = {_NOT_FOUND: errno.ENOENT, _CONFLICT: errno.EBUSY}.get(_status_of(error) or 0, errno.EIO)
+    if "is already in use" in said:
+        code = errno.EEXIST
+    if "executable file" in said or ("no such file or directory" in said and "exec" in said):
+        said += " (the image lacks /bin/sh, which keeps a container of vfsd's alive; use one that has it)"
+    return OSError(code, f"{doing}: {said}")
+
+
+def _start_command(address: ServiceAddress) -> str:
+    if address.kind != "unix":
+        return f"podman system service --time=0 {address.url if address.kind == 'tcp' else f'unix://{address.path}'}"
+    return f"systemctl {'' if os.geteuid() == 0 else '--user '}enable --now podman.socket"
+
+
+def _code_of(error: BaseException) -> int | None:
+    """The errno at the root of what urllib3 and requests wrap several times."""
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, TimeoutError):
+            return errno.ETIMEDOUT
+        if isinstance(one, OSError) and one.errno:
+            return one.errno
+        waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
+    return None
+
+
+def not_running(name: str, state: ContainerState | None) -> OSError:
+    """EIO for whoever asks for what is in a container that does not run."""
+    return fail(errno.EIO, f"container {name}: {state.describe() if state else 'removed'}")

@@ -1,0 +1,108 @@
+"""ContainerState: what Podman knows of a container at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ContainerMount", "ContainerState", "state_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerMount:
+    """What is mounted at `destination` in the container; `source` is a path on the service's host, "" for none."""
+
+    kind: str  # "bind", "volume", "tmpfs"
+    source: str
+    destination: str
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """One container, as `podman inspect` shows it.
+
+    `pid` is its init's on the service's host, `conmon_pid` that of its monitor; both 0 when it is not running.
+    `status` is Podman's word: created, initialized, running, paused, stopping, exited, ...
+    `user` is what commands run as by default, as the image or `--user` names it ("" is root).
+    """
+
+    id: str
+    name: str
+    image: str
+    status: str
+    pid: int
+    conmon_pid: int
+    started_at: str
+    exit_code: int
+    oom_killed: bool
+    user: str
+    working_dir: str
+    pids_limit: int | None
+    network: str
+    read_only_rootfs: bool
+    userns: str
+    mounts: tuple[ContainerMount, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def running(self) -> bool:
+        """Whether its processes exist; they may be paused."""
+        return self.status in {"running", "paused"} and self.pid > 0
+
+    @property
+    def paused(self) -> bool:
+        return self.status == "paused"
+
+    def describe(self) -> str:
+        """What it does, in words for people: "exited with status 137, killed for want of memory"."""
+        if self.status != "exited":
+            return self.status
+        return f"exited with status {self.exit_code}{', killed for want of memory' if self.oom_killed else ''}"
+
+
+def state_of(shown: Mapping[str, Any]) -> ContainerState:
+    """The state that the document of GET /libpod/containers/NAME/json describes."""
+    state, config, host = shown["State"], shown.get("Config") or {}, shown.get("HostConfig") or {}
+    running = state.get("Status") in {"running", "paused"}
+    return ContainerState(
+        id=shown["Id"],
+        name=shown.get("Name", "").removeprefix("/"),
+        image=shown.get("ImageName") or config.get("Image") or "",
+        status=state.get("Status", "unknown"),
+        pid=int(state.get("Pid") or 0) if running else 0,
+        conmon_pid=int(state.get("ConmonPid") or 0) if running else 0,
+        started_at=str(state.get("StartedAt", "")),
+        exit_code=int(state.get("ExitCode") or 0),
+        oom_killed=bool(state.get("OOMKilled")),
+        user=config.get("User") or "",
+        working_dir=config.get("WorkingDir") or "/",
+        pids_limit=_positive(host.get("PidsLimit")),
+        network=host.get("NetworkMode") or "",
+        read_only_rootfs=bool(host.get("ReadonlyRootfs")),
+        userns=host.get("UsernsMode") or "",
+        mounts=tuple(_mounts(shown)),
+        labels=dict(config.get("Labels") or {}),
+        environment=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry),
+    )
+
+
+def _positive(number: int | None) -> int | None:
+    return number if number and number > 0 else None
+
+
+def _mounts(shown: Mapping[str, Any]) -> list[ContainerMount]:
+    found = [
+        ContainerMount(
+            kind=mount.get("Type", ""),
+            source=mount.get("Source", ""),
+            destination=mount.get("Destination", ""),
+            read_only=not mount.get("RW", True),
+        )
+        for mount in shown.get("Mounts") or ()
+    ]
+    # Podman lists these apart.
+    tmpfs = (shown.get("HostConfig") or {}).get("Tmpfs") or {}
+    return found + [ContainerMount("tmpfs", "", place, "ro" in options.split(",")) for place, options in tmpfs.items()]

@@ -1,0 +1,1 @@
+"""The container backend, against a real Podman."""

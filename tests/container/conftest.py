@@ -1,0 +1,180 @@
+"""A real Podman for the tests: a service of this worker's own, with its own storage, images made here.
+
+Nothing of the user's own Podman is touched, and workers do not meet: root, runroot, locks and socket lie in the
+session's directory, and go with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from podman import PodmanClient
+
+from protocol.backends.container.podman import Container, PodmanService
+from tests.container.images import write_busybox_image, write_python_image
+from tests.leaks import mounts
+
+SERVICE_TIMEOUT_S = 60.0
+BUSYBOX = "localhost/vfsd-test-busybox:latest"
+PYTHON = "localhost/vfsd-test-python:latest"
+# File locks: Podman's usual ones are in shared memory, which all of this user's Podmans have in common.
+_CONFIGURATION = """
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+"""
+
+StartContainer = Callable[..., Container]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.container)
+
+
+def _file_system_of(path: Path) -> str:
+    places = [mount for mount in mounts() if path.is_relative_to(mount.mountpoint)]
+    return max(places, key=lambda mount: len(mount.mountpoint)).fs_type
+
+
+def _command(place: Path) -> list[str]:
+    """Podman on a storage of its own."""
+    driver = "vfs" if _file_system_of(place) == "overlay" else "overlay"  # no overlay can be laid over an overlay
+    options = [f"--root={place}/storage", f"--runroot={place}/run", f"--tmpdir={place}/tmp"]
+    return ["podman", *options, f"--storage-driver={driver}"]
+
+
+@contextmanager
+def running_service(place: Path) -> Iterator[str]:
+    """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone."""
+    place.mkdir()
+    configuration = place / "containers.conf"
+    configuration.write_text(_CONFIGURATION)
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    url, log = f"unix://{place}/podman.sock", place / "service.log"
+    with log.open("wb") as file:
+        service = subprocess.Popen(
+            [*_command(place), "system", "service", "--time=0", url],
+            env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        )  # fmt: skip
+    try:
+        _wait_for(place / "podman.sock", service, log)
+        yield url
+    finally:
+        service.terminate()
+        try:
+            service.wait(30)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
+        # Podman leaves its storage mounted on itself.
+        for mount in sorted(mounts(), key=lambda mount: -len(mount.mountpoint)):
+            if mount.mountpoint.startswith(f"{place}/"):
+                subprocess.run(["umount", "-l", mount.mountpoint], check=True)
+        shutil.rmtree(place)
+
+
+def _wait_for(path: Path, service: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + SERVICE_TIMEOUT_S
+    while True:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if not probe.connect_ex(str(path)):
+                return
+        if service.poll() is not None or time.monotonic() > deadline_s:
+            pytest.skip(f"no Podman service can be run here: {log.read_text(errors='replace')[-1000:]}")
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def podman_url(session_dir: str, no_leaks_of_the_session: None) -> Iterator[str]:
+    """The URL of a Podman service of this worker's own."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is missing")
+    with running_service(Path(session_dir, "podman")) as url:
+        yield url
+        with PodmanClient(base_url=url) as client:
+            left = [str(one.name) for one in client.containers.list(all=True)]
+            for name in left:
+                client.containers.get(name).remove(v=True, force=True)
+        assert left == [], "containers left behind (and now removed)"
+
+
+@pytest.fixture(scope="session")
+def podman(podman_url: str) -> Iterator[PodmanService]:
+    with PodmanService(podman_url) as service:
+        yield service
+
+
+def _import(url: str, archive: Path, reference: str) -> str:
+    try:
+        subprocess.run(["podman", "--url", url, "import", archive, reference], check=True, capture_output=True)
+    finally:
+        archive.unlink()
+    return reference
+
+
+@pytest.fixture(scope="session")
+def busybox_image(podman_url: str, session_dir: str) -> str:
+    """An image with a shell and its tools, no Python; users root and dev (1000)."""
+    archive = Path(session_dir, "busybox.tar")
+    write_busybox_image(archive)
+    return _import(podman_url, archive, BUSYBOX)
+
+
+@pytest.fixture(scope="session")
+def python_image(podman_url: str, session_dir: str) -> str:
+    """As busybox_image, and with /usr/bin/python3."""
+    archive = Path(session_dir, "python.tar")
+    write_python_image(archive)
+    return _import(podman_url, archive, PYTHON)
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def start_container(podman: PodmanService, busybox_image: str, no_leaks: None) -> Iterator[StartContainer]:
+    """Starts containers that end with the test: `start_container(image=busybox, **PodmanService.create's)`."""
+    made: list[Container] = []
+
+    def start(image: str = busybox_image, **options: Any) -> Container:
+        options.setdefault("name", f"t{next(_numbers)}")
+        container = podman.create(image, **options)
+        made.append(container)
+        container.start()
+        return container
+
+    yield start
+    for container in made:
+        container.remove()
+
+
+def attempt(container: Container, *argv: str, **options: Any) -> tuple[int, bytes, bytes]:
+    """Run a command inside: its exit status, standard output and standard error."""
+    with PodmanClient(base_url=container.service.address.url) as client:
+        status, (out, error) = client.containers.get(container.id).exec_run(list(argv), demux=True, **options)
+    return int(status), out or b"", error or b""
+
+
+def inside(container: Container, *argv: str, **options: Any) -> bytes:
+    """What a command that succeeds inside says; one word is a line for /bin/sh."""
+    command = ("/bin/sh", "-c", argv[0]) if len(argv) == 1 else argv
+    status, out, error = attempt(container, *command, **options)
+    assert status == 0, (argv, status, out, error)
+    return out

@@ -1,0 +1,228 @@
+"""PodmanService and Container: what is made, inspected, started, stopped and removed; errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.container.address import default_address, parse_address
+from protocol.backends.container.podman import ContainerNotFoundError, PodmanService
+from protocol.backends.container.state import ContainerMount
+from tests.container.conftest import StartContainer, attempt, inside
+
+
+# -- addresses ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "url", ["unix:///run/podman/podman.sock", "ssh://me@host:2222/run/podman.sock", "tcp://host:8080", "ssh://h/s"]
+)
+def test_an_address_is_shown_as_it_was_given(url: str) -> None:
+    assert parse_address(url).url == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "podman.sock", "unix://relative", "ssh://host", "ssh://-oProxyCommand=x/sock", "http://x", "tcp://h:x"]
+)
+def test_what_is_no_address_of_a_service_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="no address of a Podman service"):
+        parse_address(url)
+
+
+def test_the_default_is_what_the_environment_names_else_the_users_own_socket() -> None:
+    assert default_address({"CONTAINER_HOST": "tcp://h:1"}, 1000).url == "tcp://h:1"
+    assert default_address({"XDG_RUNTIME_DIR": "/x"}, 1000).url == "unix:///x/podman/podman.sock"
+    assert default_address({}, 1000).url == "unix:///run/user/1000/podman/podman.sock"
+    assert default_address({"XDG_RUNTIME_DIR": "/x"}, 0).url == "unix:///run/podman/podman.sock"
+
+
+# -- a service that does not answer -----------------------------------------------------------------
+def test_a_missing_socket_is_an_error_that_says_how_to_start_the_service(workdir: Path) -> None:
+    with pytest.raises(OSError, match="podman.socket") as caught:
+        PodmanService(f"unix://{workdir}/none.sock").inspect("x")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_a_socket_that_nobody_listens_on_is_an_error_that_says_so(workdir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(workdir / "dead.sock"))
+    with pytest.raises(OSError, match="listens") as caught:
+        PodmanService(f"unix://{workdir}/dead.sock").version()
+    assert caught.value.errno == errno.ECONNREFUSED
+    with pytest.raises(OSError, match="listens"):
+        PodmanService(f"unix://{workdir}/dead.sock").connect()
+
+
+# -- containers ---------------------------------------------------------------------------------------
+def test_a_container_that_is_not_there_is_an_error_that_names_it(podman: PodmanService) -> None:
+    with pytest.raises(ContainerNotFoundError, match="podman ps -a") as caught:
+        podman.inspect("nobody")
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == "nobody"
+
+
+def test_inspecting_shows_what_a_container_was_made_with(
+    start_container: StartContainer, busybox_image: str, workdir: Path
+) -> None:
+    mount = ContainerMount("bind", str(workdir), "/data", read_only=True)
+    container = start_container(
+        pids_limit=77, user="dev", labels={"a": "b"}, environment={"X": "1"}, mounts=[mount], working_dir="/tmp"
+    )
+
+    state = container.inspect()
+
+    assert (state.id, state.name, state.status, state.running) == (container.id, container.name, "running", True)
+    assert (state.image, state.user, state.pids_limit, state.network) == (busybox_image, "dev", 77, "none")
+    assert state.labels["a"] == "b"
+    assert state.environment["X"] == "1"
+    assert (state.working_dir, state.mounts) == ("/tmp", (mount,))
+    assert container.id.encode() in Path(f"/proc/{state.conmon_pid}/cmdline").read_bytes()
+    assert inside(container, "cat /proc/self/status | grep ^Uid").split()[1] == b"1000"
+
+
+def test_a_container_has_no_network_and_a_limit_of_processes_unless_asked_otherwise(
+    start_container: StartContainer,
+) -> None:
+    container = start_container()
+
+    assert inside(container, "ls /sys/class/net").split() == [b"lo"]
+    assert container.inspect().pids_limit
+
+
+def test_a_container_goes_through_its_life(start_container: StartContainer) -> None:
+    container = start_container()
+    first = container.inspect()
+
+    container.pause()
+    assert (container.inspect().status, container.inspect().running) == ("paused", True)
+    container.unpause()
+    container.stop(timeout_s=5)
+    stopped = container.inspect()
+    assert (stopped.status, stopped.running, stopped.pid) == ("exited", False, 0)
+    container.start()
+    container.start()
+    assert container.inspect().pid not in {0, first.pid}
+    container.kill()
+    container.restart(timeout_s=0)
+    assert container.inspect().running
+    container.remove()
+    container.remove()
+    with pytest.raises(ContainerNotFoundError):
+        container.inspect()
+
+
+def test_the_first_process_of_ours_ends_at_once_when_it_is_told_to(start_container: StartContainer) -> None:
+    container = start_container()
+
+    container.stop(timeout_s=600)
+
+    assert container.inspect().exit_code == 0
+
+
+def test_the_first_process_of_ours_reaps_what_others_leave(start_container: StartContainer) -> None:
+    container = start_container()
+
+    inside(container, "for i in 1 2 3; do (sleep 0 & ) ; done")
+    waiting = "for i in $(seq 100); do ps -o stat | grep -q Z || exit 0; sleep 0.05; done; ps -o stat,comm; exit 1"
+
+    assert attempt(container, "sh", "-c", waiting)[0] == 0
+
+
+def test_two_containers_of_one_name_cannot_be_made(start_container: StartContainer, podman: PodmanService) -> None:
+    container = start_container()
+
+    with pytest.raises(FileExistsError, match=container.name):
+        podman.create(container.inspect().image, name=container.name)
+
+
+def test_containers_are_found_by_their_labels(start_container: StartContainer, podman: PodmanService) -> None:
+    one = start_container(labels={"mine": "1", "kind": "x"})
+    two = start_container(labels={"mine": "2", "kind": "x"})
+    start_container()
+    two.stop(0)
+
+    assert {state.id for state in podman.labelled({"mine": ""})} == {one.id, two.id}
+    assert [state.id for state in podman.labelled({"mine": "2", "kind": "x"})] == [two.id]
+    assert podman.labelled({"mine": "3"}) == []
+
+
+# -- images -------------------------------------------------------------------------------------------
+def test_an_image_is_there_or_not(podman: PodmanService, busybox_image: str) -> None:
+    assert podman.image_exists(busybox_image)
+    assert not podman.image_exists("localhost/none:1")
+
+
+def test_an_image_that_cannot_be_had_is_an_error_that_names_it(podman: PodmanService) -> None:
+    with pytest.raises(FileNotFoundError, match="no such image") as caught:
+        podman.pull("localhost:1/none:1")
+    assert caught.value.filename == "localhost:1/none:1"
+
+
+def test_a_python_image_runs_python(start_container: StartContainer, python_image: str) -> None:
+    container = start_container(python_image)
+
+    assert inside(container, "python3", "-c", "import json, socket, unittest; print(6 * 7)") == b"42\n"
+
+
+# -- another machine, by ssh --------------------------------------------------------------------------
+FAKE_SSH = """#!/bin/sh
+# As ssh -N -L NEAR:FAR does, without another machine.
+echo "$@" >> "$0.log"
+while [ "$1" != -L ]; do shift; done
+exec python3 "$0.py" "${2%%:*}" "${2#*:}"
+"""
+FORWARD = """
+import socket, sys, threading
+near, far = sys.argv[1:]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(near)
+listener.listen()
+def pump(a, b):
+    while data := a.recv(65536):
+        b.sendall(data)
+    b.shutdown(socket.SHUT_WR)
+while True:
+    client = listener.accept()[0]
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(far)
+    for pair in ((client, server), (server, client)):
+        threading.Thread(target=pump, args=pair, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def fake_ssh(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = workdir / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(FAKE_SSH)
+    program.with_name("ssh.py").write_text(FORWARD)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
+
+
+def test_a_service_of_another_machine_is_reached_through_one_ssh(
+    podman: PodmanService, start_container: StartContainer, fake_ssh: Path
+) -> None:
+    container = start_container()
+
+    with PodmanService(f"ssh://me@there:2222{podman.address.path}") as remote:
+        assert not remote.is_local
+        assert remote.inspect(container.name).id == container.id
+        with remote.connect() as raw:
+            raw.sendall(b"GET /_ping HTTP/1.0\r\n\r\n")
+            assert raw.recv(15).startswith(b"HTTP/1.0 200")
+
+    calls = fake_ssh.with_name("ssh.log").read_text().splitlines()
+    assert len(calls) == 1
+    assert "StrictHostKeyChecking=no" not in calls[0]
+    assert calls[0].endswith("-- me@there")
+
+
+def test_an_ssh_that_does_not_get_there_is_an_error_in_its_own_words(fake_ssh: Path) -> None:
+    fake_ssh.write_text("#!/bin/sh\necho 'me@there: Permission denied (publickey).' >&2\nexit 255\n")
+
+    with pytest.raises(ConnectionRefusedError, match="publickey"):
+        PodmanService("ssh://me@there/run/podman.sock").version()
