@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from podman import PodmanClient
 from podman.errors import APIError, PodmanError
+from requests import RequestException
 
 from protocol.backends.container.address import ServiceAddress, default_address, parse_address
 from protocol.backends.container.state import ContainerMount, ContainerState, state_of
@@ -87,17 +88,10 @@ class PodmanService:
 
     def connect(self) -> socket.socket:
         """A new connection to the service, for HTTP of one's own; blocking.  OSError that says what to do."""
-        address = self._reached()
-        with self._explained(f"connecting to {self.address}"):
-            if address.kind == "tcp":
-                return socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
-            client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                client.connect(address.path)
-            except BaseException:
-                client.close()
-                raise
-            return client
+        try:
+            return _connection(self._reached())
+        except OSError as error:
+            raise self._unreachable(error) from None
 
     def version(self) -> str:
         """The service's version; also the cheapest way to see that it answers."""
@@ -117,9 +111,11 @@ class PodmanService:
 
     @contextlib.contextmanager
     def _client(self, doing: str, *, timeout_s: float = _TIMEOUT_S) -> Iterator[PodmanClient]:
-        url = self._reached().url
-        with self._explained(doing), PodmanClient(base_url=url, timeout=timeout_s) as client:
-            yield client
+        with self._explained(doing):
+            # Its own errors about connections hide their errno, and leak the socket.
+            self.connect().close()
+            with PodmanClient(base_url=self._reached().url, timeout=timeout_s) as client:
+                yield client
 
     @contextlib.contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
@@ -128,22 +124,22 @@ class PodmanService:
             yield
         except APIError as error:
             raise _refused(doing, error) from None
-        except (OSError, PodmanError) as error:
-            if isinstance(error, ContainerNotFoundError | ImageNotFoundError):
-                raise
-            raise self._unreachable(doing, error) from None
+        except RequestException as error:
+            # The connection broke, or was too slow: what went wrong below is wrapped several times.
+            raise OSError(_code_of(error) or errno.EIO, f"{doing}: {error}", self.address.url) from None
+        except PodmanError as error:
+            raise OSError(errno.EIO, f"{doing}: {error}", self.address.url) from None
 
-    def _unreachable(self, doing: str, error: BaseException) -> OSError:
-        code = _code_of(error)
-        if code is None:
-            return OSError(errno.EIO, f"{doing}: {error}")
+    def _unreachable(self, error: OSError) -> OSError:
+        code = error.errno or errno.EIO
         advice = {
-            errno.ENOENT: f"no Podman service there; start one: {_start_command(self.address)}",
+            errno.ENOENT: f"no Podman service is there; start one: {_start_command(self.address)}",
             errno.ECONNREFUSED: f"no Podman service listens there; start it: {_start_command(self.address)}",
-            errno.EACCES: "that socket is another user's; leave --podman-url out to use your own",
-            errno.ETIMEDOUT: "it does not answer in time",
-        }.get(code, os.strerror(code))
-        return OSError(code, f"{doing}: {advice}", self.address.url)
+            errno.EACCES: "the Podman service there is another user's; leave --podman-url out to use your own",
+        }.get(code)
+        if advice is None or self.address.kind == "ssh":
+            advice = f"the Podman service cannot be reached: {error.strerror or error}"
+        return OSError(code, advice, self.address.url)
 
     # -- containers ----------------------------------------------------------------------------
     def inspect(self, name: str) -> ContainerState:
@@ -159,9 +155,9 @@ class PodmanService:
 
     def labelled(self, labels: Mapping[str, str]) -> list[ContainerState]:
         """All containers, running or not, that have all these labels.  A value of "" stands for any."""
-        wanted = [f"{key}={value}" if value else key for key, value in labels.items()]
+        wanted = [f"label={key}={value}" if value else f"label={key}" for key, value in labels.items()]
         with self._client("listing containers") as client:
-            names = [one.id for one in client.containers.list(all=True, filters={"label": wanted}, sparse=True)]
+            names = [one.id for one in client.containers.list(all=True, filters=wanted, sparse=True)]
         found = []
         for name in names:
             with contextlib.suppress(ContainerNotFoundError):  # removed meanwhile
@@ -228,9 +224,14 @@ class PodmanService:
         """Get an image from its registry.  ImageNotFoundError where that gives none."""
         try:
             with self._client(f"pulling {reference}", timeout_s=_PULL_TIMEOUT_S) as client:
-                client.images.pull(reference)
+                # As a stream: else the errors in it are not looked at.
+                lines = client.images.pull(reference, stream=True, decode=True, compatMode=False)
+                said: list[object] = list(lines)  # type: ignore[arg-type]  (of a stream it is an iterator)
         except OSError as error:
             raise ImageNotFoundError(reference, error.strerror or str(error)) from None
+        errors = [str(line["error"]) for line in said if isinstance(line, dict) and line.get("error")]
+        if errors:
+            raise ImageNotFoundError(reference, errors[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +303,18 @@ def _refused(doing: str, error: APIError) -> OSError:
     if "executable file" in said or ("no such file or directory" in said and "exec" in said):
         said += " (the image lacks /bin/sh, which keeps a container of vfsd's alive; use one that has it)"
     return OSError(code, f"{doing}: {said}")
+
+
+def _connection(address: ServiceAddress) -> socket.socket:
+    if address.kind == "tcp":
+        return socket.create_connection((address.host, address.port), timeout=_TIMEOUT_S)
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.connect(address.path)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def _start_command(address: ServiceAddress) -> str:
