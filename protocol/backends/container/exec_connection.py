@@ -2,25 +2,20 @@
 
 podman-py, which does everything else, has no such stream.  h11 is the state machine of HTTP/1.1 without any I/O,
 so that what is read past the head of an upgraded reply is not lost in somebody's buffer.
-
-Services are reached by unix:///PATH, tcp://HOST:PORT and ssh://[USER@]HOST[:PORT]/PATH.  For the latter the user's
-own ssh runs, with its configuration, agent and known hosts, and on the other side `podman system dial-stdio`,
-which connects it with the service's socket there.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import shlex
-import subprocess
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
 import h11
 import trio
 import trio.abc
+
+from protocol.backends.container.podman import PodmanService
 
 __all__ = ["Connection", "connect"]
 
@@ -131,76 +126,9 @@ def _refusal(status: int, data: bytes) -> OSError:
     return OSError(code, message[:1000] or f"HTTP status {status}")
 
 
-# -- connecting --------------------------------------------------------------------------------
-
-
-async def connect(service_url: str) -> Connection:
-    """A connection to the service at `service_url`.
-
-    ConnectionRefusedError: it cannot be reached; ValueError: no such kind of URL.
-    """
-    try:
-        return Connection(await _open(service_url))
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise OSError(errno.ECONNREFUSED, f"no Podman service answers at {service_url}: {why}") from None
-
-
-async def _open(service_url: str) -> trio.abc.Stream:
-    url = urlsplit(service_url)
-    path = unquote(url.path)
-    if url.scheme in {"unix", "http+unix"}:
-        return await trio.open_unix_socket(path or unquote(url.netloc))
-    if url.scheme in {"tcp", "http"} and url.hostname and url.port:
-        return await trio.open_tcp_stream(url.hostname, url.port)
-    if url.scheme in {"ssh", "http+ssh"} and url.hostname:
-        host = url.hostname if url.username is None else f"{unquote(url.username)}@{url.hostname}"
-        return await _Program.start(_ssh(host, url.port, path))
-    raise ValueError(f"not the URL of a Podman service: {service_url!r} (unix://, tcp:// or ssh://)")
-
-
-def _ssh(host: str, port: int | None, path: str) -> list[str]:
-    command = ["podman", *(["--url", f"unix://{path}"] if path.strip("/") else []), "system", "dial-stdio"]
-    at = ["-p", str(port)] if port else []
-    # ssh hands a shell on the other side one line.
-    return ["ssh", "-T", "-o", "BatchMode=yes", *at, "--", host, shlex.join(command)]
-
-
-class _Program(trio.abc.HalfCloseableStream):
-    """The standard input and output of a program as a stream, that ends with it."""
-
-    def __init__(self, process: trio.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._stdin = process.stdin
-        self._stdout = process.stdout
-
-    @classmethod
-    async def start(cls, argv: list[str]) -> _Program:
-        process = await trio.lowlevel.open_process(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # no Ctrl-C of a terminal is meant for it
-        )
-        return cls(process)
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self._stdin.send_all(data)
-
-    async def wait_send_all_might_not_block(self) -> None:
-        await self._stdin.wait_send_all_might_not_block()
-
-    async def send_eof(self) -> None:
-        await self._stdin.aclose()
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return bytes(await self._stdout.receive_some(max_bytes))
-
-    async def aclose(self) -> None:
-        await trio.aclose_forcefully(self._stdin)
-        await trio.aclose_forcefully(self._stdout)
-        self._process.kill()
-        with trio.CancelScope(shield=True):
-            await self._process.wait()
+async def connect(service: PodmanService) -> Connection:
+    """A connection to `service`.  OSError that says why there is none."""
+    # In a thread: behind ssh a tunnel may have to be made first.
+    plain = await trio.to_thread.run_sync(service.connect, abandon_on_cancel=True)
+    plain.setblocking(False)
+    return Connection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))

@@ -28,6 +28,7 @@ import trio
 import trio.abc
 
 from protocol.backends.container.exec_connection import Connection, connect
+from protocol.backends.container.podman import PodmanService
 
 __all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "open_exec"]
 
@@ -51,9 +52,11 @@ class Output(NamedTuple):
 class ExecStream:
     """A process in a container.  One task may receive while another sends.  See `open_exec`."""
 
-    def __init__(self, service_url: str, exec_id: str, stream: trio.abc.Stream, early: bytes, *, tty: bool) -> None:
+    def __init__(
+        self, service: PodmanService, exec_id: str, stream: trio.abc.Stream, early: bytes, *, tty: bool
+    ) -> None:
         self.id: Final = exec_id
-        self._service_url = service_url
+        self._service = service
         self._stream = stream
         self._pending = bytearray(early)
         self._tty = tty
@@ -108,7 +111,7 @@ class ExecStream:
     async def resize(self, rows: int, columns: int) -> None:
         """Tell its terminal how large it is."""
         size = urlencode({"h": rows, "w": columns})
-        await _ask(self._service_url, "POST", f"/exec/{self.id}/resize?{size}", {})
+        await _ask(self._service, "POST", f"/exec/{self.id}/resize?{size}", {})
 
     async def wait(self) -> int:
         """Its exit status, once it has ended (128 + N: killed by signal N; 126, 127: it could not be started).
@@ -126,7 +129,7 @@ class ExecStream:
         return self._status
 
     async def _inspect(self) -> dict[str, Any]:
-        shown = await _ask(self._service_url, "GET", f"/exec/{self.id}/json")
+        shown = await _ask(self._service, "GET", f"/exec/{self.id}/json")
         if not isinstance(shown, dict):
             raise OSError(errno.EPROTO, "the Podman service says nothing of a process")
         return shown
@@ -139,7 +142,7 @@ class ExecStream:
 
     async def _kill_from_outside(self, shown: Mapping[str, Any]) -> bool:
         """Whether it could be killed by its pid on this machine, if it is on this machine."""
-        if not self._service_url.startswith(("unix:", "http+unix:")):
+        if not self._service.is_local:
             return False
         pid, container = int(shown["Pid"]), str(shown["ContainerID"])
         try:
@@ -161,12 +164,12 @@ class ExecStream:
 
     async def _kill_from_inside(self, container: str, host_pid: int) -> None:
         query = urlencode({"stream": "false", "ps_args": "hpid,pid"})
-        shown = await _ask(self._service_url, "GET", f"/containers/{quote(container, safe='')}/top?{query}")
+        shown = await _ask(self._service, "GET", f"/containers/{quote(container, safe='')}/top?{query}")
         inside = {row[0]: row[1] for row in shown.get("Processes") or ()}.get(str(host_pid))
         if inside is None:
             return
         for argv in (["kill", "-KILL", inside], ["sh", "-c", f"kill -KILL {int(inside)}"]):
-            killer = await open_exec(self._service_url, container, argv, user="0", stdin=False)
+            killer = await open_exec(self._service, container, argv, user="0", stdin=False)
             try:
                 while await killer.receive():
                     pass
@@ -199,7 +202,7 @@ class ExecStream:
 
 
 async def open_exec(
-    service_url: str,
+    service: PodmanService,
     container: str,
     argv: Sequence[str],
     *,
@@ -231,7 +234,7 @@ async def open_exec(
         begin |= {"h": size[0], "w": size[1]}
     try:
         with trio.fail_after(_CONNECT_S):
-            connection = await connect(service_url)
+            connection = await connect(service)
             try:
                 made = await connection.request("POST", f"/containers/{quote(container, safe='')}/exec", request)
                 exec_id = str(made["Id"])
@@ -243,15 +246,15 @@ async def open_exec(
         raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
     except (KeyError, TypeError):
         raise OSError(errno.EPROTO, "the Podman service does not say which process it started") from None
-    return ExecStream(service_url, exec_id, stream, early, tty=tty)
+    return ExecStream(service, exec_id, stream, early, tty=tty)
 
 
-async def _ask(service_url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """One request on a connection of its own: that of the process is a plain stream."""
     connection: Connection | None = None
     try:
         with trio.fail_after(_CONNECT_S):
-            connection = await connect(service_url)
+            connection = await connect(service)
             return await connection.request(method, path, body)
     except trio.TooSlowError:
         raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
