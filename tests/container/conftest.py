@@ -57,7 +57,9 @@ def _command(place: Path) -> list[str]:
     """Podman on a storage of its own."""
     driver = "vfs" if _file_system_of(place) == "overlay" else "overlay"  # no overlay can be laid over an overlay
     options = [f"--root={place}/storage", f"--runroot={place}/run", f"--tmpdir={place}/tmp"]
-    return ["podman", *options, f"--storage-driver={driver}"]
+    # Else each Podman, those that clean up after a container too, mounts the storage on itself, and unmounts it.
+    bare = ["--storage-opt=overlay.skip_mount_home=true"] if driver == "overlay" else []
+    return ["podman", *options, f"--storage-driver={driver}", *bare]
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def running_service(place: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             service.kill()
             service.wait()
-        # Podman leaves its storage mounted on itself.
+        # What a container that failed half-way has left.
         for mount in sorted(mounts(), key=lambda mount: -len(mount.mountpoint)):
             if mount.mountpoint.startswith(f"{place}/"):
                 subprocess.run(["umount", "-l", mount.mountpoint], check=True)

@@ -226,7 +226,7 @@ class PodmanService:
             with self._client(f"pulling {reference}", timeout_s=_PULL_TIMEOUT_S) as client:
                 # As a stream: else the errors in it are not looked at.
                 lines = client.images.pull(reference, stream=True, decode=True, compatMode=False)
-                said: list[object] = list(lines)  # type: ignore[arg-type]  (of a stream it is an iterator)
+                said: list[object] = [*lines] if isinstance(lines, Iterator) else []
         except OSError as error:
             raise ImageNotFoundError(reference, error.strerror or str(error)) from None
         errors = [str(line["error"]) for line in said if isinstance(line, dict) and line.get("error")]
