@@ -49,7 +49,7 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
     """
     log = log_path(options.name)
     with contextlib.ExitStack() as stack:
-        log_fd = _open_log(log)
+        log_fd, is_ours = _open_log(log)
         stack.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
         report_fd, child_report_fd = os.pipe()
@@ -65,6 +65,8 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
             _stop(daemon, options.mountpoint)
             if isinstance(error, OSError) and error.errno in _UNEXPECTED:
                 _quote_log(error, log, log_start)
+            elif isinstance(error, OSError) and is_ours:
+                _remove_idle_log(log, log_fd)
             raise
     # It goes on without us; but if it ends before we do, it must not stay a zombie.
     threading.Thread(target=daemon.wait, name=f"vfsd-{options.name}", daemon=True).start()
@@ -190,21 +192,36 @@ def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
 
 
 # -- the log ----------------------------------------------------------------------------------------
-def _open_log(path: str) -> int:
-    """A descriptor to append to the log, emptied; what was in it is kept once, as ".1".
+def _open_log(path: str) -> tuple[int, bool]:
+    """A descriptor to append to the log, emptied, and whether it is ours; what was in it is kept once, as ".1".
 
     The daemon inherits the lock on it for its life: the log of a workspace that runs is not moved away by a
     second start of that name, which the daemon is going to refuse.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
-    if not _lock(descriptor) or os.fstat(descriptor).st_size == 0:
-        return descriptor
+    if not _lock(descriptor):
+        return descriptor, False
+    if os.fstat(descriptor).st_size == 0:
+        return descriptor, True
     os.replace(path, path + ".1")
     os.close(descriptor)
     descriptor = os.open(path, flags, 0o600)
-    _lock(descriptor)
-    return descriptor
+    return descriptor, _lock(descriptor)
+
+
+def _remove_idle_log(path: str, descriptor: int) -> None:
+    """Take away the log of a start that failed, if it tells no more than the starter was told: its one line.
+
+    The log of the workspace before it takes its place again.
+    """
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read().count(b"\n") > 1 or not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
+            return
+        try:
+            os.replace(path + ".1", path)
+        except FileNotFoundError:
+            os.unlink(path)
 
 
 def _lock(descriptor: int) -> bool:

@@ -205,9 +205,15 @@ class Workspace(_Base):
             _warn_of_holders(unmounted)
 
     # -- snapshots --------------------------------------------------------------------------------
-    def snapshot(self, name: str | None = None, *, tag: str | None = None) -> Snapshot:
-        """Take a snapshot; without a name it gets one ("snap-1", ...).  FileExistsError for a name in use."""
-        return self._run(calls.snapshot(name, tag))
+    def snapshot(
+        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
+    ) -> Snapshot:
+        """Take a snapshot; without a name it gets one ("snap-1", ...).  FileExistsError for a name in use.
+
+        `on_progress` is called now and then with how far it is, here and below: it may take a while where the
+        snapshots are kept on disk, as those of "host:DIR".
+        """
+        return self._run(calls.snapshot(name, tag), on_progress)
 
     def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
         """The snapshots, oldest first; `changes` counts what each changed against the one before it."""
@@ -217,17 +223,24 @@ class Workspace(_Base):
         """Delete snapshot `name`.  FileNotFoundError.  An export or diff that reads it goes on."""
         self._run(calls.drop(name))
 
-    def restore(self, source: FilePath, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+    def restore(
+        self,
+        source: FilePath,
+        paths: Iterable[UserPath] = (),
+        *,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Restored:
         """Put the workspace, or `paths` in it, back to a snapshot (a `str`) or a ZIP archive (a path object).
 
         Programs that have files open go on; files that are the same are not touched.  The state before is
         kept as a safety snapshot, which `undo` brings back.  `dry_run` only tells what would change.
         """
-        return self._run(calls.restore(source, paths, self._path, dry_run=dry_run))
+        return self._run(calls.restore(source, paths, self._path, dry_run=dry_run), on_progress)
 
-    def undo(self, *, dry_run: bool = False) -> Restored:
+    def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
         """Go back to before the last restore or import.  FileNotFoundError where there was none."""
-        return self._run(calls.undo(dry_run=dry_run))
+        return self._run(calls.undo(dry_run=dry_run), on_progress)
 
     def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
         """Write what an overlay holds into the directory below it, below `paths` or all of it.
@@ -401,9 +414,11 @@ class AsyncWorkspace(_Base):
             _warn_of_holders(unmounted)
 
     # -- snapshots --------------------------------------------------------------------------------
-    async def snapshot(self, name: str | None = None, *, tag: str | None = None) -> Snapshot:
+    async def snapshot(
+        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
+    ) -> Snapshot:
         """As `Workspace.snapshot`."""
-        return await self._run(calls.snapshot(name, tag))
+        return await self._run(calls.snapshot(name, tag), on_progress)
 
     async def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
         """As `Workspace.snapshots`."""
@@ -413,13 +428,20 @@ class AsyncWorkspace(_Base):
         """As `Workspace.drop`."""
         await self._run(calls.drop(name))
 
-    async def restore(self, source: FilePath, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
+    async def restore(
+        self,
+        source: FilePath,
+        paths: Iterable[UserPath] = (),
+        *,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Restored:
         """As `Workspace.restore`."""
-        return await self._run(calls.restore(source, paths, self._path, dry_run=dry_run))
+        return await self._run(calls.restore(source, paths, self._path, dry_run=dry_run), on_progress)
 
-    async def undo(self, *, dry_run: bool = False) -> Restored:
+    async def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
         """As `Workspace.undo`."""
-        return await self._run(calls.undo(dry_run=dry_run))
+        return await self._run(calls.undo(dry_run=dry_run), on_progress)
 
     async def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
         """As `Workspace.apply`."""

@@ -194,3 +194,14 @@ def test_failures_keep_errno_path_and_one_line() -> None:
     assert decode_report(encode_report(failed)) == failed
     assert failed == Failed("two lines", errno.EBUSY, "/caf\udce9")
     assert Failed.of(PermissionError("only text")) == Failed("only text", errno.EIO)
+
+
+def test_a_start_that_is_refused_leaves_no_log_of_its_own_and_the_one_before_in_its_place() -> None:
+    with pytest.raises(FileNotFoundError):
+        start("fails")
+    assert os.listdir(os.path.dirname(log_path("fails"))) == []
+    Path(log_path("fails")).write_text("of a workspace that was\n")
+    with pytest.raises(FileNotFoundError):
+        start("fails")
+    assert log_text("fails") == "of a workspace that was\n"
+    assert not os.path.exists(log_path("fails") + ".1")

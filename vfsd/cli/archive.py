@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import click
@@ -41,7 +42,11 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool, chang
         path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
     )
     params.changes_only = changes_only
-    app.emit(app.call(app.record(), "export", params, label="exporting"), _show_export)
+    try:
+        answer = app.call(app.record(), "export", params, label="exporting")
+    except FileExistsError:
+        raise FileExistsError(errno.EEXIST, "there is a file already, which --force replaces", file) from None
+    app.emit(answer, _show_export)
 
 
 def _show_export(answer: messages.ExportResult) -> None:

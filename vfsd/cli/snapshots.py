@@ -33,9 +33,11 @@ __all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_com
 def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     """Take a snapshot of the workspace as it is now.
 
-    It takes the same moment, and next to no memory, whatever the workspace holds.  A name in use is refused.
+    It takes the same moment, and next to no memory, whatever a workspace in memory holds.  Of a host directory it is
+    kept on disk, outlives the daemon, and reads only files that changed.  A name in use is refused.
     """
-    record = app.call(app.record(), "snapshot", messages.SnapshotParams(name=name, tag=tag))
+    params = messages.SnapshotParams(name=name, tag=tag)
+    record = app.call(app.record(), "snapshot", params, label="taking a snapshot")
     app.emit(record, _say_snapshot)
 
 
