@@ -50,7 +50,7 @@ class Descriptors:
         if soft == resource.RLIM_INFINITY:
             soft = _UNLIMITED
         # Half of them: pins, and what the process does beside, have the other half.
-        self._most = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
+        self.most: Final = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
         self._open: dict[Node, None] = {}
         self._writable: dict[Node, None] = {}
         self._table: Table
@@ -271,7 +271,7 @@ class Descriptors:
     def _admit(self, node: Node) -> None:
         node.used = True
         self._open[node] = None
-        if len(self._open) > self._most:
+        if len(self._open) > self.most:
             self._evict(1)
 
     def _evict(self, count: int) -> None:
@@ -316,7 +316,7 @@ class Descriptors:
         for node in self._table:
             if node is not self._table.root:
                 assert (node.fd >= 0) == (node in self._open), (node.name, node.fd)
-        assert len(self._open) <= self._most
+        assert len(self._open) <= self.most
         assert self._writable.keys() <= self._open.keys()
         assert not self._doomed
 

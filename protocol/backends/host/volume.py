@@ -19,13 +19,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol import posix_acl
 from protocol.backends import syscalls
 from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.attributes import Seen, seen_as
+from protocol.backends.host.beside import Beside
 from protocol.backends.host.changing import change, without_privileges
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.making import Maker
@@ -38,11 +39,13 @@ from protocol.volume import (
     RENAME_WHITEOUT,
     AttributeChanges,
     Caller,
+    Coherence,
     DirectoryEntry,
     StatFs,
 )
 
 if TYPE_CHECKING:
+    from protocol.diff import Change
     from protocol.volume import Buffer
 
 __all__ = ["HostVolume"]
@@ -71,6 +74,7 @@ class HostVolume:
         self._descriptors.bind(self._table)
         self._maker = Maker(self._descriptors)
         self._scans: dict[Node, None] = {}
+        self._beside = Beside(self._table, self._descriptors, self._forget_scan)
         # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
         self.supports_acl: Final = _keeps_acls(root)
 
@@ -86,6 +90,15 @@ class HostVolume:
         """Raise AssertionError where the state contradicts itself.  O(what is known)."""
         self._table.check_invariants()
         self._descriptors.check_invariants()
+
+    # -- changes beside the mount ------------------------------------------------------------------
+    def hold(self, paths: Iterable[bytes]) -> None:
+        """What is at `paths` is about to be changed by one who will call `changed_beside`: who has it open goes on."""
+        self._beside.hold(paths)
+
+    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
+        """What the kernel must be told after somebody made `changes`, or part of them, in the directory."""
+        return self._beside.settle(changes)
 
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Seen:

@@ -1,0 +1,189 @@
+"""Beside: what a restore does to the directory, beside the mount, as the volume has to take it.
+
+The host shows a change like anybody's, and it would be found out as such when the kernel asks the next time.  But
+whoever restores knows what is going to change: so `hold` keeps open what the mount's programs may have open and is
+about to lose its name, which also keeps the host from giving its inode number to what takes its place, before
+the kernel knows; and `settle` says what the kernel has to be told, so that nobody sees what was there before.
+
+Threading: the serving loop.  In between, a thread changes the directory while the volume goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, TypeAlias
+
+from protocol.backends.host.descriptors import Descriptors
+from protocol.backends.host.nodes import Node, Table
+from protocol.diff import Change
+from protocol.volume import Coherence, EntryChange, InodeChange
+
+__all__ = ["Beside"]
+
+# Numbers that no inode has, for what lost a name of which the kernel knew no inode.
+_FIRST_UNKNOWN: Final = 1 << 60
+_HELD_MOST: Final = 4096
+
+_Places: TypeAlias = Mapping[tuple[Node, bytes], list[Node]]
+
+
+class Beside:
+    """Takes `changes`, by path and what was there before, into `table`.  `forget_scan` ends a listing."""
+
+    def __init__(self, table: Table, descriptors: Descriptors, forget_scan: Callable[[Node], None]) -> None:
+        self._table = table
+        self._descriptors = descriptors
+        self._forget_scan = forget_scan
+        self._held: list[Node] = []
+
+    def hold(self, paths: Iterable[bytes]) -> None:
+        """Keep open what is known at `paths`, files that are in use first; not too many of them."""
+        places = self._places()
+        known = [node for path in paths for node in self._at(places, path) if node.lookups]
+        known.sort(key=lambda node: node.fd < 0)
+        most = max(0, min(_HELD_MOST, self._descriptors.most // 2) - len(self._held))
+        for node in known[:most]:
+            if node.pin < 0 and self._descriptors.pin(node):
+                self._held.append(node)
+
+    def settle(self, changes: Iterable[Change]) -> Coherence:
+        """What the kernel must be told of `changes`, in the order of `protocol.diff.changes`.
+
+        Where several are named for one path, one of them is enough.  What is there now is looked up, not believed.
+        """
+        found = _Found(self._table, self._descriptors, self._forget_scan, self._places())
+        for change in changes:
+            found.add(change)
+        self._let_go()
+        return Coherence(found.entries, found.inodes, found.paths, found.modes)
+
+    def _let_go(self) -> None:
+        """What is still at its place, or came back to it, need not be held open."""
+        held, self._held = self._held, []
+        for node in held:
+            if node.parent is not None:
+                self._descriptors.unpin(node)
+
+    def _places(self) -> _Places:
+        """What the kernel may know by which name: several where one took another's place."""
+        places: dict[tuple[Node, bytes], list[Node]] = {}
+        for node in self._table:
+            for place in node.places():
+                places.setdefault(place, []).append(node)
+        return places
+
+    def _at(self, places: _Places, path: bytes) -> list[Node]:
+        if not path:
+            return []  # the root stays
+        above, _, name = path.rpartition(b"/")
+        parents = _directories_at(self._table, places, above)
+        return [node for parent in parents for node in places.get((parent, name), ())]
+
+
+def _directories_at(table: Table, places: _Places, path: bytes) -> list[Node]:
+    """The directories that the kernel may know as `path`: two where one took the other's place a moment ago."""
+    found = [table.root]
+    for name in path.split(b"/") if path else ():
+        found = [node for at in found for node in places.get((at, name), ()) if node.is_dir]
+    return found
+
+
+class _Found:
+    """The coherence of a change while it is put together."""
+
+    def __init__(
+        self, table: Table, descriptors: Descriptors, forget_scan: Callable[[Node], None], places: _Places
+    ) -> None:
+        self.entries: list[EntryChange] = []
+        self.inodes: list[InodeChange] = []
+        self.paths: dict[int, bytes] = {}
+        self.modes: dict[int, int] = {}
+        self._table = table
+        self._descriptors = descriptors
+        self._forget_scan = forget_scan
+        self._places = places
+        self._gone: set[Node] = set()
+        self._done: set[bytes] = set()
+        self._directories: dict[bytes, list[Node]] = {}
+        self._unknown = _FIRST_UNKNOWN
+
+    def add(self, change: Change) -> None:
+        path = change.path
+        if path in self._done:
+            return
+        self._done.add(path)
+        if not path:
+            self._in_place(self._table.root, path, content=False)
+            return
+        above, _, name = path.rpartition(b"/")
+        if above not in self._directories:
+            self._directories[above] = _directories_at(self._table, self._places, above)
+        for parent in self._directories[above]:
+            self._look(parent, above, name, change)
+
+    def _look(self, parent: Node, above: bytes, name: bytes, change: Change) -> None:
+        seen = self._seen(parent, name)
+        known = self._places.get((parent, name), [])
+        same = next((node for node in known if seen is not None and node.is_shown(seen)), None)
+        stale = [node for node in known if node is not same]
+        if same is not None and not stale:
+            self._in_place(same, change.path, content=change.kind != "metadata")
+            return
+        old = 0
+        if stale:
+            old = max(stale, key=lambda node: node.lookups).number
+            self.modes[old] = stale[0].kind
+        elif change.old is not None:
+            old = self._unknown = self._unknown + 1
+            self.modes[old] = change.old.mode
+        for node in stale:
+            self._lost(node, parent, name)
+        self._entry(parent, above, name, old, seen)
+
+    def _seen(self, parent: Node, name: bytes) -> os.stat_result | None:
+        if parent in self._gone:
+            return None
+        try:
+            return os.stat(name, dir_fd=self._descriptors.directory(parent), follow_symlinks=False)
+        except OSError:
+            return None
+
+    def _lost(self, node: Node, parent: Node, name: bytes) -> None:
+        """`node` is not at that place any more; whoever has it open goes on."""
+        if node.is_dir:
+            self._gone.add(node)
+            self._forget_scan(node)
+        if node.lookups and not self._descriptors.pin(node):
+            self._table.lose(node)
+        self._table.remove_place(node, parent, name)
+        if node.parent is not None:
+            self._descriptors.unpin(node)
+
+    def _entry(self, parent: Node, above: bytes, name: bytes, old: int, seen: os.stat_result | None) -> None:
+        new = 0
+        if seen is not None:
+            key = (seen.st_dev, seen.st_ino)
+            new = self._table.number_of(key)
+            holder = self._table.get(new)
+            if holder is not None and holder.key != key:
+                new = self._table.enter(parent, name, seen).number
+            elif holder is not None and not holder.is_dir:
+                # By another name; or the host gave its number to a new file, of which the kernel has other pages.
+                self._in_place(holder, b"/".join(filter(None, (above, name))), content=True)
+            self.modes[new] = seen.st_mode
+        if parent.scan is not None:
+            if seen is None:
+                parent.scan.remove(name)
+            else:
+                parent.scan.add(name, seen)
+        self.entries.append(EntryChange(parent.number, name, old, new))
+        if parent not in self._gone:
+            self.paths[parent.number] = above
+            self.modes.setdefault(parent.number, stat.S_IFDIR)
+
+    def _in_place(self, node: Node, path: bytes, *, content: bool) -> None:
+        self.inodes.append(InodeChange(node.number, content and node.kind == stat.S_IFREG))
+        self.paths[node.number] = path
+        self.modes[node.number] = node.kind
