@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.differential.calls import Call, random_calls
+from tests.differential.calls import Call
 from tests.differential.compare import Bench
 from tests.differential.known import Difference
 from tests.differential.script import reduce
@@ -51,7 +51,7 @@ class Campaign:
 
     def _episode(self, episode: int) -> Finding | None:
         chance = random.Random(f"{self._seed}-{episode}")
-        calls = list(random_calls(chance, self._episode_calls, self._bench.without))
+        calls = self._bench.calls(chance, self._episode_calls)
         difference = self._bench.run(calls, tree_every=_TREE_EVERY)
         if difference is None:
             self.calls += len(calls)

@@ -7,6 +7,7 @@ import errno
 import json
 import marshal
 import os
+import random
 import re
 import shutil
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tests.differential.calls import WORKERS, Call
+from tests.differential.calls import WORKERS, Call, random_calls
 from tests.differential.executor import MARSHAL_VERSION, receive, send
 from tests.differential.known import Difference, Known, avoided, reason
 from vfsd.control.client import ControlClient
@@ -88,17 +89,31 @@ class Bench:
         return str(place)
 
     # -- runs ------------------------------------------------------------------------------------
+    def calls(self, chance: random.Random, count: int) -> list[Call]:
+        """About `count` calls for one episode; the same `chance` gives the same calls."""
+        return list(random_calls(chance, count, self.without))
+
     def run(self, calls: Sequence[Call], tree_every: int | None = None) -> Difference | None:
         """Make `calls` in fresh directories of both; the first difference that is not a known one, if any.
 
         The trees are compared at the end, and after every `tree_every` calls.
         """
         try:
-            with self._roots() as roots, contextlib.ExitStack() as stack:
-                teams = [stack.enter_context(self._nursery.team(root)) for root in roots]
-                return self._compare(calls, teams, tree_every)
+            with self._roots() as roots:
+                return self._compare_in(roots, calls, tree_every)
         except _Parted:
             return None
+
+    def _compare_in(self, roots: Sequence[str], calls: Sequence[Call], tree_every: int | None) -> Difference | None:
+        with contextlib.ExitStack() as stack:
+            teams = [stack.enter_context(self._nursery.team(root)) for root in roots]
+            return self._compare(calls, teams, tree_every)
+
+    def _make(self, root: str, calls: Sequence[Call]) -> None:
+        """Make `calls` in `root`, whatever they answer."""
+        with self._nursery.team(root) as team:
+            for worker, group in groupby(calls, key=lambda call: call.worker):
+                _ask([team], worker, [(call.operation, call.args) for call in group])
 
     @contextlib.contextmanager
     def _roots(self) -> Iterator[list[str]]:

@@ -302,6 +302,9 @@ class Process:
     def do_fchdir(self, slot: int) -> None:
         os.fchdir(self.fd(slot))
 
+    def do_below(self) -> None:
+        """Nothing, where there is nothing below."""
+
     def do_getcwd(self) -> bytes:
         return os.getcwdb()
 

@@ -167,7 +167,10 @@ class Lower:
             try:
                 found[os.fsencode(each)] = os.getxattr(place, each, follow_symlinks=False)
             except OSError as error:
-                if error.errno not in _UNSUPPORTED:
+                if error.errno == errno.EINVAL:
+                    # security.capability without capabilities: there, and not to be read (security/commoncap.c).
+                    found[os.fsencode(each)] = b""
+                elif error.errno not in _UNSUPPORTED:
                     raise
         return found or None
 

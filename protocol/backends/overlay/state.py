@@ -9,8 +9,9 @@ Looking below is no change: what is found was there at every snapshot, so it lea
 
 Names of one file below (hard links) get one number, told by the inode number that the directory gives.
 
-A directory is filled before there is a second version of it (`own`), so what filling finds out, its nlink and size,
-is written into one version only.  A name met late belongs to all versions of its inode: `versions` finds them.
+A directory is filled before there is a second version of it (`own`), so what filling finds out, its nlink, is written
+into one version only.  Its size is what it is below until its entries change above, and from then on counted as the
+memory volume counts.  A name met late belongs to all versions of its inode: `versions` finds them.
 
 Threading: looking below is done by any thread, under `lock`; whatever changes the state holds it too (the volume's
 business).
@@ -65,8 +66,7 @@ class OverlayState(State):
         root = OverlayInode(ROOT_INODE, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
         root.lower = LowerFile(self.lower, b"", seen)
         _show(root, seen)
-        root.nlink = max(2, seen.st_nlink)
-        root.size = DIRECTORY_BASE_BYTES
+        root.nlink = seen.st_nlink
         root.xattrs = self.lower.xattrs(b"")
         root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))
         root.lookups = 1
@@ -96,7 +96,6 @@ class OverlayState(State):
                 subdirectories += is_directory
                 entries[name] = self._give_number((number, name), (device, inode), kind)
             directory.nlink = 2 + subdirectories
-            directory.size = DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(entries)
             directory.children.become(entries)
 
     def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
@@ -162,8 +161,7 @@ class OverlayState(State):
         kind = seen.st_mode & _KIND
         if kind == stat.S_IFDIR:
             inode.children = UnfilledChildren(functools.partial(self._fill, number))
-            inode.nlink = max(2, seen.st_nlink)  # some file systems say 1, for "not counted"
-            inode.size = DIRECTORY_BASE_BYTES
+            inode.nlink = seen.st_nlink  # some file systems say 1, for "not counted"
             self._paths[number] = path
         elif kind == stat.S_IFREG:
             inode.content = LowerContent(inode.lower)
@@ -204,12 +202,14 @@ class OverlayState(State):
             live = self.table.known(directory)
             if live is None or live.children is None or live.children.get(name) != number:
                 continue
+            counted = _counted_size(live.children)
             del live.children[name]
             if live.listing is not None:
                 live.listing.remove(name)
             for version in self.versions(directory):
-                version.size -= DIRECTORY_ENTRY_BYTES
                 version.nlink -= is_directory
+                if version.size == counted:
+                    version.size -= DIRECTORY_ENTRY_BYTES
 
     def versions(self, number: int) -> Iterator[Inode]:
         """All versions of an inode that was looked at: the live one, and those that snapshots hold."""
@@ -324,7 +324,19 @@ class OverlayState(State):
     def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
         """See `State.add_entry`.  EPERM for a name that is hidden."""
         self.check_name(directory, name, is_directory=inode.children is not None)
+        _count_entries(directory)
         super().add_entry(directory, name, inode)
+
+    def drop_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
+        """See `State.drop_entry`."""
+        _count_entries(directory)
+        super().drop_entry(directory, name, inode)
+
+    def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
+        """See `State.move_entry`."""
+        _count_entries(old)
+        _count_entries(new)
+        super().move_entry(old, old_name, new, new_name, inode)
 
     def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
         """EPERM where `name` in `directory` is hidden: it would get in the way of what is below."""
@@ -333,6 +345,15 @@ class OverlayState(State):
         above = self.path(directory)
         if above is not None and self.hiding.hides(above + b"/" + name if above else name, is_directory=is_directory):
             raise fail(1, name.decode("utf-8", "backslashreplace"))
+
+
+def _count_entries(directory: Inode) -> None:
+    assert directory.children is not None
+    directory.size = _counted_size(directory.children)
+
+
+def _counted_size(children: Mapping[bytes, int]) -> int:
+    return DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children)
 
 
 def _show(inode: Inode, seen: os.stat_result) -> None:

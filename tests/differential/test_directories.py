@@ -1,0 +1,63 @@
+"""The differential harness over a directory: a tmpfs must answer through a mount as another one by itself.
+
+`python -m tests.differential --backend overlay --calls 1000000` runs for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.differential.benches import BENCHES, OverlayBench
+from tests.differential.calls import Call
+from tests.differential.campaign import Campaign
+from tests.differential.compare import Bench
+from tests.differential.script import parse, script
+
+pytestmark = [
+    pytest.mark.fuse,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and works as several users"),
+]
+
+CALLS = 20_000
+
+
+@pytest.fixture(params=("native", "pyfuse3"))
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=("host", "overlay"))
+def bench(
+    request: pytest.FixtureRequest, engine: str, session_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    with BENCHES[request.param](engine, tmp_path_factory.mktemp("diff"), os.environ["VFSD_RUNTIME_DIR"]) as made:
+        yield made
+        made.check()
+
+
+def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench: Bench) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    for finding in Campaign(bench, seed).run(CALLS):
+        if finding is not None:
+            raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
+
+
+class Lopsided(OverlayBench):
+    """Makes what comes before "below" in the directory below, and not on the oracle."""
+
+    def _make(self, root: str, calls: Sequence[Call]) -> None:
+        if not root.startswith(self.tmpfs):
+            super()._make(root, calls)
+
+
+def test_an_overlay_is_tried_over_what_was_made_below(session_dir: str, tmp_path: Path) -> None:
+    with Lopsided("native", tmp_path, os.environ["VFSD_RUNTIME_DIR"]) as bench:
+        difference = bench.run(parse("root: mkdir(b'a', 0o777)\nroot: below()\nroot: mkdir(b'a', 0o777)"))
+        assert difference is not None
+        assert (difference.index, difference.mount, difference.tmpfs) == (2, ("error", "EEXIST"), ("ok", None))
