@@ -28,6 +28,9 @@ import trio
 import vfsd
 from vfsd import interpreter, mounts, runtime
 from vfsd.backends import Backend, open_backend
+from vfsd.commands.each import SnapshotEach
+from vfsd.commands.host import HostPlace
+from vfsd.commands.running import Commands
 from vfsd.control.methods import Methods
 from vfsd.control.server import ControlServer
 from vfsd.engines.base import EngineSettings
@@ -43,6 +46,7 @@ from vfsd.snapshots import open_snapshots
 if TYPE_CHECKING:
     from vfsd.engines.base import Engine
     from vfsd.options import MountOptions
+    from vfsd.snapshots.base import Snapshots
 
 __all__ = ["run_daemon"]
 
@@ -115,7 +119,9 @@ class _Daemon:
         try:
             async with trio.open_nursery() as nursery:
                 served = Served(self._backend.volume, self._engine, self._replay, options.mountpoint, nursery)
-                methods = Methods(served, open_snapshots(served), options, started_at)
+                snapshots = open_snapshots(served)
+                commands = _commands(options, snapshots)
+                methods = Methods(served, snapshots, options, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)
                 nursery.start_soon(self._feed_watchdog)
@@ -227,6 +233,13 @@ class _Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(interval_s)
+
+
+def _commands(options: MountOptions, snapshots: Snapshots | None) -> Commands:
+    """What runs the workspace's commands, where there is anything that may."""
+    place = HostPlace(options.mountpoint, {"VFSD_WORKSPACE": options.name}) if options.exec_on_host else None
+    each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
+    return Commands(options.name, place=place, take_snapshot=each)
 
 
 def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:

@@ -78,6 +78,7 @@ def mount_options(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     exec_on_host: bool = False,
+    snapshot_each: bool = False,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
 ) -> MountOptions:
@@ -122,6 +123,7 @@ def mount_options(
         include=tuple(include),
         exclude=tuple(exclude),
         exec_on_host=exec_on_host,
+        snapshot_each=snapshot_each,
         log_level=log_level,
         log_format=log_format,
     )

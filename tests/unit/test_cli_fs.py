@@ -20,8 +20,11 @@ from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
+from vfsd.commands.host import HostPlace
+from vfsd.commands.running import Commands
 from vfsd.control import fs_messages as fs
 from vfsd.control.client import ControlClient, ControlError
+from vfsd.control.exec_methods import ExecMethods
 from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import INVALID_PARAMS, METHODS
 from vfsd.control.server import ControlServer
@@ -51,7 +54,10 @@ class FsDaemon(FakeDaemon):
         self.volume = MemoryVolume(max_bytes=40 << 20)
         self.kernel = ToldKernel(self.volume)
         options = MountOptions(self.mountpoint, self.name, exec_on_host=self.on_host)
-        methods = FsMethods(self.kernel, options).handlers()  # type: ignore[arg-type]
+        place = HostPlace(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        commands = Commands(self.name, place=place)
+        fs_methods = FsMethods(self.kernel, options, commands)  # type: ignore[arg-type]
+        methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
             async with trio.open_nursery() as nursery:
@@ -151,7 +157,7 @@ def test_help_is_help(command: str) -> None:
 
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
-    assert set(FsMethods(daemon.kernel, MountOptions("/m", "m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
+    assert set(FsMethods(daemon.kernel, MountOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
     assert fs.FS_METHODS.items() <= METHODS.items()
 
 

@@ -41,7 +41,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 # Contracts that lie beside their implementations, and that everybody may know.
-CONTRACTS = ("vfsd.control.messages", "vfsd.control.fs_messages", "vfsd.engines.base")
+CONTRACTS = ("vfsd.control.messages", "vfsd.control.fs_messages", "vfsd.control.exec_messages", "vfsd.engines.base")
 
 # Who alone may import a distribution.
 OWNERS: Mapping[str, tuple[str, ...]] = {

@@ -114,13 +114,24 @@ class Call:
         CallCancelledError when the client has gone.
         """
         for start in range(0, len(data), _OUTPUT_BYTES):
-            self.raise_if_cancelled()
-            if not self._silent:
-                piece = Output(self._id, data[start : start + _OUTPUT_BYTES])
-                try:
-                    await self._send(_notification(OUTPUT_METHOD, piece))
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    raise CallCancelledError from None
+            await self.notify(OUTPUT_METHOD, Output(self._id, data[start : start + _OUTPUT_BYTES]))
+
+    @property
+    def request_id(self) -> int | str | None:
+        """What notifications about this call name it by."""
+        return self._id
+
+    async def notify(self, method: str, params: msgspec.Struct) -> None:
+        """Send a notification of another kind; waits while the client is behind.
+
+        CallCancelledError when the client has gone.
+        """
+        self.raise_if_cancelled()
+        if not self._silent:
+            try:
+                await self._send(_notification(method, params))
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                raise CallCancelledError from None
 
     def output_from_thread(self, data: bytes) -> None:
         """`output` for worker threads: blocks the thread while the client is behind.
@@ -166,5 +177,5 @@ class Call:
                 _logger.exception("control: what was to follow an answer failed")
 
 
-def _notification(method: str, params: Output | Progress) -> bytes:
+def _notification(method: str, params: msgspec.Struct) -> bytes:
     return msgspec.json.encode(Request("2.0", method, msgspec.Raw(msgspec.json.encode(params)))) + b"\n"

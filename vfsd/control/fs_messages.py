@@ -191,13 +191,14 @@ class FsExecParams(_Params):
 
 
 class FsExecResult(msgspec.Struct):
-    """How a command ended; `exit_status` is negative for what a signal killed."""
+    """How a command ended; `exit_status` is negative for what a signal killed.  `snapshot` was taken after it."""
 
     exit_status: int
     stdout: bytes
     stderr: bytes
     timed_out: bool = False
     truncated: bool = False
+    snapshot: str | None = None
 
 
 FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {

@@ -16,7 +16,6 @@ import errno
 import functools
 import os
 import stat
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final, TypeVar
@@ -28,7 +27,7 @@ from protocol.adapters.store_filesystem import StoreFilesystem
 from protocol.adapters.tree_store import TreeStore
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
-from protocol.execution import ExecResult, HostExecutor, Running
+from protocol.execution import Command
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
 from protocol.search.walk import KeepGoing, go_on
@@ -36,7 +35,10 @@ from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
+from vfsd.commands.place import Stream
+from vfsd.commands.running import Commands, Limits, given
 from vfsd.control.call import Call, Handler, InvalidParamsError
+from vfsd.control.exec_methods import command_words
 from vfsd.control.fs_messages import (
     FsEditParams,
     FsEditResult,
@@ -72,12 +74,11 @@ T = TypeVar("T")
 class FsMethods:
     """The `fs.` verbs of one workspace."""
 
-    def __init__(self, served: Served, options: MountOptions) -> None:
+    def __init__(self, served: Served, options: MountOptions, commands: Commands) -> None:
         self._served = served
         self._options = options
-        self._commands = trio.Semaphore(COMMANDS_AT_ONCE)
-        # Commands may take hours: they have threads of their own.
-        self._command_threads = trio.CapacityLimiter(COMMANDS_AT_ONCE)
+        self._commands = commands
+        self._at_once = trio.Semaphore(COMMANDS_AT_ONCE)
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `fs_messages.FS_METHODS`."""
@@ -204,57 +205,27 @@ class FsMethods:
 
     # -- commands --------------------------------------------------------------------------------------
     async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
-        if not self._options.exec_on_host:
-            raise OSError(
-                errno.EOPNOTSUPP,
-                f"workspace {self._options.name!r} cannot run commands: its backend has nothing to run them in; "
-                "`vfsd mount --on-host` lets them run on this host",
+        command = Command(command_words(params.argv), cwd=normalise(_path(params.cwd)), env=params.env)
+        collected: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+
+        async def collect(stream: Stream, data: bytes) -> None:
+            collected[stream] += data
+
+        async with self._at_once:
+            done = await self._commands.run(
+                command,
+                Limits(params.timeout_s, params.output_limit_bytes),
+                on_output=collect,
+                feed=given(params.stdin),
             )
-        job = _Job(self._options, params)
-        async with self._commands, trio.open_nursery() as nursery:
-            nursery.start_soon(job.killed_when_cancelled)
-            # It ends soon after it was killed, and must have ended: nothing is left running.
-            with trio.CancelScope(shield=True):
-                done = await trio.to_thread.run_sync(job.run, limiter=self._command_threads)
-            nursery.cancel_scope.cancel()
-        return FsExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)
-
-
-class _Job:
-    """A command on its way: run by a thread, killed by the loop."""
-
-    def __init__(self, options: MountOptions, params: FsExecParams) -> None:
-        self._executor = HostExecutor(options.mountpoint)
-        self._params = params
-        self._env = {"VFSD_WORKSPACE": options.name, **params.env}
-        self._argv = [_text(word) for word in params.argv]
-        self._cwd = normalise(_path(params.cwd))
-        self._killed = threading.Event()
-        self._running: Running | None = None
-
-    def run(self) -> ExecResult:
-        """In a worker thread: run it to its end."""
-        params = self._params
-        self._running = self._executor.start(
-            self._argv,
-            cwd=self._cwd,
-            env=self._env,
-            timeout_s=params.timeout_s,
-            output_limit_bytes=params.output_limit_bytes,
-            stdin=params.stdin,
+        return FsExecResult(
+            done.exit_status,
+            bytes(collected["stdout"]),
+            bytes(collected["stderr"]),
+            done.timed_out,
+            done.truncated,
+            done.snapshot,
         )
-        if self._killed.is_set():
-            self._running.kill()  # it was on its way when nobody wanted it any more
-        return self._running.wait()
-
-    async def killed_when_cancelled(self) -> None:
-        """Wait until nobody waits for the command any more (or it has ended), and have it killed."""
-        try:
-            await trio.sleep_forever()
-        finally:
-            self._killed.set()
-            if self._running is not None:
-                self._running.kill()
 
 
 # -- what runs in a worker thread ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from vfsd.control.exec_messages import EXEC_METHODS
 from vfsd.control.fs_messages import FS_METHODS
 
 # -- error codes (JSON-RPC 2.0, section 5.1; -32000 to -32099 are the server's own) ---------------
@@ -311,4 +312,5 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
     "check": (Empty, Empty),
     **FS_METHODS,
+    **EXEC_METHODS,
 }

@@ -29,8 +29,10 @@ from protocol.patch import write_patch
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
+from vfsd.commands.running import Commands
 from vfsd.control.call import Call, Handler, InvalidParamsError
 from vfsd.control.changes import Differences, differences
+from vfsd.control.exec_methods import ExecMethods
 from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import (
     ChangeCounts,
@@ -78,8 +80,16 @@ class _Checked(Protocol):
 class Methods:
     """The verbs of one workspace.  `stopped` is called once an unmount has been answered."""
 
-    def __init__(self, served: Served, snapshots: Snapshots | None, options: MountOptions, started_at: str) -> None:
+    def __init__(
+        self,
+        served: Served,
+        snapshots: Snapshots | None,
+        options: MountOptions,
+        started_at: str,
+        commands: Commands,
+    ) -> None:
         self._served = served
+        self._commands = commands
         self._kept = snapshots
         self._options = options
         self._started_at = started_at
@@ -107,7 +117,8 @@ class Methods:
             "unmount": self._unmount,
             "apply": OverlayMethods(self._served, self._options).apply,
             "check": self._check,
-            **FsMethods(self._served, self._options).handlers(),
+            **FsMethods(self._served, self._options, self._commands).handlers(),
+            **ExecMethods(self._commands).handlers(),
         }
 
     # -- what there is ---------------------------------------------------------------------------

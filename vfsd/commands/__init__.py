@@ -1,0 +1,1 @@
+"""The commands that a workspace runs: where (`place`, `host`), and until when (`running`)."""

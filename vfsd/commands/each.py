@@ -1,0 +1,32 @@
+"""SnapshotEach: a snapshot after each command, named exec-1, exec-2, ... and tagged with what was run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from protocol.archive import untold
+from protocol.errors import SnapshotExistsError
+from vfsd.snapshots.base import Snapshots, free_name
+
+__all__ = ["SnapshotEach"]
+
+_PREFIX: Final = "exec-"
+
+
+class SnapshotEach:
+    """Called with a tag, takes a snapshot and gives its name."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._numbers: itertools.count[int] | None = None
+
+    async def __call__(self, tag: str) -> str:
+        if self._numbers is None:
+            first = free_name(_PREFIX, await self._snapshots.infos())
+            self._numbers = itertools.count(int(first.removeprefix(_PREFIX)))
+        while True:
+            try:
+                return (await self._snapshots.take(f"{_PREFIX}{next(self._numbers)}", tag, untold)).name
+            except SnapshotExistsError:
+                pass  # somebody chose that name

@@ -1,0 +1,170 @@
+"""Commands: a workspace's commands, run within their limits, each followed by a snapshot where that is wanted.
+
+Threading: the serving loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import shlex
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from protocol.errors import fail
+from protocol.execution import Command
+from vfsd.commands.place import Place, Process, Stream
+from vfsd.logs import log_failure
+
+__all__ = ["Commands", "Ended", "Limits", "given"]
+
+OnOutput = Callable[[Stream, bytes], Awaitable[None]]
+Feed = Callable[[Process], Awaitable[None]]
+TakeSnapshot = Callable[[str], Awaitable[str]]
+
+_TAG_CHARACTERS: Final = 200
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: no limit.  `output_bytes` is of each of the two streams; what is beyond it is thrown away."""
+
+    timeout_s: float | None = None
+    output_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended; `snapshot` names the one that was taken after it."""
+
+    exit_status: int
+    timed_out: bool = False
+    truncated: bool = False
+    snapshot: str | None = None
+
+
+class Commands:
+    """Runs what a workspace is asked to run, at `place`.
+
+    `take_snapshot`, if given, is called after each command with a tag for it, and gives the snapshot's name.
+    """
+
+    def __init__(
+        self, workspace: str, *, place: Place | None = None, take_snapshot: TakeSnapshot | None = None
+    ) -> None:
+        self._workspace = workspace
+        self._place = place
+        self._take_snapshot = take_snapshot
+
+    async def run(self, command: Command, limits: Limits, *, on_output: OnOutput, feed: Feed) -> Ended:
+        """Run it to its end.  Cancelled, it is killed; nothing that it started is left either way.
+
+        `on_output` gets what it writes, one piece after the other; while it waits, so does the command.  `feed`
+        runs beside it, and gives it input; it is cancelled when the command ends.
+        OSError where it cannot be started.
+        """
+        if self._place is None:
+            raise self._nowhere()
+        clock = _Clock(limits.timeout_s)
+        passing = _Passing(limits.output_bytes, on_output)
+        exit_status = 0
+        try:
+            with _single_error():
+                async with self._place.started(command) as process, trio.open_nursery() as nursery:
+                    nursery.start_soon(feed, process)
+                    nursery.start_soon(clock.run, process)
+                    await passing.run(process)
+                    exit_status = await process.wait()
+                    nursery.cancel_scope.cancel()
+        except OSError:
+            raise  # it could not be started
+        except BaseException:
+            await self._snapshot(command)  # what it has changed is changed
+            raise
+        snapshot = await self._snapshot(command)
+        return Ended(exit_status, clock.timed_out, passing.truncated, snapshot)
+
+    async def _snapshot(self, command: Command) -> str | None:
+        if self._take_snapshot is None:
+            return None
+        name = None
+        with trio.CancelScope(shield=True):
+            try:
+                name = await self._take_snapshot(_tag(command))
+            except OSError as error:  # the command has run: that is what the caller must know
+                log_failure(_logger, "snapshot after a command", error, level=logging.WARNING)
+        return name
+
+    def _nowhere(self) -> OSError:
+        return fail(
+            errno.EOPNOTSUPP,
+            f"workspace {self._workspace!r} cannot run commands: its backend has nothing to run them in. Mount it with "
+            "--sandbox image:REF to run them in a container that sees its files, or with --on-host to run them on this "
+            "host with your rights",
+        )
+
+
+def _tag(command: Command) -> str:
+    """What was run, for people, in one line that JSON can carry."""
+    line = shlex.join(command.argv).encode("utf-8", "backslashreplace").decode()
+    return " ".join(line.split())[:_TAG_CHARACTERS]
+
+
+def given(stdin: bytes) -> Feed:
+    """A `feed` of `stdin` and nothing more."""
+
+    async def feed(process: Process) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            await process.send(stdin)
+        await process.end_input()
+
+    return feed
+
+
+class _Clock:
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self.timed_out = False
+
+    async def run(self, process: Process) -> None:
+        if self._timeout_s is not None:
+            await trio.sleep(self._timeout_s)
+            self.timed_out = True
+            await process.kill()
+
+
+class _Passing:
+    """Passes output on, up to a limit for each stream."""
+
+    def __init__(self, limit_bytes: int | None, on_output: OnOutput) -> None:
+        self._room: dict[Stream, int] | None = None
+        if limit_bytes is not None:
+            self._room = {"stdout": limit_bytes, "stderr": limit_bytes}
+        self._on_output = on_output
+        self.truncated = False
+
+    async def run(self, process: Process) -> None:
+        async for stream, data in process.output:
+            passed = data if self._room is None else data[: self._room[stream]]
+            if self._room is not None:
+                self._room[stream] -= len(passed)
+            self.truncated = self.truncated or len(passed) < len(data)
+            if passed:
+                await self._on_output(stream, passed)
+
+
+@contextlib.contextmanager
+def _single_error() -> Generator[None]:
+    """An error that nurseries wrapped, as itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        raise error from None
