@@ -1,0 +1,226 @@
+"""A restore beside the mount of a host directory: who has a file open goes on, and the kernel is told what changed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.host import HostVolume
+from protocol.diff import Change
+from protocol.testing import Driver
+from protocol.testing.volume.driver import fails
+from protocol.tree import TreeEntry
+from protocol.volume import ROOT_INODE, Coherence, EntryChange, InodeChange
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Path:
+    place = tmp_path / "inside"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def volume(inside: Path) -> Iterator[HostVolume]:
+    volume = HostVolume(os.fsencode(inside))
+    yield volume
+    volume.check_invariants()
+    volume.close()
+
+
+@pytest.fixture
+def fs(volume: HostVolume) -> Driver:
+    return Driver(volume)
+
+
+def _entries(place: Path) -> Iterator[tuple[bytes, TreeEntry]]:
+    for base, directories, files in os.walk(os.fsencode(place)):
+        for name in [*directories, *files]:
+            full = os.path.join(base, name)
+            seen = os.lstat(full)
+            path = os.path.relpath(full, os.fsencode(place))
+            yield path, TreeEntry(path, seen.st_mode, seen.st_size, seen.st_mtime_ns, inode=seen.st_ino)
+
+
+def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *paths: bytes) -> Coherence:
+    """Make `change` beside the volume, which is told of it as a restore does."""
+    before = dict(_entries(inside))
+    volume.hold(paths)
+    change()
+    after = dict(_entries(inside))
+    made = []
+    for path in sorted({*before, *after}, key=lambda path: path.split(b"/")):
+        old, new = before.get(path), after.get(path)
+        if old is None or new is None:
+            made.append(Change(path, "removed" if new is None else "added", old, new))
+        elif (old.inode, old.size, old.mtime_ns) != (new.inode, new.size, new.mtime_ns) and not old.is_dir:
+            made.append(Change(path, "modified", old, new))
+        elif (old.inode, old.mode) != (new.inode, new.mode):
+            made.append(Change(path, "metadata", old, new))
+    coherence = volume.changed_beside(made)
+    volume.check_invariants()
+    return coherence
+
+
+def replace(path: Path, content: bytes) -> None:
+    """As a restore does it: a new file takes the name."""
+    path.with_name("temporary").write_bytes(content)
+    os.rename(path.with_name("temporary"), path)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_replaced_is_told_and_can_be_read_on_by_who_has_it_open(
+    volume: HostVolume, fs: Driver, inside: Path
+) -> None:
+    (inside / "a").write_bytes(b"old")
+    number = fs.hold(b"a")
+    coherence = restoring(volume, inside, lambda: replace(inside / "a", b"brand new"), b"a")
+    new = fs.at(b"a")
+    assert new != number
+    assert coherence.entries == [EntryChange(ROOT_INODE, b"a", number, new)]
+    assert coherence.paths[ROOT_INODE] == b""
+    assert stat.S_ISREG(coherence.modes[number])
+    assert stat.S_ISREG(coherence.modes[new])
+    assert fs.read(number) == b"old"
+    assert fs.stat(number).nlink == 0
+    assert fs.read(b"a") == b"brand new"
+    volume.forget(number, 1)
+    with fails(errno.ENOENT):
+        fs.stat(number)
+
+
+def test_a_removed_directory_goes_with_all_that_is_open_in_it(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    (inside / "d" / "e").mkdir(parents=True)
+    (inside / "d" / "e" / "file").write_bytes(b"content")
+    directory, below, file = fs.hold(b"d"), fs.hold(b"d/e"), fs.hold(b"d/e/file")
+
+    def remove() -> None:
+        (inside / "d" / "e" / "file").unlink()
+        (inside / "d" / "e").rmdir()
+        (inside / "d").rmdir()
+
+    coherence = restoring(volume, inside, remove, b"d", b"d/e", b"d/e/file")
+    assert coherence.entries == [
+        EntryChange(ROOT_INODE, b"d", directory, 0),
+        EntryChange(directory, b"e", below, 0),
+        EntryChange(below, b"file", file, 0),
+    ]
+    assert set(coherence.paths) == {ROOT_INODE}  # nothing leads to what was in it
+    assert fs.read(file) == b"content"
+    assert fs.names(directory) == []
+    before = descriptors()
+    for number in (file, below, directory):
+        volume.forget(number, 1)
+    assert descriptors() < before
+
+
+def test_what_takes_the_place_of_a_directory_is_told_too(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    (inside / "d").mkdir()
+    (inside / "d" / "file").write_bytes(b"old")
+    directory, file = fs.hold(b"d"), fs.hold(b"d/file")
+
+    def change() -> None:
+        os.rename(inside / "d", inside.parent / "moved")
+        (inside / "d").mkdir()
+        (inside / "d" / "file").write_bytes(b"new")
+        # Somebody looks while it is being done.
+        fs.hold(b"d/file")
+        replace(inside / "d" / "file", b"newer")
+
+    coherence = restoring(volume, inside, change, b"d", b"d/file")
+    assert coherence.entries[0] == EntryChange(ROOT_INODE, b"d", directory, fs.at(b"d"))
+    told = {(change.parent, change.name) for change in coherence.entries}
+    assert {(directory, b"file"), (fs.at(b"d"), b"file")} <= told
+    assert fs.read(b"d/file") == b"newer"
+    assert fs.read(file) == b"old"
+
+
+def test_what_is_changed_in_place_keeps_its_number(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    (inside / "a").write_bytes(b"old")
+    (inside / "b").write_bytes(b"old")
+    a, b = fs.hold(b"a"), fs.hold(b"b")
+
+    def change() -> None:
+        (inside / "a").chmod(0o600)
+        (inside / "b").write_bytes(b"rewritten")
+
+    coherence = restoring(volume, inside, change, b"a", b"b")
+    assert coherence.entries == []
+    assert coherence.inodes == [InodeChange(a, content=False), InodeChange(b, content=True)]
+    assert (coherence.paths[a], coherence.paths[b]) == (b"a", b"b")
+    assert fs.stat(a).nlink == fs.stat(b).nlink == 1
+
+
+def test_what_need_not_be_held_open_is_let_go(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    for number in range(20):
+        (inside / f"f{number}").write_bytes(b"x")
+        fs.hold(b"f%d" % number)
+    before = descriptors()
+    restoring(volume, inside, lambda: None, *(b"f%d" % number for number in range(20)))
+    assert descriptors() == before
+
+
+def test_a_name_that_the_kernel_never_asked_for_is_told_of_with_its_type(
+    volume: HostVolume, fs: Driver, inside: Path
+) -> None:
+    (inside / "d").mkdir()
+    (inside / "d" / "sub").mkdir()
+    (inside / "d" / "file").write_bytes(b"x")
+    parent = fs.hold(b"d")
+
+    def change() -> None:
+        (inside / "d" / "sub").rmdir()
+        (inside / "d" / "file").unlink()
+        (inside / "d" / "new").symlink_to("x")
+
+    coherence = restoring(volume, inside, change, b"d/sub", b"d/file", b"d/new")
+    by_name = {change.name: change for change in coherence.entries}
+    assert {change.parent for change in coherence.entries} == {parent}
+    assert stat.S_ISDIR(coherence.modes[by_name[b"sub"].old])
+    assert stat.S_ISREG(coherence.modes[by_name[b"file"].old])
+    assert by_name[b"sub"].new == by_name[b"file"].new == by_name[b"new"].old == 0
+    assert by_name[b"new"].new == fs.at(b"d/new")
+    assert stat.S_ISLNK(coherence.modes[by_name[b"new"].new])
+
+
+def test_of_what_is_in_a_directory_that_the_kernel_does_not_know_nothing_is_told(
+    volume: HostVolume, inside: Path
+) -> None:
+    (inside / "d" / "e").mkdir(parents=True)
+    coherence = restoring(volume, inside, lambda: (inside / "d" / "e" / "new").write_bytes(b"x"), b"d/e/new")
+    assert coherence == Coherence([], [], {}, {})
+
+
+def test_a_listing_goes_on_with_what_is_there_now(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    for number in range(5):
+        (inside / f"f{number}").write_bytes(b"x")
+    scan = fs.entries()
+    first = [next(scan) for _ in range(3)]  # the dots, and one more
+    rest = sorted({b"f%d" % number for number in range(5)} - {first[-1].name})
+
+    def change() -> None:
+        (inside / os.fsdecode(rest[0])).unlink()
+        (inside / "new").write_bytes(b"x")
+
+    restoring(volume, inside, change, rest[0], b"new")
+    assert sorted(entry.name for entry in fs.entries(b"", first[-1].cookie)) == sorted([*rest[1:], b"new"])
+
+
+def test_a_second_name_of_a_file_that_is_removed_stays(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    (inside / "a").write_bytes(b"x")
+    os.link(inside / "a", inside / "b")
+    number = fs.hold(b"a")
+    assert fs.hold(b"b") == number
+    restoring(volume, inside, (inside / "a").unlink, b"a")
+    assert fs.at(b"b") == number
+    assert fs.stat(number).nlink == 1
+    with fails(errno.ENOENT):
+        fs.at(b"a")
