@@ -195,7 +195,7 @@ def test_of_what_is_in_a_directory_that_the_kernel_does_not_know_nothing_is_told
     volume: HostVolume, inside: Path
 ) -> None:
     (inside / "d" / "e").mkdir(parents=True)
-    coherence = restoring(volume, inside, lambda: (inside / "d" / "e" / "new").write_bytes(b"x"), b"d/e/new")
+    coherence = restoring(volume, inside, (inside / "d" / "e" / "new").touch, b"d/e/new")
     assert coherence == Coherence([], [], {}, {})
 
 
