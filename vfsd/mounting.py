@@ -21,6 +21,7 @@ _ARGUMENTS: Final = {
     "container": "a container's name",
     "image": "an image's name",
 }
+_IN_MEMORY: Final = frozenset({"memory", "overlay"})
 _TO_COME: Final = frozenset({"container", "image"})
 
 
@@ -63,6 +64,13 @@ def _check_host_options(archive: object, **limits: int | None) -> None:
             raise ValueError(f"{what} is the memory backend's: a host directory has what its file system has")
 
 
+def _check_store(store: str | os.PathLike[str], kind: str) -> None:
+    if kind in _IN_MEMORY:
+        raise ValueError(f"the snapshots of a workspace of the {kind} backend are in memory: it takes no store")
+    if not os.fspath(store):
+        raise ValueError("the store's directory is an empty string")
+
+
 def mount_options(
     mountpoint: str | os.PathLike[str],
     backend: str = "memory",
@@ -78,6 +86,7 @@ def mount_options(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     exec_on_host: bool = False,
+    store: str | os.PathLike[str] | None = None,
     snapshot_each: bool = False,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
@@ -103,6 +112,8 @@ def mount_options(
         backend = f"host:{_host_directory(argument, place)}"
     elif kind == "overlay":
         backend = f"overlay:{_host_directory(argument, place)}"
+    if store is not None:
+        _check_store(store, kind)
     if (include or exclude) and kind != "overlay":
         raise ValueError("only an overlay hides what is below it: include and exclude go with overlay:DIR")
     if cache_timeout_s is not None and kind != "host":
@@ -123,6 +134,7 @@ def mount_options(
         include=tuple(include),
         exclude=tuple(exclude),
         exec_on_host=exec_on_host,
+        store=None if store is None else os.path.abspath(store),
         snapshot_each=snapshot_each,
         log_level=log_level,
         log_format=log_format,

@@ -37,6 +37,7 @@ class MountOptions:
     include: tuple[str, ...] = ()  # patterns in gitignore's syntax: what of overlay:DIR is shown, and what not
     exclude: tuple[str, ...] = ()
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
+    store: str | None = None  # where snapshots are kept that are not in memory; None for the user's store
     snapshot_each: bool = False  # a snapshot after each command that the workspace ran
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

@@ -123,6 +123,7 @@ class Workspace(_Base):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
+        store: FilePath | None = None,
         create: bool = True,
     ) -> Self: ...
 
@@ -144,6 +145,7 @@ class Workspace(_Base):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
+        store: FilePath | None = None,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
@@ -156,6 +158,7 @@ class Workspace(_Base):
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
+        `store` is the directory where the snapshots of "host:DIR" are kept, outside of DIR, None for the user's own.
         `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user.
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
@@ -174,6 +177,7 @@ class Workspace(_Base):
             include=include,
             exclude=exclude,
             exec_on_host=exec_on_host,
+            store=store,
         )
         if filesystem is not None:
             if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
@@ -362,6 +366,7 @@ class AsyncWorkspace(_Base):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
+        store: FilePath | None = None,
         create: bool = True,
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
@@ -379,6 +384,7 @@ class AsyncWorkspace(_Base):
             include=include,
             exclude=exclude,
             exec_on_host=exec_on_host,
+            store=store,
         )
 
         async def start() -> AsyncWorkspace:

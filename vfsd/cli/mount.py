@@ -65,6 +65,12 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="How soon what others change in host:DIR is seen at the latest; 1 by default.",
 )
 @click.option(
+    "--store",
+    metavar="DIRECTORY",
+    type=click.Path(),
+    help="Where snapshots of host:DIR are kept, outside of it.  [default: $VFSD_STORE_DIR, ~/.local/state/vfsd/store]",
+)
+@click.option(
     "--include",
     multiple=True,
     metavar="PATTERN",
