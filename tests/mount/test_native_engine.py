@@ -475,6 +475,56 @@ def test_permissions_are_checked_by_the_kernel(workdir: Path) -> None:
         assert b"Permission denied" in done.stderr
 
 
+# What the kernel need not check it need not ask for: with allow_other it wants the directory's mode before each change.
+@pytest.mark.parametrize(("allow_other", "requests"), [(False, 0), (True, 1)])
+def test_where_only_root_enters_a_change_of_a_directory_asks_nothing_for_permissions(
+    workdir: Path, allow_other: bool, requests: int
+) -> None:
+    with mounted(workdir, allow_other=allow_other) as mount:
+        table = Path("/proc/self/mountinfo").read_text().splitlines()
+        assert ("default_permissions" in next(line for line in table if str(workdir) in line)) == allow_other
+        os.mkdir(mount.path / "first")
+        with mount.requests_of() as count:
+            os.mkdir(mount.path / "second")
+            assert count() == 2 + requests  # LOOKUP, MKDIR
+        with mount.requests_of() as count:
+            os.rename(mount.path / "second", mount.path / "third")
+            assert count() == 2 + requests  # LOOKUP, RENAME
+
+
+@pytest.mark.parametrize("allow_other", [False, True])
+def test_root_may_do_all_but_execute_what_nobody_may(workdir: Path, allow_other: bool) -> None:
+    with mounted(workdir, allow_other=allow_other) as mount:
+        script = mount.path / "script"
+        script.write_text("#!/bin/sh\nexit 7\n")
+        os.chown(script, 65534, 65534)
+        for mode, executable in ((0o000, False), (0o666, False), (0o001, True), (0o700, True)):
+            os.chmod(script, mode)
+            assert os.access(script, os.R_OK | os.W_OK)
+            assert os.access(script, os.X_OK) == executable
+            if executable:
+                assert subprocess.run([script], check=False).returncode == 7
+            else:
+                with pytest.raises(PermissionError):
+                    subprocess.run([script], check=False)
+        os.mkdir(mount.path / "closed", 0)
+        assert os.access(mount.path / "closed", os.R_OK | os.W_OK | os.X_OK)
+        (mount.path / "closed" / "f").touch()
+        assert subprocess.run(["ls"], cwd=mount.path / "closed", capture_output=True, check=True).stdout == b"f\n"
+        assert not os.access(mount.path / "absent", os.F_OK)
+
+
+def test_the_mode_that_an_acl_brings_is_seen_at_once(workdir: Path) -> None:
+    with mounted(workdir) as mount:
+        (mount.path / "f").touch()
+        os.chmod(mount.path / "f", 0o644)
+        entries = ((0x01, 6, -1), (0x02, 7, 65534), (0x04, 4, -1), (0x10, 7, -1), (0x20, 0, -1))
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+        assert stat.S_IMODE(os.stat(mount.path / "f").st_mode) == 0o644
+        os.setxattr(mount.path / "f", "system.posix_acl_access", acl)
+        assert stat.S_IMODE(os.stat(mount.path / "f").st_mode) == 0o670
+
+
 # -- names -------------------------------------------------------------------------------------
 def test_names_of_all_kinds_come_and_go(top: Path) -> None:
     os.mkdir(top / "d", 0o750)

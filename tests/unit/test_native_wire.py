@@ -127,6 +127,13 @@ def test_acls_are_agreed_upon_only_for_a_volume_that_keeps_them() -> None:
     assert InitFlag.POSIX_ACL | InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT in with_acl
 
 
+def test_acls_that_the_kernel_is_not_to_check_are_not_agreed_upon_but_the_umask_is_ours_all_the_same() -> None:
+    message = init(EVERYTHING_OFFERED)
+    taken = negotiate(message, len(message), cache_timeout_s=math.inf, acl=True, checked=False).flags
+    assert InitFlag.POSIX_ACL not in taken
+    assert InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT in taken
+
+
 @pytest.mark.parametrize(
     "message",
     [init(EVERYTHING_OFFERED & ~InitFlag.NO_OPEN_SUPPORT), init(EVERYTHING_OFFERED, major=8)],

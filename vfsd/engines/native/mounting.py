@@ -32,15 +32,18 @@ class Mount:
     device: str
 
 
-def mount(settings: EngineSettings) -> tuple[int, Mount]:
-    """Mount; returns the descriptor of /dev/fuse, from which INIT can be read.  OSError, with fusermount3's words."""
+def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, Mount]:
+    """Mount; returns the descriptor of /dev/fuse, from which INIT can be read.  OSError, with fusermount3's words.
+
+    `checked`: the kernel checks permissions from the attributes; the volume never does.
+    """
     # Resolved before the mount is there: afterwards it would be a request to ourselves.
     mountpoint = os.path.realpath(settings.mountpoint)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
         with theirs:
             done = subprocess.run(
-                [_FUSERMOUNT, "-o", _options(settings), "--", mountpoint],
+                [_FUSERMOUNT, "-o", _options(settings, checked), "--", mountpoint],
                 env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -99,9 +102,10 @@ def _write(path: str, text: str) -> None:
         pass  # both are improvements that not everybody is allowed
 
 
-def _options(settings: EngineSettings) -> str:
-    # The kernel checks permissions from the attributes (default_permissions); the volume does not.
-    options = [f"fsname=vfsd:{settings.name}", "subtype=vfsd", "default_permissions"]
+def _options(settings: EngineSettings, checked: bool) -> str:
+    options = [f"fsname=vfsd:{settings.name}", "subtype=vfsd"]
+    if checked:
+        options.append("default_permissions")
     if settings.allow_other:
         options.append("allow_other")
     if settings.read_only:

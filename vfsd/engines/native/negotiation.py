@@ -48,10 +48,13 @@ class Agreement:
     reply: bytes
 
 
-def negotiate(message: bytes | bytearray, length: int, *, cache_timeout_s: float, acl: bool) -> Agreement:
+def negotiate(
+    message: bytes | bytearray, length: int, *, cache_timeout_s: float, acl: bool, checked: bool = True
+) -> Agreement:
     """Answer the INIT request in `message[:length]`.  OSError (EPROTONOSUPPORT) where the kernel lacks what we need.
 
-    `acl`: whether the volume keeps POSIX ACLs, their inheritance and the umask's part in it.
+    `acl`: whether the volume keeps POSIX ACLs, their inheritance and the umask's part in it.  `checked`: whether the
+    kernel is to check permissions.
     """
     _, opcode, unique, _, _, _, _, _, _ = wire.FUSE_IN_HEADER.unpack_from(message, 0)
     if opcode != Opcode.INIT or length < wire.IN_HEADER_BYTES + wire.FUSE_INIT_IN.size:
@@ -66,7 +69,7 @@ def negotiate(message: bytes | bytearray, length: int, *, cache_timeout_s: float
     missing = _REQUIRED & ~offered
     if missing:
         raise OSError(errno.EPROTONOSUPPORT, f"the kernel's FUSE {major}.{minor} lacks {missing!r}")
-    taken = offered & _wanted(cache_timeout_s, acl)
+    taken = offered & _wanted(cache_timeout_s, acl, checked)
     minor = min(minor, wire.FUSE_KERNEL_MINOR_VERSION)
     body = wire.FUSE_INIT_OUT.pack(
         major, minor, max(readahead, MAX_WRITE_BYTES), taken & 0xFFFFFFFF,
@@ -75,7 +78,7 @@ def negotiate(message: bytes | bytearray, length: int, *, cache_timeout_s: float
     return Agreement(minor, taken, wire.body_reply(unique, body))
 
 
-def _wanted(cache_timeout_s: float, acl: bool) -> InitFlag:
+def _wanted(cache_timeout_s: float, acl: bool, checked: bool) -> InitFlag:
     wanted = _WANTED
     if math.isinf(cache_timeout_s):
         # Pages go only when we say so, whatever happens to attributes.
@@ -84,5 +87,7 @@ def _wanted(cache_timeout_s: float, acl: bool) -> InitFlag:
         wanted |= InitFlag.AUTO_INVAL_DATA
     if acl:
         # With ACLs a default ACL takes the umask's place, so the kernel must leave the mask to the volume.
-        wanted |= InitFlag.POSIX_ACL | InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT
+        wanted |= InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT
+        if checked:  # it brings the checks with it; without, ACLs are extended attributes like others
+            wanted |= InitFlag.POSIX_ACL
     return wanted

@@ -12,6 +12,7 @@ the data of WRITE, where the session gives the buffer away when the volume answe
 from __future__ import annotations
 
 import errno
+import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -35,6 +36,7 @@ Method = Callable[[int, Request, int], Any]
 BODY: Final = wire.IN_HEADER_BYTES
 _TRUSTED: Final = b"trusted."
 _ACL_ACCESS: Final = b"system.posix_acl_access"
+_ANYBODY_EXECUTES: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 # A copy runs to its end before the next request is answered; copy_file_range(2) may be short.
 _MAX_COPY_BYTES: Final = 64 * 1024 * 1024
 
@@ -50,9 +52,10 @@ class Handler(NamedTuple):
 class Operations:
     """The opcodes over one volume.
 
-    `umask_is_ours`: the kernel leaves the umask to the volume (DONT_MASK).  `long_setxattr`: SETXATTR
-    comes in its extended form (SETXATTR_EXT).  `drop` ends the wait of an interrupted request.
-    `forget_attributes` makes the kernel ask for an inode's attributes again.
+    `umask_is_ours`: the kernel leaves the umask to the volume (DONT_MASK).  `long_setxattr`: SETXATTR comes in its
+    extended form (SETXATTR_EXT).  `kernel_knows_acls`: it expects that setting one changes the mode (POSIX_ACL).
+    `drop` ends the wait of an interrupted request.  `forget_attributes` makes the kernel ask for an inode's
+    attributes again.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Operations:
         *,
         umask_is_ours: bool = False,
         long_setxattr: bool = False,
+        kernel_knows_acls: bool = True,
         drop: Callable[[int], None] = lambda _unique: None,
         forget_attributes: Callable[[int], None] = lambda _inode: None,
     ) -> None:
@@ -74,6 +78,7 @@ class Operations:
         self._in_pieces = hasattr(type(volume), "read_pieces")
         # One that says "absent" without an exception, where absence is the usual answer.
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
+        self._kernel_knows_acls = kernel_knows_acls
         self._drop = drop
         self._forget_attributes = forget_attributes
         self._who: Buffer = b""
@@ -88,6 +93,7 @@ class Operations:
             (Opcode.BATCH_FORGET, wire.FUSE_BATCH_FORGET_IN.size, self._batch_forget, r.nothing),
             (Opcode.GETATTR, 0, self._getattr, r.attributes),
             (Opcode.STATX, wire.FUSE_STATX_IN.size, self._getattr, r.statx),
+            (Opcode.ACCESS, wire.FUSE_ACCESS_IN.size, self._access, r.done),
             (Opcode.SETATTR, wire.FUSE_SETATTR_IN.size, self._setattr, r.attributes),
             (Opcode.READLINK, 0, self._readlink, r.data),
             (Opcode.MKNOD, wire.FUSE_MKNOD_IN.size + 2, self._mknod, r.entry),
@@ -124,7 +130,7 @@ class Operations:
         ]
         if isinstance(self._volume, FlushingVolume):
             rows.append((Opcode.FLUSH, 0, self._flush, r.done))
-        # OPEN, OPENDIR, CREATE, mostly FLUSH, and ACCESS are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
+        # OPEN, OPENDIR, CREATE and mostly FLUSH are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
         # of them makes the kernel do them alone for as long as the mount lives.  Opens then keep caches, and a
         # CREATE becomes a MKNOD.
         return {int(opcode): Handler(BODY + least, method, reply) for opcode, least, method, reply in rows}
@@ -148,6 +154,16 @@ class Operations:
 
     def _getattr(self, node: int, _message: Request, _length: int) -> object:
         return self._volume.getattr(node)
+
+    def _access(self, node: int, message: Request, _length: int) -> object:
+        """access(2) and chdir(2) of root, where the kernel checks nothing: it only may not execute what nobody may."""
+        mask, _ = wire.FUSE_ACCESS_IN.unpack_from(message, BODY)
+
+        def check(found: Attributes) -> None:
+            if mask & os.X_OK and not stat.S_ISDIR(found.mode) and not found.mode & _ANYBODY_EXECUTES:
+                raise fail(errno.EACCES)
+
+        return _then(self._volume.getattr(node), check)
 
     def _setattr(self, node: int, message: Request, _length: int) -> object:
         (
@@ -389,6 +405,8 @@ class Operations:
             raise fail(errno.EINVAL)
         name, value = bytes(message[start:end]), bytes(message[end + 1 : end + 1 + size])
         answer = self._volume.setxattr(node, name, value, flags)
+        if name == _ACL_ACCESS and not self._kernel_knows_acls:
+            return _then(answer, lambda _: self._forget_attributes(node))
         if more and more[0] & wire.FUSE_SETXATTR_ACL_KILL_SGID and name == _ACL_ACCESS:
             return _then(answer, lambda _: self._clear_sgid(node))
         return answer

@@ -26,7 +26,7 @@ import trio
 from protocol.errors import errno_of
 from protocol.volume import Volume
 from vfsd.engines.base import EngineSettings, Impersonator
-from vfsd.engines.native import held, mounting, wire
+from vfsd.engines.native import held, mounting, permissions, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
 from vfsd.engines.native.operations import Handler, Operations
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
@@ -47,8 +47,8 @@ _NOTHING_TO_FORGET: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENOTCO
 # What is asked of an impersonator's volume (see `vfsd.engines.base.Impersonator`).
 _IMPERSONATED: Final = frozenset(
     {
-        Opcode.LOOKUP, Opcode.GETATTR, Opcode.STATX, Opcode.SETATTR, Opcode.MKNOD, Opcode.MKDIR, Opcode.SYMLINK,
-        Opcode.LINK, Opcode.UNLINK, Opcode.RMDIR, Opcode.RENAME, Opcode.RENAME2,
+        Opcode.LOOKUP, Opcode.GETATTR, Opcode.STATX, Opcode.ACCESS, Opcode.SETATTR, Opcode.MKNOD, Opcode.MKDIR,
+        Opcode.SYMLINK, Opcode.LINK, Opcode.UNLINK, Opcode.RMDIR, Opcode.RENAME, Opcode.RENAME2,
     }
 )  # fmt: skip
 
@@ -103,17 +103,18 @@ class NativeEngine:
 
         OSError: fusermount3 refused, or (EPROTONOSUPPORT) the kernel lacks what this engine is built on.
         """
-        descriptor, self._mount = mounting.mount(self._settings)
+        checked = permissions.needs_checks(self._settings)
+        descriptor, self._mount = mounting.mount(self._settings, checked=checked)
         os.set_blocking(descriptor, False)
         # FileIO says "nothing there" with None, which costs less than an exception.
         self._device = io.FileIO(descriptor, "r+")
         try:
-            self._agree(self._device)
+            self._agree(self._device, checked)
         except BaseException:
             self.unmount()
             raise
 
-    def _agree(self, device: io.FileIO) -> None:
+    def _agree(self, device: io.FileIO, checked: bool) -> None:
         poll = select.poll()
         poll.register(device, select.POLLIN)
         if not poll.poll(_INIT_TIMEOUT_MS):
@@ -121,7 +122,7 @@ class NativeEngine:
         length = device.readinto(self._buffer) or 0
         acl = bool(getattr(self._volume, "supports_acl", False))
         self._agreement = agreed = negotiate(
-            self._buffer, length, cache_timeout_s=self._settings.cache_timeout_s, acl=acl
+            self._buffer, length, cache_timeout_s=self._settings.cache_timeout_s, acl=acl, checked=checked
         )
         self._operations = self._operations_over(self._volume, self._replies)
         os.write(device.fileno(), agreed.reply)
@@ -136,6 +137,7 @@ class NativeEngine:
             replies,
             umask_is_ours=InitFlag.DONT_MASK in flags,
             long_setxattr=InitFlag.SETXATTR_EXT in flags,
+            kernel_knows_acls=InitFlag.POSIX_ACL in flags,
             drop=self._interrupt,
             forget_attributes=self._forget_attributes,
         )

@@ -119,6 +119,7 @@ FUSE_SETXATTR_IN: Final = Struct("=IIII")  # size, flags, setxattr_flags, paddin
 FUSE_GETXATTR_IN: Final = Struct("=II")  # size, padding
 FUSE_INIT_IN: Final = Struct("=IIII")  # major, minor, max_readahead, flags
 FUSE_INIT_IN_FLAGS2: Final = Struct("=I")  # follows where INIT_EXT is set
+FUSE_ACCESS_IN: Final = Struct("=II")  # mask, padding
 FUSE_INTERRUPT_IN: Final = Struct("=Q")  # unique
 FUSE_FALLOCATE_IN: Final = Struct("=QqqII")  # fh, offset, length, mode, padding
 FUSE_LSEEK_IN: Final = Struct("=QqII")  # fh, offset, whence, padding
