@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
     from vfsd.runtime import WorkspaceRecord
 
-__all__ = ["INTERRUPTED", "App", "Command", "describe", "error_record", "guarded", "json_option", "workspace_option"]
+__all__ = [
+    "INTERRUPTED",
+    "App",
+    "Command",
+    "check_alive",
+    "describe",
+    "error_record",
+    "guarded",
+    "json_option",
+    "workspace_option",
+]
 
 T = TypeVar("T")
 INTERRUPTED: Final = 130  # what a shell says of a command that SIGINT ended: 128 + 2
@@ -50,11 +60,7 @@ class App:
         """The daemon's answer; with `label`, a progress bar while it works."""
         from vfsd.control.client import ControlClient  # noqa: PLC0415
 
-        if not record.alive:
-            advice = f"`vfsd unmount {record.name}` clears it away, `vfsd mount` at its place replaces it"
-            raise ConnectionRefusedError(
-                errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.what_a_death_costs}; {advice}"
-            )
+        check_alive(record)
         with ControlClient(record.socket) as client:
             if label is None:
                 return client.call(method, params, on_output=on_output)
@@ -67,6 +73,15 @@ class App:
             output.print_json(answer)
         else:
             show(answer)
+
+
+def check_alive(record: WorkspaceRecord) -> None:
+    """ConnectionRefusedError, which says what to do, where nobody serves the workspace any more."""
+    if not record.alive:
+        advice = f"`vfsd unmount {record.name}` clears it away, `vfsd mount` at its place replaces it"
+        raise ConnectionRefusedError(
+            errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.what_a_death_costs}; {advice}"
+        )
 
 
 # -- options --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "import": ("archive", "Lay the content of a ZIP archive over the workspace."),
     "apply": ("overlay", "Write what an overlay holds into the directory below it."),
     "discard": ("overlay", "Drop what an overlay holds: back to the directory below it."),
+    "exec": ("exec", "Run a command in the workspace."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
@@ -41,6 +42,7 @@ _GROUPS: Final = {
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
+    "Commands": ("exec",),
     "Agents": ("fs",),
     "This machine": ("doctor", "completion"),
 }

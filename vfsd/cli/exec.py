@@ -1,0 +1,152 @@
+"""`vfsd exec`: a command in a workspace, for people: live output, input, a terminal, signals, its exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import Any, Final
+
+import click
+
+from vfsd.cli import output
+from vfsd.cli.app import App, Command, check_alive, describe
+from vfsd.cli.values import SIZE
+from vfsd.control.exec_messages import ExecEnded, ExecParams
+from vfsd.control.messages import wire_path
+from vfsd.userpaths import current_directory, workspace_path
+
+__all__ = ["exec_command"]
+
+# As env(1), nohup(1) and timeout(1) have them.
+_TIMED_OUT: Final = 124
+_FAILED: Final = 125
+_NOT_EXECUTABLE: Final = 126
+_NOT_FOUND: Final = 127
+
+
+def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001
+    found = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not name:
+            raise click.BadParameter(f"{value!r} is not NAME=VALUE")
+        if equals:
+            found[name] = text
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+@click.command(
+    "exec",
+    cls=Command,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    examples="""
+    vfsd exec -- make test                       # its output, its exit status
+    vfsd exec -it -- bash                        # a shell
+    vfsd exec -i -- python3 - < check.py         # -i: standard input is the command's
+    vfsd exec --cwd src --env CI=1 --timeout 600 -- npm test
+    """,
+)
+@click.argument("argv", metavar="[--] COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-i", "--interactive", is_flag=True, help="Give it standard input; else it has none.")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal: for shells, editors, progress bars.")
+@click.option("--cwd", metavar="PATH", default=".", help="Where to run it; the current directory if in the workspace.")
+@click.option(
+    "-e",
+    "--env",
+    "env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    callback=_variables,
+    help="Add to its environment; without a value, yours.",
+)
+@click.option("-u", "--user", metavar="USER[:GROUP]", help="Run it as this user of the container.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Kill it after that.")
+@click.option("--output-limit", type=SIZE, metavar="SIZE", help="Of each stream; what is beyond is thrown away.")
+@click.pass_obj
+def exec_command(
+    app: App,
+    /,
+    argv: tuple[str, ...],
+    interactive: bool,
+    tty: bool,
+    cwd: str,
+    env: dict[str, str],
+    user: str | None,
+    timeout: float | None,
+    output_limit: int | None,
+) -> None:
+    """Run a command in the workspace.
+
+    In a container workspace (container:NAME, image:REF) it runs in that container; in one mounted with --sandbox
+    image:REF, in the sandbox; in one mounted with --on-host, on this host, with the rights of the user who
+    mounted it.  Everywhere it sees the workspace's files, live.
+
+    There is no shell unless you name one: vfsd exec -- sh -c 'make && ./run'.
+
+    Ctrl-C, SIGTERM and their like go to the command.  When it ends, or `vfsd exec` is killed, all that it
+    started is killed too.
+
+    Exit status: the command's own, 128 + N where signal N killed it; 124 its time was over, 125 vfsd failed,
+    126 the command cannot be run, 127 it was not found.
+    """
+    if app.json:
+        raise click.UsageError("the output of `vfsd exec` is the command's; `vfsd fs exec` answers in JSON")
+    # Start-up: `vfsd exec --help` needs no terminal.
+    from vfsd.cli.attached import run_attached  # noqa: PLC0415
+
+    try:
+        record = app.record()
+        check_alive(record)
+        params = ExecParams(
+            argv=[wire_path(os.fsencode(word)) for word in argv],
+            cwd=_directory(cwd, record.mountpoint),
+            env=({"TERM": os.environ["TERM"]} if tty and "TERM" in os.environ else {}) | env,
+            user=user,
+            input=interactive,
+            timeout_s=timeout,
+            output_limit_bytes=output_limit,
+        )
+        ended = run_attached(record.socket, params, terminal=tty)
+    except BrokenPipeError:
+        # Whoever read the output is gone, and with it the command: as a shell says it of any.
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        output.report(describe(error))
+        raise SystemExit(_status_of_failure(error, argv[0])) from None
+    _say(ended, timeout)
+    raise SystemExit(_status(ended))
+
+
+def _directory(path: str, mountpoint: str) -> str:
+    try:
+        return wire_path(workspace_path(os.fsencode(path), mountpoint, current_directory()))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error)) from None
+
+
+def _status_of_failure(error: OSError, program: str) -> int:
+    if error.filename == program and isinstance(error, FileNotFoundError):
+        return _NOT_FOUND
+    if error.filename == program and isinstance(error, PermissionError):
+        return _NOT_EXECUTABLE
+    return _FAILED
+
+
+def _status(ended: ExecEnded) -> int:
+    if ended.timed_out:
+        return _TIMED_OUT
+    return ended.exit_status if ended.exit_status >= 0 else 128 - ended.exit_status
+
+
+def _say(ended: ExecEnded, timeout_s: Any) -> None:
+    if ended.timed_out:
+        output.note(f"its time was over after {timeout_s:g} s: it was killed")
+    if ended.truncated:
+        output.note("it wrote more than --output-limit; the rest was thrown away")
+    # To people only: a program that reads standard error wants the command's.
+    if ended.snapshot is not None and sys.stderr.isatty():
+        output.note(f"snapshot {ended.snapshot}")
