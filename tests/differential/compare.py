@@ -34,6 +34,7 @@ _ATTRIBUTES: Final = (
     "mode", "nlink", "uid", "gid", "size", "blocks", "rdev", "atime", "mtime", "ctime", "order of times",
 )  # fmt: skip
 _COMPLAINT: Final = re.compile(r" (warning|error) |Traceback")
+_LINES_TOLD: Final = 40  # of the daemon's log, when something fails
 _SETTLE_TRIES: Final = 30
 _TREE_CALL: Final = ("tree", ())
 
@@ -67,6 +68,8 @@ class Bench:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            error.add_note("\n".join(self._complaints()[-_LINES_TOLD:]))
         self._stack.close()
 
     def _mount_tmpfs(self, stack: contextlib.ExitStack) -> str:
@@ -134,9 +137,13 @@ class Bench:
         """Have the daemon check its own state, and look for complaints in its log.  AssertionError."""
         with ControlClient(os.path.join(self._socket_dir, self.workspace.name + ".sock")) as client:
             client.call("check")
+        complaints = [line for line in self._complaints() if _COMPLAINT.search(line)]
+        assert not complaints, "\n".join(complaints)
+
+    def _complaints(self) -> list[str]:
+        """The lines of the daemon's log, without those that it always has."""
         with open(log_path(self.workspace.name), encoding="utf-8") as log:
-            complaints = [line for line in log if _COMPLAINT.search(line)]
-        assert not complaints, "".join(complaints)
+            return [line for line in log.read().splitlines() if " info " not in line]
 
     def _compare(self, calls: Sequence[Call], teams: list[Team], tree_every: int | None) -> Difference | None:
         done = since = 0

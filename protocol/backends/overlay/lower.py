@@ -18,6 +18,7 @@ import errno
 import os
 import resource
 import stat
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -232,6 +233,15 @@ def _kind(entry: os.DirEntry[str]) -> int:
         return stat.S_IFREG
 
 
+def _hole_after(descriptor: int, offset: int) -> int:
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno:
+            raise
+        return sys.maxsize  # behind the last page that there can be: 2**63, which an off_t does not hold
+
+
 class LowerFile:
     """What is at a path below, as it was when it was first looked at.  `kept` outlives the file (see `keep`)."""
 
@@ -285,8 +295,8 @@ class LowerFile:
                 raise
             if at >= end:
                 return
-            after = os.lseek(handle.fd, at, os.SEEK_HOLE)
-            yield at, min(after, end)
+            after = min(_hole_after(handle.fd, at), end)
+            yield at, after
             at = after
 
     def keep(self) -> None:
