@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.mkdir(f"{directory}/work")
     os.environ[TAG] = directory
     os.environ["VFSD_RUNTIME_DIR"] = f"{directory}/run"
+    os.environ["VFSD_STORE_DIR"] = f"{directory}/store"
     os.environ.pop("VFSD_WORKSPACE", None)
     os.environ.update(GIT_CONFIG_GLOBAL="/dev/null", GIT_CONFIG_NOSYSTEM="1")
     for role in ("AUTHOR", "COMMITTER"):
