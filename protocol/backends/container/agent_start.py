@@ -1,0 +1,47 @@
+"""How the helper gets into a container: its sources are sent over the stream on which it then serves.
+
+The command is `python3 -I -S -c LOADER`: it reads so many bytes of standard input, which are a program that makes the
+helper's modules and calls `main`.  So nothing is installed in the image, and nothing is left there.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Final
+
+__all__ = ["PYTHONS", "helper_command", "helper_program"]
+
+PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/python3", "/usr/libexec/platform-python")
+_PACKAGE: Final = "protocol.backends.container.helper"
+_MODULES: Final = ("wire", "calls", "nodes", "files", "trees", "serve")  # each imports only what stands before it
+_LOADER: Final = """\
+import os
+data = b""
+while len(data) < {length}:
+    more = os.read(0, {length} - len(data))
+    if not more:
+        raise SystemExit(1)
+    data += more
+exec(data)
+"""
+_PROGRAM: Final = """\
+import sys, types
+for name, source in {sources!r}:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main({arguments!r})
+"""
+
+
+def helper_program(directory: str) -> bytes:
+    """The program that serves `directory`, made where it is missing; to be sent first."""
+    files = resources.files(_PACKAGE)
+    sources = [(f"{_PACKAGE}.{name}", files.joinpath(f"{name}.py").read_text("utf-8")) for name in _MODULES]
+    return _PROGRAM.format(sources=sources, arguments=[directory]).encode()
+
+
+def helper_command(program: bytes, python: str = PYTHONS[0]) -> list[str]:
+    """What to run in the container, to be sent `program`."""
+    # -I -S: whatever lies in the workspace is not imported.
+    return [python, "-I", "-S", "-c", _LOADER.format(length=len(program))]

@@ -1,0 +1,258 @@
+"""The inodes that vfsd knows, and what is open of them.
+
+A node is an inode by (st_dev, st_ino), with the place at which it was seen last.  It lives while vfsd has lookups of
+it.  Its number is st_ino wherever that is free, so that it is the same in the next helper too.
+
+Whatever is done to an inode goes by a descriptor: opened from its parent's by one name, never through a symlink,
+and proved to be that inode.  Few are kept; but one whose last name was removed is held on to (`pinned`), as nothing
+else leads to it.  A descriptor is closed when nobody refers to its Handle any more: a thread that works with it
+need not care who else makes room.
+
+Threading: every method is called with `lock` held, which no slow operation keeps.
+"""
+
+import errno
+import os
+import resource
+import stat
+import threading
+from collections import OrderedDict
+
+from protocol.backends.container.helper.calls import fail
+
+ROOT = 1
+_FURTHER_DEVICES = 1 << 56
+_DEVICE_BITS = 48
+_FIRST_SPARE = 1 << 61
+_FEWEST = 16
+_MOST = 8192
+_SPARE_DESCRIPTORS = 64
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+_O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+# A file may have become a fifo or a device since: to open it must neither wait nor take a terminal.
+_O_CAREFUL = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class Handle:
+    """A descriptor, closed when nobody refers to it any more."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    @property
+    def path(self) -> bytes:
+        """A path of the very inode, for calls that take no descriptor, or none of O_PATH."""
+        return b"/proc/self/fd/%d" % self.fd
+
+
+class Node:
+    """An inode that vfsd knows.  `handle` is an O_PATH descriptor, `file` one of its content; both may be None."""
+
+    __slots__ = ("file", "handle", "key", "kind", "lookups", "name", "number", "parent", "pinned", "scan", "writable")
+
+    def __init__(
+        self, number: int, key: "tuple[int, int]", kind: int, parent: "Node | None" = None, name: bytes = b""
+    ) -> None:
+        self.number = number
+        self.key = key
+        self.kind = kind
+        self.parent = parent
+        self.name = name
+        self.lookups = 0
+        self.handle: "Handle | None" = None
+        self.file: "Handle | None" = None
+        self.writable = False
+        self.pinned = False
+        self.scan: "object" = None
+
+    def is_shown(self, seen: "os.stat_result") -> bool:
+        """Whether `seen` is of this inode."""
+        return (seen.st_dev, seen.st_ino) == self.key and stat.S_IFMT(seen.st_mode) == self.kind
+
+
+class Table:
+    """The nodes, by number and by what the system knows them by."""
+
+    def __init__(self, root: bytes, most: int = 0) -> None:
+        handle = Handle(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        seen = os.fstat(handle.fd)
+        self.lock = threading.RLock()
+        self.root = Node(ROOT, (seen.st_dev, seen.st_ino), stat.S_IFDIR)
+        self.root.handle, self.root.pinned, self.root.lookups = handle, True, 1
+        self.by_number = {ROOT: self.root}
+        self._by_key = {self.root.key: self.root}
+        self._open: "OrderedDict[Node, None]" = OrderedDict()
+        self._devices: "list[int]" = []
+        self._next_spare = _FIRST_SPARE
+        self._most = most or _room()
+
+    def node(self, number: int) -> Node:
+        """The node of a number.  ENOENT."""
+        node = self.by_number.get(number)
+        if node is None:
+            raise fail(errno.ENOENT)
+        return node
+
+    def at(self, seen: "os.stat_result") -> "Node | None":
+        """The node of an inode that the system showed, if it is known."""
+        return self._by_key.get((seen.st_dev, seen.st_ino))
+
+    def enter(self, parent: "Node | None", name: bytes, seen: "os.stat_result", is_new: bool = False) -> Node:
+        """The node of what was seen as `name` in `parent` (None: without a name), with one more lookup."""
+        key, kind = (seen.st_dev, seen.st_ino), stat.S_IFMT(seen.st_mode)
+        node = self._by_key.get(key)
+        if node is not None and (is_new or node.kind != kind):
+            self.lose(node)  # the number of a removed inode was given to another one
+            node = None
+        if node is None:
+            node = Node(self._free_number(key), key, kind)
+            self.by_number[node.number] = self._by_key[key] = node
+        if parent is not None and node is not self.root:
+            self.place(node, parent, name)
+        node.lookups += 1
+        return node
+
+    def place(self, node: Node, parent: Node, name: bytes) -> None:
+        """`node` is `name` in `parent` now."""
+        node.parent, node.name = parent, name
+        if node.pinned:
+            node.pinned = False
+            self._admit(node)
+
+    def lose(self, node: Node) -> None:
+        """The inode is another one's now: whoever has the number is told so (ESTALE)."""
+        if self._by_key.get(node.key) is node:
+            del self._by_key[node.key]
+        node.parent = None
+        self._release(node)
+
+    def unplace(self, node: Node, parent: Node, name: bytes) -> None:
+        """`node` is not `name` in `parent` any more; `handle` has been called before."""
+        if node.parent is parent and node.name == name:
+            node.parent = None
+            node.pinned = True
+            self._open.pop(node, None)
+
+    def forget(self, number: int, count: int) -> None:
+        """Take lookups away; with the last the node goes."""
+        node = self.by_number.get(number)
+        if node is None or node is self.root:
+            return
+        node.lookups -= count
+        if node.lookups <= 0:
+            del self.by_number[number]
+            if self._by_key.get(node.key) is node:
+                del self._by_key[node.key]
+            self._release(node)
+            node.scan = None
+
+    def number_of(self, seen: "os.stat_result") -> int:
+        """The number that an inode has, or would have."""
+        node = self.at(seen)
+        return node.number if node is not None else self._usual_number((seen.st_dev, seen.st_ino))
+
+    def _usual_number(self, key: "tuple[int, int]") -> int:
+        device, inode = key
+        if device == self.root.key[0] and ROOT < inode < _FURTHER_DEVICES:
+            return inode
+        if device not in self._devices:
+            self._devices.append(device)
+        return _FURTHER_DEVICES + (self._devices.index(device) << _DEVICE_BITS) + inode % (1 << _DEVICE_BITS)
+
+    def _free_number(self, key: "tuple[int, int]") -> int:
+        number = self._usual_number(key)
+        if number in self.by_number:
+            number = self._next_spare
+            self._next_spare += 1
+        return number
+
+    # -- descriptors ---------------------------------------------------------------------------
+    def directory(self, node: Node) -> Handle:
+        """An O_PATH descriptor of a directory.  ENOTDIR."""
+        if node.kind != stat.S_IFDIR:
+            raise fail(errno.ENOTDIR)
+        return node.handle or self.handle(node)
+
+    def handle(self, node: Node) -> Handle:
+        """An O_PATH descriptor of a node of any kind.  ESTALE where it is not at its place any more."""
+        if node.handle is not None:
+            return node.handle
+        if node.parent is None:
+            raise fail(errno.ESTALE)
+        above = self.handle(node.parent)
+        try:
+            handle = Handle(self._opened(node.name, _O_PATH, above))
+        except OSError as error:
+            raise fail(errno.ESTALE) if error.errno in _GONE else error from None
+        if not node.is_shown(os.fstat(handle.fd)):
+            raise fail(errno.ESTALE)
+        node.handle = handle
+        self._admit(node)
+        return handle
+
+    def file(self, node: Node, write: bool) -> Handle:
+        """A descriptor to read a regular file, or to read and write it.  EISDIR, EINVAL for other kinds."""
+        if node.file is not None and (node.writable or not write):
+            return node.file
+        if node.kind != stat.S_IFREG:
+            raise fail(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
+        flags = (os.O_RDWR if write else os.O_RDONLY) | _O_CAREFUL
+        handle = Handle(self._opened(self.handle(node).path, flags, None))
+        self.keep_file(node, handle, write)
+        return handle
+
+    def keep_file(self, node: Node, handle: Handle, writable: bool) -> None:
+        """Keep a descriptor of a file's content.
+
+        Not one that could write to a program: while there is one, nobody can execute it (ETXTBSY).
+        """
+        if writable and os.fstat(handle.fd).st_mode & 0o111:
+            node.file, node.writable = None, False
+            return
+        node.file, node.writable = handle, writable
+        if not node.pinned:
+            self._admit(node)
+
+    def _opened(self, path: bytes, flags: int, above: "Handle | None") -> int:
+        while True:
+            try:
+                return os.open(path, flags, dir_fd=above.fd if above else None)
+            except OSError as error:
+                if error.errno not in _NONE_LEFT or not self._open:
+                    raise
+                self._make_room(len(self._open) // 2)
+
+    def _admit(self, node: Node) -> None:
+        self._open[node] = None
+        self._open.move_to_end(node)
+        self._make_room(self._most)
+
+    def _make_room(self, most: int) -> None:
+        while len(self._open) > most:
+            node, _ = self._open.popitem(last=False)
+            node.handle = node.file = None
+            node.writable = False
+
+    def _release(self, node: Node) -> None:
+        self._open.pop(node, None)
+        node.handle = node.file = None
+        node.writable = node.pinned = False
+
+
+def _room() -> int:
+    """How many nodes may have something open: two descriptors each, and half of what there is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (OSError, ValueError):
+        pass
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    return max(_FEWEST, min(_MOST, (soft - _SPARE_DESCRIPTORS) // 4))

@@ -1,0 +1,186 @@
+"""Trees: whole states by path, many entries in one reply, for what reads a workspace rather than works in it.
+
+A path is opened step by step below the root, never through a symlink, never by "..".
+"""
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+
+from protocol.backends.container.helper.calls import fail
+from protocol.backends.container.helper.files import Files
+from protocol.backends.container.helper.nodes import Handle
+from protocol.backends.container.helper.wire import CHUNK_BYTES, TREE_ENTRY, XATTR, Op, Reply
+
+_WALKS_KEPT = 16
+_O_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_O_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_O_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_XATTR_BYTES = 256 * 1024
+
+
+class Trees:
+    """The operations on paths below the root of `files`."""
+
+    def __init__(self, files: Files) -> None:
+        self._table = files.table
+        self._walks: "OrderedDict[int, Walk]" = OrderedDict()
+        self._last = 0
+        self._lock = threading.Lock()
+        self.operations = {
+            Op.TREE_ENTRY: self.entry,
+            Op.TREE_CHILDREN: self.children,
+            Op.TREE_READ: self.read,
+            Op.TREE_WALK: self.walk,
+            Op.TREE_NEXT: self.next,
+            Op.TREE_END: self.end,
+        }
+
+    def entry(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        return (), (self.packed(strings[0], self._opened(strings[0], _O_STEP)),)
+
+    def children(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        path, after = strings
+        names = [name for name in _names(self._opened(path, _O_LIST)) if name > after]
+        size = 0
+        for count, name in enumerate(names):
+            size += len(name) + 1
+            if size > CHUNK_BYTES:
+                return (1,), (b"".join(name + b"\0" for name in names[:count]),)
+        return (0,), (b"".join(name + b"\0" for name in names),)
+
+    def read(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        offset, size = numbers
+        handle = self._opened(strings[0], _O_READ)
+        kind = stat.S_IFMT(os.fstat(handle.fd).st_mode)
+        if kind != stat.S_IFREG:
+            raise fail(errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL)
+        return (), (os.pread(handle.fd, min(size, CHUNK_BYTES), offset),)
+
+    # -- walking -------------------------------------------------------------------------------
+    def walk(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        walk = Walk(self, strings[0], self._opened(strings[0], _O_STEP))
+        with self._lock:
+            self._last += 1
+            self._walks[self._last] = walk
+            if len(self._walks) > _WALKS_KEPT:
+                self._walks.popitem(last=False)
+            return (self._last,), ()
+
+    def next(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        number, most = numbers
+        with self._lock:
+            walk = self._walks.get(number)
+        if walk is None:
+            raise fail(errno.ESTALE)
+        more, page = walk.page(min(most, CHUNK_BYTES))
+        return (int(more),), (page,)
+
+    def end(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+        with self._lock:
+            self._walks.pop(numbers[0], None)
+        return (), ()
+
+    # -- helpers -------------------------------------------------------------------------------
+    def _opened(self, path: bytes, flags: int) -> Handle:
+        handle = self._table.root.handle
+        assert handle is not None
+        *above, name = path.split(b"/") if path else [b"."]
+        for part in above:
+            handle = step(handle, part, _O_STEP)
+        if path:
+            return step(handle, name, flags)
+        return Handle(os.open(b".", flags, dir_fd=handle.fd))
+
+    def packed(self, path: bytes, handle: Handle) -> bytes:
+        """A TREE_ENTRY with what follows it."""
+        seen = os.fstat(handle.fd)
+        kind = stat.S_IFMT(seen.st_mode)
+        target = os.readlink(b"", dir_fd=handle.fd) if kind == stat.S_IFLNK else b""
+        size = seen.st_size if kind == stat.S_IFREG else len(target)
+        with self._table.lock:
+            number = self._table.number_of(seen)
+        xattrs = _xattrs(handle)
+        return (
+            TREE_ENTRY.pack(
+                seen.st_mode, size, seen.st_mtime_ns, seen.st_uid, seen.st_gid, seen.st_nlink, number, seen.st_rdev,
+                len(path), len(target), len(xattrs),
+            )
+            + path + target + xattrs
+        )  # fmt: skip
+
+
+class Walk:
+    """A path and all that is below it: parents first, siblings sorted, depth first; in pages."""
+
+    def __init__(self, trees: Trees, path: bytes, handle: Handle) -> None:
+        self._trees = trees
+        self._lock = threading.Lock()
+        self._ready = trees.packed(path, handle)
+        # Of each directory under way: its path, its descriptor, and the names still to come, the next one last.
+        self._stack: "list[tuple[bytes, Handle, list[bytes]]]" = []
+        self._descend(path, handle)
+
+    def page(self, most: int) -> "tuple[bool, bytes]":
+        """Whether there is more after this, and the next entries: `most` bytes of them, or one."""
+        with self._lock:
+            parts, size = [self._ready], len(self._ready)
+            self._ready = b""
+            while self._stack:
+                entry = self._next()
+                if size and size + len(entry) > most:
+                    self._ready = entry
+                    return True, b"".join(parts)
+                parts.append(entry)
+                size += len(entry)
+            return False, b"".join(parts)
+
+    def _next(self) -> bytes:
+        """The next entry; b"" where the end of a directory, or something that has gone, was found instead."""
+        above, directory, names = self._stack[-1]
+        if not names:
+            self._stack.pop()
+            return b""
+        name = names.pop()
+        path = above + b"/" + name if above else name
+        try:
+            handle = step(directory, name, _O_STEP)
+            entry = self._trees.packed(path, handle)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return b""
+            raise
+        self._descend(path, handle)
+        return entry
+
+    def _descend(self, path: bytes, handle: Handle) -> None:
+        if stat.S_ISDIR(os.fstat(handle.fd).st_mode):
+            directory = Handle(os.open(b".", _O_LIST, dir_fd=handle.fd))
+            names = _names(directory)
+            names.reverse()
+            self._stack.append((path, directory, names))
+
+
+def step(above: Handle, name: bytes, flags: int) -> Handle:
+    """What is `name` in a directory.  ELOOP, ENOTDIR, ENOENT."""
+    if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
+        raise fail(errno.EINVAL)
+    return Handle(os.open(name, flags, dir_fd=above.fd))
+
+
+def _names(directory: Handle) -> "list[bytes]":
+    return sorted(os.fsencode(name) for name in os.listdir(directory.fd))
+
+
+def _xattrs(handle: Handle) -> bytes:
+    parts = []
+    try:
+        for text in os.listxattr(handle.path):
+            name, value = os.fsencode(text), os.getxattr(handle.path, text)
+            parts.append(XATTR.pack(len(name), len(value)) + name + value)
+    except OSError:
+        pass  # a file system without them, or one that went in between
+    found = b"".join(parts)
+    return found if len(found) <= _MOST_XATTR_BYTES else b""

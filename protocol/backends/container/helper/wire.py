@@ -1,0 +1,115 @@
+"""The frames that vfsd and its helper exchange: one codec, which both use.
+
+A frame is a header (length of the body, number of the request, code) and a body: any count of signed 64-bit
+numbers and of byte strings, whose lengths stand before them all.  Of a request the code is an `Op`; of a reply it
+is 0, or an errno, then the body is empty.  Which numbers and strings belong to an operation is said beside it.
+
+Neither side believes the other: a body that does not come out even is refused (WireError), as is one that is
+longer than MAX_BODY_BYTES before any of it is kept.
+"""
+
+import struct
+from typing import Tuple  # noqa: UP035
+
+Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # noqa: UP006 (Python 3.6 has no other)
+
+MAGIC = b"vfsd-helper 1\n"  # what a helper says first, so that what else an image says is not taken for a frame
+HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
+CHUNK_BYTES = 1024 * 1024  # what one request reads or writes at most
+MAX_BODY_BYTES = CHUNK_BYTES + 128 * 1024
+MAX_STRINGS = 4096
+NAME_MAX = 255
+
+ATTRIBUTES = struct.Struct("<12q")  # inode, mode, nlink, uid, gid, rdev, size, blocks, atime, mtime, ctime, birth (ns)
+ATTRIBUTE_COUNT = 12
+ENTRY = struct.Struct("<q12qH")  # cookie, ATTRIBUTES, length of the name that follows
+FORGET = struct.Struct("<qq")  # inode, lookups
+# Of a walk: mode, size, mtime, uid, gid, nlink, inode, rdev; lengths of path, target and xattrs, which follow.
+TREE_ENTRY = struct.Struct("<8qIII")
+XATTR = struct.Struct("<II")  # lengths of name and value, which follow
+
+
+class WireError(ValueError):
+    """The other side sends what is no frame."""
+
+
+class Op:
+    """The operations.  "attributes" stands for the 12 numbers of ATTRIBUTES, and for one lookup that is taken."""
+
+    HELLO = 1  # root -> 0: version, uid, gid, ACLs (0 or 1)
+    LOOKUP = 2  # parent; name -> attributes
+    FORGET = 3  # ; FORGET... -> no reply
+    GETATTR = 4  # inode -> attributes (no lookup)
+    SETATTR = 5  # inode, SET_ bits, mode, uid, gid, size, atime, mtime -> attributes (no lookup)
+    READLINK = 6  # inode -> ; target
+    MKNOD = 7  # parent, mode, rdev, uid, gid, umask; name -> attributes
+    MKDIR = 8  # parent, mode, uid, gid, umask; name -> attributes
+    SYMLINK = 9  # parent, uid, gid; name, target -> attributes
+    LINK = 10  # inode, parent; name -> attributes
+    UNLINK = 11  # parent; name
+    RMDIR = 12  # parent; name
+    RENAME = 13  # parent, new parent, flags, uid, gid; name, new name
+    READDIR = 14  # inode, cookie, most entries -> ; ENTRY..., a lookup taken for each but the dots
+    READ = 15  # inode, offset, size -> ; data
+    WRITE = 16  # inode, offset, whether to clear suid and sgid; data -> written
+    FALLOCATE = 17  # inode, mode, offset, length
+    SEEK = 18  # inode, offset, whence -> offset
+    COPY = 19  # source, offset, target, offset, length -> copied
+    FSYNC = 20  # inode, whether data only
+    STATFS = 21  # -> block size, blocks, free, inodes, free, longest name
+    GETXATTR = 22  # inode; name -> ; value
+    SETXATTR = 23  # inode, flags; name, value
+    LISTXATTR = 24  # inode -> ; names, each ended by NUL
+    REMOVEXATTR = 25  # inode; name
+    TMPFILE = 26  # parent, mode, uid, gid, umask -> attributes
+    TREE_ENTRY = 27  # ; path -> ; TREE_ENTRY
+    TREE_CHILDREN = 28  # ; path, after which name -> whether there are more; names, each ended by NUL
+    TREE_READ = 29  # offset, size; path -> ; data
+    TREE_WALK = 30  # ; path -> walk
+    TREE_NEXT = 31  # walk, most bytes -> whether there is more; TREE_ENTRY...
+    TREE_END = 32  # walk
+    PING = 33
+
+
+# Not before others are served: they wait for a disk, or move much.
+SLOW = frozenset({Op.FALLOCATE, Op.COPY, Op.FSYNC, Op.TREE_NEXT})
+
+SET_MODE = 1
+SET_UID = 2
+SET_GID = 4
+SET_SIZE = 8
+SET_ATIME = 16
+SET_MTIME = 32
+SET_CTIME = 64
+KILL_PRIVILEGES = 128
+
+
+def pack(number: int, code: int, numbers: "tuple[int, ...]" = (), strings: "tuple[bytes, ...]" = ()) -> bytes:
+    """A frame.  struct.error where a number has no room in 64 bits."""
+    count, lengths = len(numbers), tuple(map(len, strings))
+    head = struct.pack("<HH%dq%dI" % (count, len(lengths)), count, len(lengths), *numbers, *lengths)
+    body = b"".join((head, *strings))
+    return HEADER.pack(len(body), number, code) + body
+
+
+def unpack(body: bytes) -> "tuple[tuple[int, ...], list[bytes]]":
+    """The numbers and strings of a body.  WireError."""
+    if not body:
+        return (), []
+    try:
+        count, strings = struct.unpack_from("<HH", body)
+        if strings > MAX_STRINGS:
+            raise WireError("%d strings" % strings)
+        shape = struct.Struct("<%dq%dI" % (count, strings))
+        fields = shape.unpack_from(body, 4)
+    except struct.error as error:
+        raise WireError(str(error)) from None
+    at = 4 + shape.size
+    lengths = fields[count:]
+    if at + sum(lengths) != len(body):
+        raise WireError("%d bytes instead of %d" % (len(body), at + sum(lengths)))
+    found = []
+    for length in lengths:
+        found.append(body[at : at + length])
+        at += length
+    return fields[:count], found
