@@ -31,7 +31,7 @@ from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
 from vfsd.commands.running import Commands
 from vfsd.control.call import Call, Handler, InvalidParamsError
-from vfsd.control.changes import Differences, differences
+from vfsd.control.changes import Differences, change_record, differences
 from vfsd.control.exec_methods import ExecMethods
 from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import (
@@ -60,7 +60,7 @@ from vfsd.control.overlay_methods import OverlayMethods
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
-from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Snapshots
+from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, is_reserved
 
 __all__ = ["Methods"]
 
@@ -186,8 +186,8 @@ class Methods:
         if params.dry_run:
             found = await self._compare(None, name, paths, call)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
-        safety = await self._snapshots.restore(name, paths, _telling(call))
-        return await self._restored(source, safety, call)
+        outcome = await self._snapshots.restore(name, paths, _telling(call))
+        return await self._restored(source, outcome, call)
 
     async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
         snapshots = self._snapshots
@@ -196,12 +196,20 @@ class Methods:
                 async with snapshots.tree(None) as live:
                     found = await self._differences(live, staged.tree, paths, call)
                 return RestoreResult(path, None, found.counts, found.records, found.truncated)
-            safety = await snapshots.put(staged, paths, _telling(call), replace=True)
-        return await self._restored(path, safety, call)
+            outcome = await snapshots.put(staged, paths, _telling(call), replace=True)
+        return await self._restored(path, outcome, call)
 
-    async def _restored(self, source: str, safety: str, call: Call) -> RestoreResult:
-        found = await self._compare(safety, None, [], call)
-        return RestoreResult(source, safety, found.counts, found.records, found.truncated)
+    async def _restored(self, source: str, outcome: Outcome, call: Call) -> RestoreResult:
+        found = await self._changed(outcome, call)
+        return RestoreResult(source, outcome.safety, found.counts, found.records, found.truncated)
+
+    async def _changed(self, outcome: Outcome, call: Call) -> Differences:
+        if outcome.changes is None:
+            return await self._compare(outcome.safety, None, [], call)
+        found = Differences()
+        for change in outcome.changes:
+            found.add(change, change_record)
+        return found
 
     def _check_writable(self) -> None:
         if self._options.read_only:
@@ -272,9 +280,9 @@ class Methods:
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
         async with self._snapshots.staged(_absolute(params.path), _telling(call)) as staged:
-            safety = await self._snapshots.put(staged, (), _telling(call), replace=False)
-        found = await self._compare(safety, None, [], call)
-        return ImportResult(params.path, staged.files, staged.total_bytes, safety, found.counts)
+            outcome = await self._snapshots.put(staged, (), _telling(call), replace=False)
+        found = await self._changed(outcome, call)
+        return ImportResult(params.path, staged.files, staged.total_bytes, outcome.safety, found.counts)
 
     # -- the end -----------------------------------------------------------------------------------------
     async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
@@ -359,7 +367,7 @@ def _record(info: SnapshotInfo, changes: Counts | None = None) -> SnapshotRecord
 
 
 def _check_snapshot_name(name: str) -> None:
-    if not _SNAPSHOT_NAME.fullmatch(name) or name.startswith(SAFETY_PREFIX):
+    if not _SNAPSHOT_NAME.fullmatch(name) or is_reserved(name):
         raise InvalidParamsError(
             f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
             f"no leading space or dash; {SAFETY_PREFIX!r} is vfsd's own prefix)"

@@ -24,14 +24,28 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from protocol.archive import Progress
-from protocol.diff import Counts
+from protocol.diff import Change, Counts
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 
-__all__ = ["BASE", "SAFETY_PREFIX", "SAFETY_SNAPSHOTS_KEPT", "Interrupted", "Snapshots", "Staged", "free_name"]
+__all__ = [
+    "BASE",
+    "SAFETY_PREFIX",
+    "SAFETY_SNAPSHOTS_KEPT",
+    "SNAPSHOT_PREFIX",
+    "STAGED_PREFIX",
+    "Interrupted",
+    "Outcome",
+    "Snapshots",
+    "Staged",
+    "free_name",
+    "is_reserved",
+    "is_staged",
+]
 
 BASE: Final = ""  # the name of what is below an overlay; no snapshot has an empty one
 SAFETY_PREFIX: Final = "safety-"
+STAGED_PREFIX: Final = "archive-"  # the content of an archive on its way into the workspace
 SNAPSHOT_PREFIX: Final = "snap-"
 SAFETY_SNAPSHOTS_KEPT: Final = 10
 
@@ -43,6 +57,17 @@ class Staged:
     tree: Tree
     files: int
     total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A restore or an import that is done: `safety` names the state before.
+
+    `changes` is what leads from that to the state now; None where comparing the two costs no more.
+    """
+
+    safety: str
+    changes: Sequence[Change] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +114,16 @@ class Snapshots(Protocol):
         """Forget one; the others stay, and who reads it goes on."""
         ...
 
-    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> str:
-        """Make the live state (below `paths`, or all) as it was at `name`, or BASE; the name of the safety snapshot."""
+    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> Outcome:
+        """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
 
     def staged(self, path: str, progress: Progress) -> AbstractAsyncContextManager[Staged]:
         """The content of the ZIP file `path`, checked and within the workspace's limits.  ArchiveError, OSError."""
         ...
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> str:
-        """Put what is staged in place, as `SnapshotableVolume.import_tree`; the name of the safety snapshot."""
+    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> Outcome:
+        """Put what is staged in place, as `SnapshotableVolume.import_tree` does."""
         ...
 
     def tree(self, name: str | None) -> AbstractAsyncContextManager[Tree]:
@@ -110,3 +135,13 @@ def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
     """The prefix with a number above all that are there."""
     ends = [info.name[len(prefix) :] for info in taken if info.name.startswith(prefix)]
     return f"{prefix}{max((int(end) for end in ends if end.isascii() and end.isdigit()), default=0) + 1}"
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name is vfsd's own to give."""
+    return name.startswith(SAFETY_PREFIX) or is_staged(name)
+
+
+def is_staged(name: str) -> bool:
+    """Whether a snapshot of that name is an archive's content on its way into the workspace."""
+    return name.startswith(STAGED_PREFIX) and name.removeprefix(STAGED_PREFIX).isdigit()

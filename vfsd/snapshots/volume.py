@@ -26,6 +26,7 @@ from vfsd.snapshots.base import (
     SAFETY_SNAPSHOTS_KEPT,
     SNAPSHOT_PREFIX,
     Interrupted,
+    Outcome,
     Staged,
     free_name,
 )
@@ -71,7 +72,7 @@ class VolumeSnapshots:
             self._volume.drop_snapshot(name)
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> str:  # noqa: ARG002
+    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> Outcome:  # noqa: ARG002
         volume = self._volume
         if name == BASE:
             return await self._change(lambda: overlay_of(volume).discard(paths), keep=name)
@@ -86,17 +87,17 @@ class VolumeSnapshots:
         with staged.tree() as tree:
             yield Staged(tree, staged.files, staged.size_bytes)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> str:  # noqa: ARG002
+    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> Outcome:  # noqa: ARG002
         return await self._change(lambda: self._volume.import_tree(staged.tree, replace=replace, paths=paths))
 
-    async def _change(self, change: Callable[[], Coherence], keep: str | None = None) -> str:
+    async def _change(self, change: Callable[[], Coherence], keep: str | None = None) -> Outcome:
         async with self._served.changing:
             await self._served.settle()
             safety = self._take_safety(keep)
             with self._undone_unless_done(safety):
                 coherence = change()
             await self._served.changed(coherence)
-        return safety
+        return Outcome(safety)
 
     def _take_safety(self, keep: str | None) -> str:
         """Keep the present state under a name of its own, and let go of the oldest of its kind."""
