@@ -101,7 +101,7 @@ def test_a_file_that_is_there_is_only_replaced_with_force_and_a_failed_export_le
     workspace: Workspace, filled: Path, workdir: Path
 ) -> None:
     (workdir / "a.zip").write_text("precious")
-    assert "exists" in failed(vfsd("-w", workspace.name, "export", workdir / "a.zip")).lower()
+    assert "--force" in failed(vfsd("-w", workspace.name, "export", workdir / "a.zip"))
     assert (workdir / "a.zip").read_text() == "precious"
     succeeded(vfsd("-w", workspace.name, "export", workdir / "a.zip", "--force"))
     assert zipfile.is_zipfile(workdir / "a.zip")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from protocol.archive import untold
 from protocol.errors import SnapshotExistsError
-from vfsd.snapshots.base import Snapshots, free_name
+from vfsd.snapshots.base import UNWATCHED, Snapshots, free_name
 
 __all__ = ["SnapshotEach"]
 
@@ -27,6 +26,6 @@ class SnapshotEach:
             self._numbers = itertools.count(int(first.removeprefix(_PREFIX)))
         while True:
             try:
-                return (await self._snapshots.take(f"{_PREFIX}{next(self._numbers)}", tag, untold)).name
+                return (await self._snapshots.take(f"{_PREFIX}{next(self._numbers)}", tag, UNWATCHED)).name
             except SnapshotExistsError:
                 pass  # somebody chose that name

@@ -20,7 +20,7 @@ from typing import Final, Literal, ParamSpec, Protocol, TypeVar, runtime_checkab
 import trio
 
 import vfsd
-from protocol.archive import Progress, export_archive
+from protocol.archive import export_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
@@ -60,7 +60,7 @@ from vfsd.control.overlay_methods import OverlayMethods
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
-from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, is_reserved
+from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_bytes, is_reserved
 
 __all__ = ["Methods"]
 
@@ -161,7 +161,7 @@ class Methods:
     async def _snapshot(self, params: SnapshotParams, call: Call) -> SnapshotRecord:
         if params.name is not None:
             _check_snapshot_name(params.name)
-        return _record(await self._snapshots.take(params.name, params.tag, _telling(call)))
+        return _record(await self._snapshots.take(params.name, params.tag, call))
 
     async def _list(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
         snapshots = self._snapshots
@@ -186,17 +186,17 @@ class Methods:
         if params.dry_run:
             found = await self._compare(None, name, paths, call)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
-        outcome = await self._snapshots.restore(name, paths, _telling(call))
+        outcome = await self._snapshots.restore(name, paths, call)
         return await self._restored(source, outcome, call)
 
     async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
         snapshots = self._snapshots
-        async with snapshots.staged(_absolute(path), _telling(call)) as staged:
+        async with snapshots.staged(_absolute(path), call) as staged:
             if dry_run:
                 async with snapshots.tree(None) as live:
                     found = await self._differences(live, staged.tree, paths, call)
                 return RestoreResult(path, None, found.counts, found.records, found.truncated)
-            outcome = await snapshots.put(staged, paths, _telling(call), replace=True)
+            outcome = await snapshots.put(staged, paths, call, replace=True)
         return await self._restored(path, outcome, call)
 
     async def _restored(self, source: str, outcome: Outcome, call: Call) -> RestoreResult:
@@ -273,14 +273,14 @@ class Methods:
                 path,
                 overwrite=params.overwrite,
                 created_ns=_created_ns(params.source_date_epoch),
-                progress=_telling(call),
+                progress=in_bytes(call),
             )
         return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
-        async with self._snapshots.staged(_absolute(params.path), _telling(call)) as staged:
-            outcome = await self._snapshots.put(staged, (), _telling(call), replace=False)
+        async with self._snapshots.staged(_absolute(params.path), call) as staged:
+            outcome = await self._snapshots.put(staged, (), call, replace=False)
         found = await self._changed(outcome, call)
         return ImportResult(params.path, staged.files, staged.total_bytes, outcome.safety, found.counts)
 
@@ -309,18 +309,11 @@ def _created_ns(source_date_epoch: int | None) -> int:
     return time.time_ns() if source_date_epoch is None else source_date_epoch * 10**9
 
 
-def _telling(call: Call) -> Progress:
-    """Progress in bytes for whoever waits for `call`; ends the work when nobody does.  Any thread."""
-
-    def tell(done_bytes: int, total_bytes: int) -> None:
-        call.raise_if_cancelled()
-        call.progress_nowait(done_bytes, total_bytes, "bytes")
-
-    return tell
-
-
 def _counting(call: Call) -> Callable[[], None]:
-    """The same for work whose end is not known: each call of what is returned is one more path."""
+    """Progress for work whose end is not known: each call of what is returned is one more path.
+
+    It ends the work when nobody waits for `call` any more.  Any thread.
+    """
     paths = itertools.count(1)
 
     def tell() -> None:

@@ -12,8 +12,8 @@ Both keep to this:
 - a restore or an import keeps the state before as a safety snapshot.  One that fails leaves that state, and no
   safety snapshot for what did not happen; where it could not be put back, the error says how to.
 
-Threading: every method is called, and every context entered and left, on the serving loop.  A `Progress` is called in
-worker threads; what it raises ends the work, where that tears nothing.
+Threading: every method is called, and every context entered and left, on the serving loop.  A `Watch` is asked and told
+in worker threads.  Nobody waiting any more ends the work, where that tears nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from protocol.archive import Progress
 from protocol.diff import Change, Counts
@@ -34,11 +34,14 @@ __all__ = [
     "SAFETY_SNAPSHOTS_KEPT",
     "SNAPSHOT_PREFIX",
     "STAGED_PREFIX",
+    "UNWATCHED",
     "Interrupted",
     "Outcome",
     "Snapshots",
     "Staged",
+    "Watch",
     "free_name",
+    "in_bytes",
     "is_reserved",
     "is_staged",
 ]
@@ -86,6 +89,39 @@ class Interrupted:
         )
 
 
+class Watch(Protocol):
+    """Who waits for a snapshot or a restore: a `vfsd.control.call.Call`.  Any thread."""
+
+    def raise_if_cancelled(self) -> None:
+        """CallCancelledError when nobody does any more."""
+        ...
+
+    def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
+        """Tell how far it is; `total` 0 where that is not known."""
+        ...
+
+
+class _Unwatched:
+    def raise_if_cancelled(self) -> None:
+        pass
+
+    def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
+        pass
+
+
+UNWATCHED: Final[Watch] = _Unwatched()  # for what goes on whoever waits
+
+
+def in_bytes(watch: Watch) -> Progress:
+    """`watch` for work on archives."""
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        watch.raise_if_cancelled()
+        watch.progress_nowait(done_bytes, total_bytes, "bytes")
+
+    return tell
+
+
 class Snapshots(Protocol):
     """The snapshots of one workspace.  SnapshotNotFoundError for a name that there is not."""
 
@@ -98,7 +134,7 @@ class Snapshots(Protocol):
         """The restore that is half done, if there is one."""
         ...
 
-    async def take(self, name: str | None, tag: str | None, progress: Progress) -> SnapshotInfo:
+    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:
         """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError."""
         ...
 
@@ -114,15 +150,15 @@ class Snapshots(Protocol):
         """Forget one; the others stay, and who reads it goes on."""
         ...
 
-    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
         """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
 
-    def staged(self, path: str, progress: Progress) -> AbstractAsyncContextManager[Staged]:
+    def staged(self, path: str, watch: Watch) -> AbstractAsyncContextManager[Staged]:
         """The content of the ZIP file `path`, checked and within the workspace's limits.  ArchiveError, OSError."""
         ...
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> Outcome:
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
         """Put what is staged in place, as `SnapshotableVolume.import_tree` does."""
         ...
 

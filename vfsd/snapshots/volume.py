@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from protocol.archive import Progress
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff import Counts
@@ -28,7 +27,9 @@ from vfsd.snapshots.base import (
     Interrupted,
     Outcome,
     Staged,
+    Watch,
     free_name,
+    in_bytes,
 )
 
 __all__ = ["VolumeSnapshots", "overlay_of"]
@@ -56,7 +57,7 @@ class VolumeSnapshots:
     async def interrupted(self) -> Interrupted | None:
         return None
 
-    async def take(self, name: str | None, tag: str | None, progress: Progress) -> SnapshotInfo:  # noqa: ARG002
+    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:  # noqa: ARG002
         async with self._served.changing:
             await self._served.settle()
             return self._volume.take_snapshot(name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots()), tag=tag)
@@ -72,7 +73,7 @@ class VolumeSnapshots:
             self._volume.drop_snapshot(name)
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], progress: Progress) -> Outcome:  # noqa: ARG002
+    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:  # noqa: ARG002
         volume = self._volume
         if name == BASE:
             return await self._change(lambda: overlay_of(volume).discard(paths), keep=name)
@@ -80,14 +81,14 @@ class VolumeSnapshots:
         return await self._change(lambda: volume.restore_snapshot(name, paths), keep=name)
 
     @asynccontextmanager
-    async def staged(self, path: str, progress: Progress) -> AsyncIterator[Staged]:
+    async def staged(self, path: str, watch: Watch) -> AsyncIterator[Staged]:
         # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
-        read = functools.partial(read_archive, path, self._volume.max_bytes, self._volume.max_inodes, progress)
+        read = functools.partial(read_archive, path, self._volume.max_bytes, self._volume.max_inodes, in_bytes(watch))
         staged = await trio.to_thread.run_sync(read)
         with staged.tree() as tree:
             yield Staged(tree, staged.files, staged.size_bytes)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], progress: Progress, *, replace: bool) -> Outcome:  # noqa: ARG002
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:  # noqa: ARG002
         return await self._change(lambda: self._volume.import_tree(staged.tree, replace=replace, paths=paths))
 
     async def _change(self, change: Callable[[], Coherence], keep: str | None = None) -> Outcome:
