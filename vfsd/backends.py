@@ -6,9 +6,11 @@ import errno
 import math
 import os
 import resource
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
@@ -16,6 +18,9 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Volume
 from vfsd.options import MountOptions
 from vfsd.snapshots.archives import read_archive
+
+if TYPE_CHECKING:
+    from protocol.backends.container.opening import ContainerWorkspace
 
 __all__ = ["Backend", "open_backend"]
 
@@ -33,12 +38,14 @@ class Backend:
 
     `cache_timeout_s`: how long a kernel may go by what it was told; infinite where nobody else changes the volume.
     `tidy` is to be called on the loop about once a second, `close` when nobody serves it any more.
+    `container`: the one that the volume is in; its connection has to be attended while it is served.
     """
 
     volume: Volume
     cache_timeout_s: float = math.inf
     tidy: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
+    container: ContainerWorkspace | None = None
 
 
 def open_backend(options: MountOptions) -> Backend:
@@ -53,7 +60,9 @@ def open_backend(options: MountOptions) -> Backend:
         return _host(options, argument)
     if kind == "overlay":
         return _overlay(options, argument)
-    raise OSError(errno.EOPNOTSUPP, f"the backend {options.backend!r} is not available in this version")
+    if kind in {"container", "image"}:
+        return _container(options, kind, argument)
+    raise OSError(errno.EOPNOTSUPP, f"there is no backend {options.backend!r}")
 
 
 def _max_bytes(options: MountOptions) -> int:
@@ -69,10 +78,14 @@ def _memory(options: MountOptions) -> Backend:
     return Backend(volume)
 
 
-def _host(options: MountOptions, directory: str) -> Backend:
-    # The volume keeps files open, half as many as it may.
+def _allow_open_files() -> None:
+    """As many as may be: a host volume keeps files open, half as many as it may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _host(options: MountOptions, directory: str) -> Backend:
+    _allow_open_files()
     volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
     return Backend(volume, timeout_s, volume.tidy, volume.close)
@@ -91,3 +104,34 @@ def _overlay(options: MountOptions, directory: str) -> Backend:
             volume.import_tree(tree, replace=False)
     volume.read_only = options.read_only
     return Backend(volume, close=volume.lower.close)
+
+
+def _container(options: MountOptions, kind: str, argument: str) -> Backend:
+    try:
+        # Here, not above: Podman's client is an extra, and takes longer to import than all else together.
+        from protocol.backends.container import opening  # noqa: PLC0415
+    except ImportError as error:
+        advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
+        raise OSError(errno.EOPNOTSUPP, f"the container backend lacks a package ({error}): {advice}") from None
+    _allow_open_files()
+    workdir = options.workdir or opening.DEFAULT_WORKDIR
+    if kind == "container":
+        workspace = opening.open_container(
+            argument,
+            podman_url=options.podman_url,
+            workdir=workdir,
+            transport=options.transport,
+            read_only=options.read_only,
+        )
+    else:
+        workspace = opening.open_image(
+            argument,
+            options.name,
+            podman_url=options.podman_url,
+            workdir=workdir,
+            transport=options.transport,
+            network=options.network or "none",
+            read_only=options.read_only,
+        )
+    timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
+    return Backend(workspace.connection.volume, timeout_s, workspace.tidy, workspace.close, workspace)

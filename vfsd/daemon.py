@@ -28,6 +28,7 @@ import trio
 import vfsd
 from vfsd import interpreter, mounts, runtime
 from vfsd.backends import Backend, open_backend
+from vfsd.coherence import tell_kernel
 from vfsd.commands.each import SnapshotEach
 from vfsd.commands.host import HostPlace
 from vfsd.commands.running import Commands
@@ -77,9 +78,13 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         cache_timeout_s=backend.cache_timeout_s,
     )
     replay = Replay(backend.volume, options.mountpoint)
-    with _alone():
-        recovered = _recover(options) or recovered
-        engine = mount_engine(options.engine, backend.volume, settings, replay)
+    try:
+        with _alone():
+            recovered = _recover(options) or recovered
+            engine = mount_engine(options.engine, backend.volume, settings, replay)
+    except BaseException:
+        backend.close()  # a container that was made for it
+        raise
     daemon = _Daemon(options, engine, backend, replay)
     try:
         await daemon.run(ready, recovered)
@@ -121,6 +126,9 @@ class _Daemon:
                 served = Served(self._backend.volume, self._engine, self._replay, options.mountpoint, nursery)
                 snapshots = open_snapshots(served)
                 commands = _commands(options, snapshots)
+                if self._backend.container is not None:
+                    tell = functools.partial(tell_kernel, self._engine)
+                    await nursery.start(self._backend.container.connection.attend, tell)
                 methods = Methods(served, snapshots, options, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)

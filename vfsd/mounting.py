@@ -8,7 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from vfsd.options import ENGINES, NAME_PATTERN, EngineChoice, MountOptions
+from protocol.backends.container.address import parse_address
+from vfsd.options import ENGINES, NAME_PATTERN, TRANSPORTS, EngineChoice, MountOptions, TransportChoice
 from vfsd.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.userpaths import current_directory
 
@@ -22,11 +23,11 @@ _ARGUMENTS: Final = {
     "image": "an image's name",
 }
 _IN_MEMORY: Final = frozenset({"memory", "overlay"})
-_TO_COME: Final = frozenset({"container", "image"})
+_IN_CONTAINERS: Final = frozenset({"container", "image"})
 
 
 def check_backend(backend: str) -> None:
-    """ValueError for what is no backend, OSError (EOPNOTSUPP) for one that this version does not have."""
+    """ValueError for what is no backend."""
     kind, _, argument = backend.partition(":")
     if backend == "memory":
         return
@@ -34,8 +35,6 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"{backend!r} is not one of memory, host:DIR, overlay:DIR, container:NAME, image:REF")
     if not argument:
         raise ValueError(f"{backend!r} lacks {_ARGUMENTS[kind]} after the colon")
-    if kind in _TO_COME:
-        raise OSError(errno.EOPNOTSUPP, f"the {kind} backend is not available in this version")
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
@@ -56,12 +55,38 @@ def _host_directory(directory: str, mountpoint: str) -> str:
     return place
 
 
-def _check_host_options(archive: object, **limits: int | None) -> None:
+def _check_host_options(what: str, archive: object, **limits: int | None) -> None:
     if archive is not None:
-        raise ValueError("a host directory has its own content: it takes no archive to begin with")
-    for what, limit in limits.items():
+        raise ValueError(f"{what} has its own content: it takes no archive to begin with")
+    for name, limit in limits.items():
         if limit is not None:
-            raise ValueError(f"{what} is the memory backend's: a host directory has what its file system has")
+            raise ValueError(f"{name} is the memory backend's: {what} has what its file system has")
+
+
+def _check_container_options(
+    kind: str, podman_url: str | None, workdir: str | None, transport: str, network: str | None
+) -> None:
+    if kind not in _IN_CONTAINERS:
+        given = {"podman_url": podman_url, "workdir": workdir, "network": network}
+        names = [name for name, value in given.items() if value is not None]
+        if names or transport != "auto":
+            raise ValueError(f"{(names or ['transport'])[0]} goes with container:NAME or image:REF")
+        return
+    if podman_url is not None:
+        parse_address(podman_url)
+    if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
+        raise ValueError(f"workdir must be an absolute path in the container, without '..': {workdir!r}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"not a transport: {transport!r} (one of {', '.join(TRANSPORTS)})")
+    if network is not None and kind == "container":
+        raise ValueError("network is for a container that vfsd makes (image:REF); this one has its own")
+
+
+def _check_cache_timeout(kind: str, cache_timeout_s: float) -> None:
+    if kind not in {"host", *_IN_CONTAINERS}:
+        raise ValueError(f"nobody but vfsd changes a {kind} workspace: there is no cache_timeout_s to set")
+    if not 0 <= cache_timeout_s < math.inf:
+        raise ValueError(f"cache_timeout_s is a number of seconds, not {cache_timeout_s}")
 
 
 def _check_store(store: str | os.PathLike[str], kind: str) -> None:
@@ -88,12 +113,16 @@ def mount_options(
     exec_on_host: bool = False,
     store: str | os.PathLike[str] | None = None,
     snapshot_each: bool = False,
+    podman_url: str | None = None,
+    workdir: str | None = None,
+    transport: TransportChoice = "auto",
+    network: str | None = None,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
 ) -> MountOptions:
     """The options of a mount at `mountpoint`; without a `name`, one made from its last part.
 
-    ValueError for a value that makes no sense, OSError for a backend that is not available.
+    ValueError for a value that makes no sense.
     """
     check_backend(backend)
     if name is not None and NAME_PATTERN.fullmatch(name) is None:
@@ -108,18 +137,19 @@ def mount_options(
     place = os.path.abspath(mountpoint)
     kind, _, argument = backend.partition(":")
     if kind == "host":
-        _check_host_options(archive, max_bytes=max_bytes, max_inodes=max_inodes)
+        _check_host_options("a host directory", archive, max_bytes=max_bytes, max_inodes=max_inodes)
         backend = f"host:{_host_directory(argument, place)}"
     elif kind == "overlay":
         backend = f"overlay:{_host_directory(argument, place)}"
+    elif kind in _IN_CONTAINERS:
+        _check_host_options("a container", archive, max_bytes=max_bytes, max_inodes=max_inodes)
+    _check_container_options(kind, podman_url, workdir, transport, network)
     if store is not None:
         _check_store(store, kind)
     if (include or exclude) and kind != "overlay":
         raise ValueError("only an overlay hides what is below it: include and exclude go with overlay:DIR")
-    if cache_timeout_s is not None and kind != "host":
-        raise ValueError(f"nobody but vfsd changes a {kind} workspace: there is no cache_timeout_s to set")
-    if cache_timeout_s is not None and not 0 <= cache_timeout_s < math.inf:
-        raise ValueError(f"cache_timeout_s is a number of seconds, not {cache_timeout_s}")
+    if cache_timeout_s is not None:
+        _check_cache_timeout(kind, cache_timeout_s)
     return MountOptions(
         mountpoint=place,
         name=name or unique_name(place),
@@ -136,6 +166,10 @@ def mount_options(
         exec_on_host=exec_on_host,
         store=None if store is None else os.path.abspath(store),
         snapshot_each=snapshot_each,
+        podman_url=podman_url,
+        workdir=workdir,
+        transport=transport,
+        network=network,
         log_level=log_level,
         log_format=log_format,
     )

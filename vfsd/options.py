@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["ENGINES", "NAME_PATTERN", "EngineChoice", "MountOptions"]
+__all__ = ["ENGINES", "NAME_PATTERN", "TRANSPORTS", "EngineChoice", "MountOptions", "TransportChoice"]
 
 EngineChoice = Literal["auto", "native", "pyfuse3"]
 ENGINES: Final = ("auto", "native", "pyfuse3")
+TransportChoice = Literal["auto", "rootfs", "agent"]
+TRANSPORTS: Final = ("auto", "rootfs", "agent")
 # A name is a file name of the socket and a systemd instance name: nothing to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -39,5 +41,10 @@ class MountOptions:
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     store: str | None = None  # where snapshots are kept that are not in memory; None for the user's store
     snapshot_each: bool = False  # a snapshot after each command that the workspace ran
+    # Of container:NAME and image:REF.
+    podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
+    workdir: str | None = None  # in the container; None for /workspace
+    transport: TransportChoice = "auto"
+    network: str | None = None  # of a container that is made; None for none
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

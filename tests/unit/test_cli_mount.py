@@ -84,12 +84,34 @@ def test_json_tells_where_the_workspace_is(started: Started) -> None:
         assert answer["pid"] == 42
 
 
-@pytest.mark.parametrize("backend", ["container:web", "image:alpine"])
-def test_a_backend_to_come_is_an_error_that_says_so(started: Started, backend: str) -> None:
-    result = mount("/mnt", "--backend", backend)
-    assert result.exit_code == 1
-    kind = backend.partition(":")[0]
-    assert result.stderr == f"vfsd: error: the {kind} backend is not available in this version\n"
+def test_a_container_is_chosen_with_its_podman_its_directory_its_transport_and_its_network(started: Started) -> None:
+    options = ["--podman-url", "ssh://me@there/sock", "--workdir", "/srv", "--transport", "agent", "--network", "web"]
+
+    assert mount("/mnt", "--backend", "image:alpine", *options).exit_code == 0
+
+    (given,) = started
+    assert (given.backend, given.podman_url, given.workdir) == ("image:alpine", "ssh://me@there/sock", "/srv")
+    assert (given.transport, given.network) == ("agent", "web")
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--workdir", "/srv"], "workdir goes with container:NAME"),
+        (["--transport", "agent"], "transport goes with container:NAME"),
+        (["--backend", "container:web", "--workdir", "srv"], "absolute path"),
+        (["--backend", "container:web", "--workdir", "/srv/../etc"], "absolute path"),
+        (["--backend", "container:web", "--podman-url", "podman.sock"], "no address of a Podman service"),
+        (["--backend", "container:web", "--network", "host"], "has its own"),
+        (["--backend", "container:web", "--max-bytes", "1M"], "what its file system has"),
+        (["--backend", "image:alpine", "--from", "a.zip"], "has its own content"),
+    ],
+)
+def test_what_makes_no_sense_with_a_container_is_refused(started: Started, args: list[str], reason: str) -> None:
+    result = mount("/mnt", *args)
+
+    assert isinstance(result.exception, ValueError)  # which `main` says in a line
+    assert reason in str(result.exception)
     assert started == []
 
 

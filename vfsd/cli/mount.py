@@ -22,7 +22,7 @@ from vfsd.control.sockets import remove_dead_socket
 from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options
 from vfsd.mounts import clear_dead_mount, is_dead, mount_at
-from vfsd.options import ENGINES
+from vfsd.options import ENGINES, TRANSPORTS
 from vfsd.runtime import WorkspaceRecord, read_records, remove_record
 
 __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
@@ -37,6 +37,8 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     vfsd mount ~/work --from backup.zip --read-only
     vfsd mount ~/work --backend host:project --cache-timeout 5
     vfsd mount ~/work --backend overlay:project --exclude .env
+    vfsd mount ~/work --backend container:web --workdir /srv/app
+    vfsd mount ~/work --backend image:docker.io/library/python:3.12
     """,
 )
 @click.argument("mountpoint", type=click.Path(), shell_complete=lambda *_: [CompletionItem("", type="dir")])
@@ -46,7 +48,8 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME or image:REF.  So far: the first three.",
+    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME (one of Podman's that runs), or image:REF"
+    " (a new container of it, which lives as long as the workspace).",
 )
 @click.option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
 @click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
@@ -62,7 +65,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     "cache_timeout_s",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="How soon what others change in host:DIR is seen at the latest; 1 by default.",
+    help="How soon what others change in host:DIR, or in a container, is seen at the latest; 1 by default.",
 )
 @click.option(
     "--store",
@@ -85,6 +88,22 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     is_flag=True,
     help="Let `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
 )
+@click.option(
+    "--podman-url",
+    metavar="URL",
+    help="The container's Podman: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST,"
+    " or your own service's socket.",
+)
+@click.option("--workdir", metavar="DIR", help="Which directory in the container; /workspace if not given.")
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="How the container's files are reached: rootfs (through /proc, on this machine, for root) or agent (a helper"
+    " that runs inside, anywhere).",
+)
+@click.option("--network", metavar="NETWORK", help="The network of image:REF's container, as for podman run; none.")
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)

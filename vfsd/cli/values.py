@@ -61,7 +61,7 @@ class Name(_TextType):
 
 
 class Backend(_TextType):
-    """memory, host:DIR, overlay:DIR, container:NAME or image:REF; one that is to come is no usage error."""
+    """memory, host:DIR, overlay:DIR, container:NAME or image:REF."""
 
     name = "backend"
 
@@ -70,8 +70,6 @@ class Backend(_TextType):
             check_backend(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        except OSError:
-            pass  # not a usage error: the command itself fails with it
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002

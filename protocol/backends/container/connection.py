@@ -14,7 +14,7 @@ import trio
 
 from protocol.backends.container.reconnecting import ReconnectingVolume
 from protocol.backends.container.state import ContainerState
-from protocol.backends.container.target import ContainerTarget, not_running
+from protocol.backends.container.target import ContainerTarget, check_running
 from protocol.backends.container.transport import Transport
 from protocol.volume import Coherence
 
@@ -61,10 +61,7 @@ class Connection:
         raise TimeoutError(f"Podman does not answer at {self.target.service.address}")
 
     async def _running(self) -> ContainerState:
-        state = await self.inspect()
-        if not state.running:
-            raise not_running(state)
-        return state
+        return check_running(await self.inspect())
 
     async def _attend_once(self, state: ContainerState, tell: Tell, connected: Callable[[], None]) -> None:
         """Serve one run of the container, until it is lost.  OSError where it cannot be connected to."""

@@ -27,7 +27,6 @@ from requests import RequestException
 from protocol.backends.container.address import ServiceAddress, default_address, parse_address
 from protocol.backends.container.state import ContainerMount, ContainerState, state_of
 from protocol.backends.container.tunnel import Tunnel
-from protocol.errors import fail
 
 __all__ = ["INIT_COMMAND", "PIDS_LIMIT", "Container", "ContainerNotFoundError", "ImageNotFoundError", "PodmanService"]
 
@@ -338,8 +337,3 @@ def _code_of(error: BaseException) -> int | None:
             return one.errno
         waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
     return None
-
-
-def not_running(name: str, state: ContainerState | None) -> OSError:
-    """EIO for whoever asks for what is in a container that does not run."""
-    return fail(errno.EIO, f"container {name}: {state.describe() if state else 'removed'}")

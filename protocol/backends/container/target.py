@@ -10,7 +10,7 @@ from typing import Final
 from protocol.backends.container.podman import Container, PodmanService
 from protocol.backends.container.state import ContainerState
 
-__all__ = ["DEFAULT_WORKDIR", "ContainerTarget", "check_workdir", "not_running"]
+__all__ = ["DEFAULT_WORKDIR", "ContainerTarget", "check_running", "check_workdir"]
 
 DEFAULT_WORKDIR: Final = "/workspace"
 
@@ -43,6 +43,8 @@ def check_workdir(workdir: str) -> str:
     return "/" + posixpath.normpath(workdir).lstrip("/")
 
 
-def not_running(state: ContainerState) -> OSError:
-    """Why nothing can be had from a container now, and what to do."""
-    return OSError(errno.EIO, f"the container is not running ({state.describe()}): podman start {state.name}")
+def check_running(state: ContainerState) -> ContainerState:
+    """`state`, of a container that runs.  OSError (EIO) with what to do where it does not."""
+    if not state.running:
+        raise OSError(errno.EIO, f"the container is not running ({state.describe()}): podman start {state.name}")
+    return state

@@ -1,0 +1,124 @@
+"""open_container: a connection to a container's workspace, with the transport that reaches it best.
+
+Blocks; for a worker thread.  The connection is made by `Connection.attend`; here is found out that it can be.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from protocol.backends.container.connection import Connection
+from protocol.backends.container.owned import create_owned
+from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.rootfs import RootfsTransport
+from protocol.backends.container.state import ContainerState
+from protocol.backends.container.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
+from protocol.backends.container.transport import Transport
+
+__all__ = ["DEFAULT_WORKDIR", "ContainerWorkspace", "TransportChoice", "open_container", "open_image"]
+
+_logger = logging.getLogger(__name__)
+
+TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerWorkspace:
+    """A workspace in a container.  `close` ends what was opened for it, and removes a container of ours."""
+
+    connection: Connection
+    close: Callable[[], None]
+
+    @property
+    def target(self) -> ContainerTarget:
+        return self.connection.target
+
+    def tidy(self) -> None:
+        """To be called on the loop about once a second."""
+        transport = self.connection.transport
+        if isinstance(transport, RootfsTransport):
+            transport.tidy()
+
+
+def open_container(
+    name: str,
+    *,
+    podman_url: str | None = None,
+    workdir: str = DEFAULT_WORKDIR,
+    transport: TransportChoice = "auto",
+    read_only: bool = False,
+) -> ContainerWorkspace:
+    """The directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with what to do."""
+    service = PodmanService(podman_url)
+    try:
+        target = ContainerTarget(service, name, check_workdir(workdir))
+        chosen = _transport(target, check_running(target.inspect()), transport, read_only=read_only)
+    except BaseException:
+        service.close()
+        raise
+    return ContainerWorkspace(Connection(target, chosen, read_only=read_only), service.close)
+
+
+def open_image(
+    image: str,
+    workspace: str,
+    *,
+    podman_url: str | None = None,
+    workdir: str = DEFAULT_WORKDIR,
+    transport: TransportChoice = "auto",
+    network: str = "none",
+    read_only: bool = False,
+) -> ContainerWorkspace:
+    """The directory `workdir` of a new container of `image`, which lives as long as the workspace."""
+    service = PodmanService(podman_url)
+    container: Container | None = None
+
+    def close() -> None:
+        try:
+            if container is not None:
+                _remove(container)
+        finally:
+            service.close()
+
+    try:
+        directory = check_workdir(workdir)
+        container = create_owned(service, image, workspace, network=network)
+        target = ContainerTarget(service, container.id, directory)
+        chosen = _transport(target, target.inspect(), transport, read_only=read_only)
+    except BaseException:
+        close()
+        raise
+    return ContainerWorkspace(Connection(target, chosen, read_only=read_only), close)
+
+
+def _remove(container: Container) -> None:
+    try:
+        container.remove()
+    except OSError as error:  # the workspace ends all the same; the next one that starts tries again
+        _logger.warning("container %s is left: %s", container.name, error, extra={"operation": "container"})
+
+
+def _transport(
+    target: ContainerTarget, state: ContainerState, choice: TransportChoice, *, read_only: bool
+) -> Transport:
+    """Of "auto", rootfs where it reaches everything: on this machine, for root."""
+    if choice == "rootfs" or (choice == "auto" and os.geteuid() == 0 and target.service.is_local):
+        rootfs = RootfsTransport(target.workdir, read_only=read_only)
+        try:
+            rootfs.probe(state)
+        except OSError as error:
+            if choice == "rootfs":
+                raise
+            _logger.info("not reached through /proc: %s", error, extra={"operation": "container"})
+        else:
+            return rootfs
+    return _agent(target, read_only=read_only)
+
+
+def _agent(target: ContainerTarget, *, read_only: bool) -> Transport:
+    raise OSError(errno.EOPNOTSUPP, f"the agent transport is to come (read-only: {read_only})", target.name)
