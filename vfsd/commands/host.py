@@ -16,7 +16,6 @@ from typing import Final
 
 import trio
 
-from protocol.errors import fail
 from protocol.execution import Command, Terminal, check_command
 from protocol.supervised import Supervised
 from vfsd.commands.place import Process, Stream
@@ -40,7 +39,7 @@ class HostPlace:
         check_command(command)
         if command.user is not None:
             reason = "on this host commands run as the user who mounted the workspace; --user is for containers"
-            raise fail(errno.EOPNOTSUPP, reason)
+            raise OSError(errno.EOPNOTSUPP, reason)
         directory = os.path.normpath(os.path.join(self._root, command.cwd))
         env = {**self._env, **command.env}
         # Shielded: a process that was started must get here.

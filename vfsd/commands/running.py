@@ -15,7 +15,6 @@ from typing import Final
 
 import trio
 
-from protocol.errors import fail
 from protocol.execution import Command
 from vfsd.commands.place import Place, Process, Stream
 from vfsd.logs import log_failure
@@ -101,7 +100,7 @@ class Commands:
         return name
 
     def _nowhere(self) -> OSError:
-        return fail(
+        return OSError(
             errno.EOPNOTSUPP,
             f"workspace {self._workspace!r} cannot run commands: its backend has nothing to run them in. Mount it with "
             "--sandbox image:REF to run them in a container that sees its files, or with --on-host to run them on this "

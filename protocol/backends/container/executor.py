@@ -1,0 +1,312 @@
+"""Commands in a container: `ContainerPlace` runs them for a trio loop, `ContainerExecutor` for plain threads.
+
+A command is an exec of Podman's service (`exec_stream`).  It ends with all that it started: `marked` says how, and
+what it cannot promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import posixpath
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final, Literal
+
+import trio
+
+from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exec
+from protocol.backends.container.marked import Marked
+from protocol.backends.container.podman import Container
+from protocol.errors import fail
+from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, Terminal, check_command
+
+__all__ = ["ContainerExecutor", "ContainerPlace", "ContainerProcess", "RunningInContainer"]
+
+Stream = Literal["stdout", "stderr"]
+
+_END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
+_KILLED: Final = 137  # 128 + SIGKILL, as runtimes and shells say it
+# What a runtime that could not start a program says on its standard error, and the status that comes with it.
+_REFUSAL: Final = b"Error: "
+_REFUSAL_STATUSES: Final = frozenset({125, 126, 127})
+_REFUSAL_BYTES: Final = 8 * 1024
+
+
+class ContainerPlace:
+    """Runs commands in the running container `container`, below its directory `workdir`.
+
+    `owned`: nothing but commands run here makes processes in it, and it may be restarted.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        workdir: str = "/workspace",
+        *,
+        owned: bool = False,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> None:
+        self._container = container
+        self._workdir = workdir
+        self._owned = owned
+        self._env = dict(env or {})
+        self._user = user
+        self._running = 0
+
+    @contextlib.asynccontextmanager
+    async def started(self, command: Command) -> AsyncIterator[ContainerProcess]:
+        """Start it.  On leaving, nothing that it started runs any more.
+
+        FileNotFoundError: the container is gone; OSError (ENOTCONN): it does not run; see `ContainerProcess.wait`.
+        """
+        check_command(command)
+        marked = Marked(self._container, owned=self._owned)
+        directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
+        terminal = command.terminal
+        self._running += 1
+        try:
+            # Shielded: what was started must get here.  It has a time limit of its own.
+            with trio.CancelScope(shield=True):
+                stream = await open_exec(
+                    self._container.service,
+                    self._container.id,
+                    command.argv,
+                    env={**self._env, **command.env, **marked.env},
+                    cwd=directory,
+                    tty=terminal is not None,
+                    user=command.user or self._user,
+                    size=None if terminal is None else (terminal.rows, terminal.columns),
+                )
+            process = ContainerProcess(stream, command, directory, marked, lambda: self._running == 1)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(process.pump)
+                    yield process
+                    nursery.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await process.end()
+        finally:
+            self._running -= 1
+
+
+class ContainerProcess:
+    """A command in a container, as `vfsd.commands.place.Process` has it.  A terminal's output is all "stdout"."""
+
+    def __init__(
+        self,
+        stream: ExecStream,
+        command: Command,
+        directory: str,
+        marked: Marked,
+        is_alone: Callable[[], bool],
+    ) -> None:
+        self._stream = stream
+        self._command = command
+        self._directory = directory
+        self._marked = marked
+        self._is_alone = is_alone
+        self._killed = False
+        self._refusal = b""  # what may be the runtime's word that the program could not be started
+        self._has_begun = False
+        self._channel, self.output = trio.open_memory_channel[tuple[Stream, bytes]](0)
+
+    # -- output ----------------------------------------------------------------------------------------
+    async def pump(self) -> None:
+        """Put what the command writes into `output`, until it has ended."""
+        async with self._channel:
+            while (received := await self._stream.receive()) is not None:
+                data = received.data
+                if not self._has_begun and received.channel == STDERR and self._may_be_refusal(data):
+                    self._refusal += data
+                    continue
+                await self._flush()
+                await self._channel.send(("stderr" if received.channel == STDERR else "stdout", data))
+            if self._refusal and not await self._is_refused():
+                await self._flush()
+
+    def _may_be_refusal(self, data: bytes) -> bool:
+        return data.startswith(_REFUSAL) and b"OCI " in (self._refusal or data) and len(self._refusal) < _REFUSAL_BYTES
+
+    async def _flush(self) -> None:
+        refusal, self._refusal, self._has_begun = self._refusal, b"", True
+        if refusal:
+            await self._channel.send(("stderr", refusal))
+
+    async def _is_refused(self) -> bool:
+        return await self._stream.wait() in _REFUSAL_STATUSES
+
+    # -- what it is given --------------------------------------------------------------------------------
+    async def send(self, data: bytes) -> None:
+        """Give it input; waits until it is taken.  BrokenPipeError once it reads no more."""
+        await self._stream.send(data)
+
+    async def end_input(self) -> None:
+        """There is no more input."""
+        if self._command.terminal is None:
+            await self._stream.close_stdin()
+        else:
+            with contextlib.suppress(BrokenPipeError):
+                await self._stream.send(_END_OF_INPUT)
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the command's process group; nothing when it has ended."""
+        await self._marked.signal(number)
+
+    async def resize(self, terminal: Terminal) -> None:
+        """Its terminal has another size now."""
+        if self._command.terminal is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                await self._stream.resize(terminal.rows, terminal.columns)
+
+    async def kill(self) -> None:
+        """Kill it with all that it started.  OSError where that cannot be done."""
+        self._killed = True
+        await self._marked.kill(is_alone=self._is_alone())
+
+    async def wait(self) -> int:
+        """Its exit status, once `output` has ended: 128 + N, as the runtime has it, for one that signal N killed.
+
+        -9 for one that `kill` did.  OSError where it could not be started: FileNotFoundError for a program or a
+        directory that is not there.
+        """
+        status = await self._stream.wait()
+        if self._refusal:
+            raise _refused(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
+        return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
+
+    async def end(self) -> None:
+        """Kill what is left of it, and close the connection.  Not to be cancelled."""
+        try:
+            await self._marked.kill(is_alone=self._is_alone())
+        finally:
+            await self._stream.aclose()
+
+
+def _refused(said: str, program: str, directory: str) -> OSError:
+    """The error that a runtime's word for a command that it could not start stands for."""
+    reason = said.splitlines()[0].removeprefix("Error: ")
+    text = reason.lower()
+    about = directory if "chdir to" in text else program
+    for words, code in (
+        ("not a directory", errno.ENOTDIR),
+        ("permission denied", errno.EACCES),
+        ("exec format error", errno.ENOEXEC),
+        ("argument list too long", errno.E2BIG),
+        ("resource temporarily unavailable", errno.EAGAIN),
+        ("no such file", errno.ENOENT),
+        ("not found", errno.ENOENT),
+    ):
+        if words in text:
+            return fail(code, about)
+    return OSError(errno.EIO, f"the container cannot run it: {reason}", about)
+
+
+# -- for threads -----------------------------------------------------------------------------------------
+class ContainerExecutor:
+    """Implements `protocol.execution.Executor` in a container; each command has a thread's loop of its own."""
+
+    def __init__(self, place: ContainerPlace) -> None:
+        self._place = place
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """See `Executor`; not from within a trio loop.  A signal that killed it shows as 128 + its number."""
+        return self.start(
+            argv, cwd=cwd, env=env, timeout_s=timeout_s, output_limit_bytes=output_limit_bytes, stdin=stdin
+        ).wait()
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> RunningInContainer:
+        """A command that `wait` runs, in the thread that calls it."""
+        command = Command(argv, cwd=cwd, env=dict(env or {}))
+        check_command(command)
+        if timeout_s <= 0:
+            raise fail(errno.EINVAL, "a timeout must be positive")
+        return RunningInContainer(self._place, command, timeout_s, output_limit_bytes, stdin)
+
+
+class RunningInContainer:
+    """A command, run by `wait`, which any other thread may end by `kill`."""
+
+    def __init__(
+        self, place: ContainerPlace, command: Command, timeout_s: float, output_limit_bytes: int, stdin: bytes
+    ) -> None:
+        self._place = place
+        self._command = command
+        self._timeout_s = timeout_s
+        self._limit_bytes = output_limit_bytes
+        self._stdin = stdin
+        self._lock = threading.Lock()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._to_be_killed: trio.Event | None = None
+        self._is_killed = False
+
+    def kill(self) -> None:
+        """Have it killed with all that it started; `wait` then returns soon.  Idempotent."""
+        with self._lock:
+            self._is_killed = True
+            if self._token is not None and self._to_be_killed is not None:
+                with contextlib.suppress(trio.RunFinishedError):
+                    self._token.run_sync_soon(self._to_be_killed.set)
+
+    def wait(self) -> ExecResult:
+        """Run it to its end.  OSError where it could not be started."""
+        try:
+            return trio.run(self._run)
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
+            raise error from None
+
+    async def _run(self) -> ExecResult:
+        with self._lock:
+            self._token, self._to_be_killed = trio.lowlevel.current_trio_token(), trio.Event()
+            if self._is_killed:
+                self._to_be_killed.set()
+        output: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        truncated = timed_out = False
+        async with self._place.started(self._command) as process, trio.open_nursery() as nursery:
+
+            async def end() -> None:
+                nonlocal timed_out
+                assert self._to_be_killed is not None
+                with trio.move_on_after(self._timeout_s) as clock:
+                    await self._to_be_killed.wait()
+                timed_out = clock.cancelled_caught
+                await process.kill()
+
+            async def feed() -> None:
+                with contextlib.suppress(BrokenPipeError):
+                    await process.send(self._stdin)
+                await process.end_input()
+
+            nursery.start_soon(end)
+            nursery.start_soon(feed)
+            async for stream, data in process.output:
+                room = self._limit_bytes - len(output[stream])
+                output[stream] += data[:room]
+                truncated = truncated or len(data) > room
+            exit_status = await process.wait()
+            nursery.cancel_scope.cancel()
+        return ExecResult(exit_status, bytes(output["stdout"]), bytes(output["stderr"]), timed_out, truncated)

@@ -1,0 +1,202 @@
+"""Which processes in a container are of one command, and how they are all ended.
+
+A command's processes are found by a mark in their environment (MARK=...), which is inherited; by their session and
+their parents; and in a container of vfsd's own, where nothing else makes them, as orphans: what a command has left
+behind, in whatever session and environment, is a child of the container's first process.
+
+Two ways: from outside, through this machine's /proc, where the container is on it and its processes may be
+signalled; else by a POSIX shell in the container, with nothing but what is built into it, so that it starts one
+process, whatever the image has.  Only the former works when the container may have no more processes (a fork
+bomb at its limit).  Source: proc_pid_stat(5), proc_pid_environ(5).
+
+Threading: everything here blocks; any thread may call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "Outside"]
+
+MARK: Final = "VFSD_EXEC"
+_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.2
+_GONE: Final = ("Z", "X")
+
+# Arguments: the mark, and 1 where orphans are the command's too.  Exit status 0: nothing of it is left.
+# It stops them first: a process that is killed makes room for another, one that is stopped makes none.
+KILL_SCRIPT: Final = r"""
+each() {
+  found=0
+  read -r line < /proc/1/stat; set -- "$1" "$2" "$3" ${line##*) }; own=$7
+  for place in /proc/[0-9]*; do
+    pid=${place#/proc/}
+    [ "$pid" = 1 ] || [ "$pid" = "$$" ] && continue
+    line=; { read -r line < "$place/stat"; } 2>/dev/null || continue
+    set -- "$1" "$2" "$3" ${line##*) }
+    case $4 in Z|X) continue;; esac
+    hit=0
+    [ "$3" = 1 ] && [ "$5" = 1 ] && [ "$7" != "$own" ] && hit=1
+    while IFS= read -r line || [ -n "$line" ]; do
+      case $line in *"$2"*) hit=1;; esac
+      line=
+    done 2>/dev/null < "$place/environ"
+    [ $hit = 1 ] && { found=$((found + 1)); kill "-$1" "$pid" 2>/dev/null; }
+  done
+}
+rounds=0
+while [ $rounds -lt 50 ]; do
+  each STOP "$1" "$2" 2>/dev/null
+  each KILL "$1" "$2" 2>/dev/null
+  [ $found = 0 ] && exit 0
+  rounds=$((rounds + 1))
+done
+exit 1
+"""
+
+# Arguments: a signal's number, the mark.  The command itself is whose parent is not in the container.
+SIGNAL_SCRIPT: Final = r"""
+for place in /proc/[0-9]*; do
+  pid=${place#/proc/}
+  line=; { read -r line < "$place/stat"; } 2>/dev/null || continue
+  set -- "$1" "$2" ${line##*) }
+  [ "$4" = 0 ] && [ "$pid" != "$$" ] || continue
+  while IFS= read -r line || [ -n "$line" ]; do
+    case $line in *"$2"*) kill "-$1" "-$5" 2>/dev/null;; esac
+    line=
+  done 2>/dev/null < "$place/environ"
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+
+def _process(pid: int) -> _Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return _Process(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]))
+
+
+def _entry(mark: str) -> bytes:
+    return b"\0" + mark.encode() + b"\0"
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return b"\0" + file.read() + b"\0"
+    except OSError:
+        return b""
+
+
+class Outside:
+    """The processes of the container `container_id`, whose first one is `init_pid`, as this machine sees them."""
+
+    def __init__(self, container_id: str, init_pid: int) -> None:
+        self._id = container_id.encode()
+        self._init = init_pid
+        self._namespace = self._namespace_of(init_pid)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine, and its processes may be looked at."""
+        # Behind a forwarded socket is another machine, where the pid means something else.
+        return self._init > 0 and self._namespace is not None and self._is_inside(self._init)
+
+    @staticmethod
+    def _namespace_of(pid: int) -> str | None:
+        try:
+            return os.readlink(f"/proc/{pid}/ns/pid")
+        except OSError:
+            return None
+
+    def _is_inside(self, pid: int) -> bool:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", "rb") as file:
+            return self._id in file.read()
+        return False
+
+    def _all(self) -> list[_Process]:
+        ours = self._namespace_of(os.getpid())
+        found = []
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == self._init:
+                continue
+            pid = int(name)
+            # A container may have made namespaces of its own, or, if it shares ours, be known by its group alone.
+            inside = self._is_inside(pid) or (self._namespace != ours and self._namespace_of(pid) == self._namespace)
+            process = _process(pid) if inside else None
+            if process is not None and process.state not in _GONE:
+                found.append(process)
+        return found
+
+    def find(self, mark: str, *, with_orphans: bool = False) -> set[int]:
+        """The processes of the command whose environment has `mark` ("NAME=VALUE")."""
+        there = self._all()
+        wanted = _entry(mark)
+        of_session: set[int] = set()
+        init = _process(self._init)
+        found = {process.pid for process in there if wanted in _environment(process.pid)}
+        if with_orphans and init is not None:
+            orphans = (one for one in there if one.parent == self._init and one.session != init.session)
+            found |= {process.pid for process in orphans}
+        while True:
+            of_session |= {process.session for process in there if process.pid in found}
+            more = {one.pid for one in there if one.parent in found or one.session in of_session} - found
+            if not more:
+                return found
+            found |= more
+
+    def signal(self, mark: str, number: int) -> None:
+        """Send a signal to the command's own process group: that of whose parent is not in the container."""
+        there = self._all()
+        inside = {process.pid for process in there} | {self._init}
+        wanted = _entry(mark)
+        for process in there:
+            if process.parent not in inside and wanted in _environment(process.pid):
+                with contextlib.suppress(OSError):
+                    os.killpg(process.group, number)
+
+    def kill(self, mark: str, *, with_orphans: bool, timeout_s: float) -> bool:
+        """End them all; False when some are still there after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        pause_s = _PAUSE_S
+        while found := self.find(mark, with_orphans=with_orphans):
+            # What is stopped makes no more; what is killed makes room for others to do so.
+            stopped: set[int] = set()
+            while found - stopped and time.monotonic() < deadline:
+                self._signal(found - stopped, signal.SIGSTOP)
+                stopped |= found
+                found = self.find(mark, with_orphans=with_orphans)
+            self._signal(stopped | found, signal.SIGKILL)
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def _signal(self, pids: Iterable[int], number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                descriptor = os.pidfd_open(pid)
+                try:
+                    # The number may have been given to another process since it was found.
+                    if self._is_inside(pid) or self._namespace_of(pid) == self._namespace:
+                        signal.pidfd_send_signal(descriptor, number)
+                finally:
+                    os.close(descriptor)

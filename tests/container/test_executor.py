@@ -1,0 +1,180 @@
+"""ContainerExecutor: commands in a container, which end with all that they started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.adapters.host import HostFilesystem
+from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
+from protocol.backends.container.podman import Container
+from protocol.backends.container.processes import Outside
+from protocol.execution import Executor
+from protocol.tools import TOOLS, ToolContext
+from tests.container.conftest import StartContainer, inside
+
+SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
+
+
+@pytest.fixture
+def container(start_container: StartContainer) -> Container:
+    container = start_container(pids_limit=200)
+    inside(container, "mkdir -p /workspace/sub && chown dev /workspace && echo text > /workspace/file")
+    return container
+
+
+@pytest.fixture
+def executor(container: Container) -> ContainerExecutor:
+    return ContainerExecutor(ContainerPlace(container))
+
+
+@pytest.fixture(params=["from outside", "from inside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How processes are found: through this machine's /proc, or as over a service of another machine."""
+    if request.param == "from inside":
+        monkeypatch.setattr(Outside, "is_here", False)
+    return str(request.param)
+
+
+def sleepers(container: Container) -> list[str]:
+    return inside(container, SLEEPERS).decode().splitlines()
+
+
+def test_it_is_an_executor(executor: ContainerExecutor) -> None:
+    assert isinstance(executor, Executor)
+
+
+def test_output_error_and_exit_status_come_apart(executor: ContainerExecutor) -> None:
+    done = executor.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (done.exit_status, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
+    assert not done.timed_out
+    assert not done.truncated
+
+
+def test_a_command_runs_in_its_directory_with_its_environment(executor: ContainerExecutor) -> None:
+    done = executor.run(["sh", "-c", 'pwd; echo "$X"'], cwd="sub", env={"X": "1 2"})
+    assert done.stdout == b"/workspace/sub\n1 2\n"
+
+
+def test_standard_input_is_given_whole_and_ends(executor: ContainerExecutor) -> None:
+    content = os.urandom(1 << 20)
+    assert executor.run(["cat"], stdin=content, output_limit_bytes=1 << 21).stdout == content
+    assert executor.run(["cat"]).stdout == b""
+
+
+def test_a_command_that_reads_no_input_is_not_waited_for(executor: ContainerExecutor) -> None:
+    assert executor.run(["true"], stdin=b"x" * (1 << 20)).exit_status == 0
+
+
+def test_output_beyond_the_limit_is_thrown_away_and_the_command_goes_on(executor: ContainerExecutor) -> None:
+    done = executor.run(["sh", "-c", "head -c 1000000 /dev/zero; echo end >&2"], output_limit_bytes=10)
+    assert (done.stdout, done.stderr, done.truncated, done.exit_status) == (bytes(10), b"end\n", True, 0)
+
+
+def test_a_signal_that_ends_a_command_is_told_as_the_runtime_does(executor: ContainerExecutor) -> None:
+    assert executor.run(["sh", "-c", "kill -TERM $$"]).exit_status == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd", "code", "about"),
+    [
+        (["no-such-program"], ".", errno.ENOENT, "no-such-program"),
+        (["/workspace/file"], ".", errno.EACCES, "/workspace/file"),
+        (["true"], "missing", errno.ENOENT, "/workspace/missing"),
+        (["true"], "file", errno.ENOTDIR, "/workspace/file"),
+        ([], ".", errno.EINVAL, "no command"),
+    ],
+)
+def test_a_command_that_cannot_be_started_raises(
+    executor: ContainerExecutor, argv: list[str], cwd: str, code: int, about: str
+) -> None:
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        executor.run(argv, cwd=cwd)
+    assert (caught.value.errno, caught.value.filename) == (code, about)
+
+
+def test_what_only_looks_like_a_refusal_is_the_commands_own(executor: ContainerExecutor) -> None:
+    done = executor.run(["sh", "-c", "echo 'Error: an OCI thing' >&2; exit 1"])
+    assert (done.exit_status, done.stderr) == (1, b"Error: an OCI thing\n")
+    assert executor.run(["sh", "-c", "no-such-program; exit 127"]).exit_status == 127
+
+
+ESCAPING = "setsid sh -c 'sleep 1000 & exec sleep 2000' & (sleep 3000 &) ; sleep 0.2"
+
+
+@pytest.mark.parametrize("ending", ["", "; sleep 4000"], ids=["it ended", "its time was over"])
+def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
+    executor: ContainerExecutor, container: Container, way: str, ending: str
+) -> None:
+    done = executor.run(["sh", "-c", ESCAPING + ending], timeout_s=3 if ending else 60)
+    assert (done.timed_out, done.exit_status) == ((True, -signal.SIGKILL) if ending else (False, 0))
+    assert sleepers(container) == []
+
+
+def test_another_command_and_the_containers_own_processes_stay(
+    executor: ContainerExecutor, container: Container, way: str
+) -> None:
+    inside(container, "setsid sleep 9000 >/dev/null 2>&1 &")
+    started = threading.Event()
+    other = executor.start(["sh", "-c", "sleep 8000"])
+    thread = threading.Thread(target=lambda: (started.set(), other.wait()))
+    thread.start()
+    try:
+        assert started.wait(30)
+        executor.run(["sh", "-c", f"until {SLEEPERS} | grep -q 8000; do :; done; sleep 1000 &"])
+        assert sorted(sleepers(container)) == ["sleep 8000", "sleep 9000"]
+    finally:
+        other.kill()
+        thread.join()
+    assert sleepers(container) == ["sleep 9000"]
+
+
+def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(container: Container, way: str) -> None:
+    executor = ContainerExecutor(ContainerPlace(container, owned=True))
+    executor.run(["sh", "-c", "env -i setsid sh -c '(env -i setsid sleep 1000 &)'; sleep 0.2"])
+    assert sleepers(container) == []
+    assert inside(container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
+
+
+def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, container: Container, way: str) -> None:
+    running = executor.start(["sh", "-c", "echo; sleep 1000"])
+    results = []
+    thread = threading.Thread(target=lambda: results.append(running.wait()))
+    thread.start()
+    while not sleepers(container):
+        pass
+    running.kill()
+    running.kill()
+    thread.join()
+    assert (results[0].exit_status, results[0].timed_out) == (-signal.SIGKILL, False)
+    assert sleepers(container) == []
+
+
+BOMB = "bomb() { bomb | bomb & }; bomb; sleep 1000"
+
+
+def test_a_fork_bomb_ends_at_its_time(container: Container, way: str) -> None:
+    """From inside there is no process left to do it with: the container of ours is restarted."""
+    executor = ContainerExecutor(ContainerPlace(container, owned=True))
+    done = executor.run(["sh", "-c", BOMB], timeout_s=3)
+    assert done.timed_out
+    left = inside(container, "ps -o args | grep -c '[b]omb' || true")
+    assert left == b"0\n"
+    assert executor.run(["echo", "fine"]).stdout == b"fine\n"
+
+
+def test_the_shell_and_python_tools_run_in_the_container(
+    start_container: StartContainer, python_image: str, tmp_path: Path
+) -> None:
+    container = start_container(python_image)
+    inside(container, "mkdir /workspace && echo hello > /workspace/f")
+    context = ToolContext(HostFilesystem(tmp_path), executor=ContainerExecutor(ContainerPlace(container)))
+    shell = TOOLS["shell"].call({"command": "cat f; echo $((6 * 7))"}, context)
+    assert (shell.stdout, shell.exit_status) == ("hello\n42\n", 0)
+    python = TOOLS["python"].call({"code": "import sys; print(open('f').read()); sys.exit(2)"}, context)
+    assert (python.stdout, python.exit_status) == ("hello\n\n", 2)
