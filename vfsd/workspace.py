@@ -35,7 +35,7 @@ from vfsd.control.messages import Progress
 from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options, running_workspace
 from vfsd.mounts import mount_at
-from vfsd.options import EngineChoice, MountOptions
+from vfsd.options import EngineChoice, MountOptions, TransportChoice
 from vfsd.results import Applied, Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
 from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import UserPath
@@ -124,6 +124,10 @@ class Workspace(_Base):
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         store: FilePath | None = None,
+        podman_url: str | None = None,
+        workdir: str | None = None,
+        transport: TransportChoice = "auto",
+        network: str | None = None,
         create: bool = True,
     ) -> Self: ...
 
@@ -146,6 +150,10 @@ class Workspace(_Base):
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         store: FilePath | None = None,
+        podman_url: str | None = None,
+        workdir: str | None = None,
+        transport: TransportChoice = "auto",
+        network: str | None = None,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
@@ -154,7 +162,9 @@ class Workspace(_Base):
         `backend` is "memory"; or "overlay:DIR", changes in memory over a directory that is only read, without what
         the patterns `exclude` hide (gitignore's syntax), and with `include` only the files that those match; or
         "host:DIR", a directory of the host that others may change too: what they do is seen after `cache_timeout_s`
-        seconds at the latest (None: 1).
+        seconds at the latest (None: 1); or "container:NAME", the directory `workdir` (None: "/workspace") of a container
+        of the Podman at `podman_url` (None: your own), reached by `transport`; or "image:REF", a container that is
+        made for the workspace, with `network` (None: without), and removed with it.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
@@ -178,6 +188,10 @@ class Workspace(_Base):
             exclude=exclude,
             exec_on_host=exec_on_host,
             store=store,
+            podman_url=podman_url,
+            workdir=workdir,
+            transport=transport,
+            network=network,
         )
         if filesystem is not None:
             if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
@@ -367,6 +381,10 @@ class AsyncWorkspace(_Base):
         exclude: Sequence[str] = (),
         exec_on_host: bool = False,
         store: FilePath | None = None,
+        podman_url: str | None = None,
+        workdir: str | None = None,
+        transport: TransportChoice = "auto",
+        network: str | None = None,
         create: bool = True,
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
@@ -385,6 +403,10 @@ class AsyncWorkspace(_Base):
             exclude=exclude,
             exec_on_host=exec_on_host,
             store=store,
+            podman_url=podman_url,
+            workdir=workdir,
+            transport=transport,
+            network=network,
         )
 
         async def start() -> AsyncWorkspace:
