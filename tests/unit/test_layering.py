@@ -24,6 +24,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.diff", "protocol.archive", "protocol.search"),
         ("protocol.patch", "protocol.adapters"),
         ("protocol.backends",),
+        ("protocol.store",),
         ("protocol.snapshots",),
         ("protocol.tools",),
         ("protocol.testing",),

@@ -1,0 +1,209 @@
+"""Blobs: reading what a store holds by its digest; and the two sinks that take a state in.
+
+`Storing` keeps what a snapshot needs.  `Digesting` only names it, for a look at the live state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Protocol
+
+from protocol.store.digests import ContentDigest, digest_of
+from protocol.store.objects import NewObjects, Objects, fed_from_file
+from protocol.store.packs import DamagedError, Packs, PackWriter
+from protocol.store.rows import Row, decode_listing
+
+if TYPE_CHECKING:
+    from protocol.store.layout import Layout
+    from protocol.volume import Buffer
+
+__all__ = ["LARGE_BYTES", "Blobs", "Digesting", "Listings", "Sink", "Storing"]
+
+LARGE_BYTES: Final = 256 << 10  # from here on a content has a file of its own
+_LISTINGS_KEPT_BYTES: Final = 8 << 20
+Done = Callable[[int], object]
+
+
+class Listings(Protocol):
+    """Where listings are read."""
+
+    def listing(self, digest: bytes) -> list[Row]:
+        """The rows of one.  DamagedError."""
+        ...
+
+
+class Blobs:
+    """What the store holds.  May be used by several threads."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.packs = Packs(layout.packs)
+        self.objects = Objects(layout)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.packs.close()
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a content or a listing is there."""
+        return self.packs.find(digest) is not None or self.objects.has(digest)
+
+    def small(self, digest: bytes) -> bytes | None:
+        """A content or listing that is in a pack."""
+        place = self.packs.find(digest)
+        return None if place is None else self.packs.read(place)
+
+    def listing(self, digest: bytes) -> list[Row]:
+        """The rows of a listing."""
+        data = self.small(digest)
+        if data is None:
+            raise DamagedError(f"the listing {digest.hex()} is gone from the store")
+        try:
+            return decode_listing(data)
+        except ValueError:
+            raise DamagedError(f"the listing {digest.hex()} is damaged") from None
+
+    def read(self, digest: bytes, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a content."""
+        if not digest:
+            return b""
+        place = self.packs.find(digest)
+        if place is not None:
+            return self.packs.read(place, offset, size)
+        descriptor = self.objects.open(digest)
+        try:
+            return os.pread(descriptor, size, offset)
+        finally:
+            os.close(descriptor)
+
+    def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
+        """A content, in chunks of at most `size` bytes."""
+        if not digest:
+            return
+        place = self.packs.find(digest)
+        if place is not None:
+            for at in range(0, place.length, size):
+                yield self.packs.read(place, at, size)
+            return
+        descriptor = self.objects.open(digest)
+        try:
+            at = 0
+            while data := os.pread(descriptor, size, at):
+                yield data
+                at += len(data)
+        finally:
+            os.close(descriptor)
+
+
+class Sink(Protocol):
+    """What takes a state in.  Contents of up to LARGE_BYTES are `small`."""
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a content or listing need not be brought again."""
+        ...
+
+    def keeps(self, digest: bytes) -> bool:
+        """Whether a listing can be read, here or in the store."""
+        ...
+
+    def small(self, data: bytes) -> bytes:
+        """A content; its digest."""
+        ...
+
+    def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
+        """The first `size` bytes of a file; their digest, and how many there were."""
+        ...
+
+    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
+        """A content of any size, in pieces; its digest and length."""
+        ...
+
+    def listing(self, data: bytes) -> bytes:
+        """A listing; its digest."""
+        ...
+
+
+class Digesting:
+    """Names contents, and keeps listings (in memory) of which the store has none."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._listings: dict[bytes, bytes] = {}
+
+    def has(self, digest: bytes) -> bool:  # noqa: ARG002 -- nothing is brought, so nothing is lacking
+        return True
+
+    def keeps(self, digest: bytes) -> bool:
+        return digest in self._listings or self._blobs.packs.find(digest) is not None
+
+    def small(self, data: bytes) -> bytes:
+        return digest_of(data)
+
+    def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
+        digest = ContentDigest()
+        return (_named(digest, fed_from_file(descriptor, size, digest, None, done)), digest.size)
+
+    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
+        digest = ContentDigest()
+        for chunk in chunks:
+            digest.feed(chunk)
+            done(len(chunk))
+        return _named(digest, digest.size), digest.size
+
+    def listing(self, data: bytes) -> bytes:
+        digest = digest_of(data)
+        if self._blobs.packs.find(digest) is None:
+            self._listings[digest] = data
+        return digest
+
+    def rows(self, digest: bytes) -> list[Row]:
+        """The rows of a listing of this state or of the store."""
+        data = self._listings.get(digest)
+        return self._blobs.listing(digest) if data is None else decode_listing(data)
+
+
+class Storing:
+    """Keeps what the store lacks in a new pack, and in new objects."""
+
+    def __init__(self, blobs: Blobs, pack: PackWriter, objects: NewObjects) -> None:
+        self._blobs = blobs
+        self._pack = pack
+        self._objects = objects
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._pack or digest in self._objects or self._blobs.has(digest)
+
+    def keeps(self, digest: bytes) -> bool:
+        return digest in self._pack or self._blobs.packs.find(digest) is not None
+
+    def small(self, data: bytes) -> bytes:
+        digest = digest_of(data)
+        if digest not in self._pack and self._blobs.packs.find(digest) is None:
+            self._pack.add(digest, data)
+        return digest
+
+    def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
+        return self._objects.from_file(descriptor, size, done)
+
+    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
+        head = bytearray()
+        pieces = iter(chunks)
+        for chunk in pieces:
+            head += chunk
+            if len(head) > LARGE_BYTES:
+                return self._objects.from_chunks(chain([bytes(head)], pieces), done)
+        done(len(head))
+        return (self.small(bytes(head)) if head else b""), len(head)
+
+    def listing(self, data: bytes) -> bytes:
+        return self.small(data)
+
+    def rows(self, digest: bytes) -> list[Row]:
+        """The rows of a listing of this state."""
+        data = self._pack.read(digest)
+        return self._blobs.listing(digest) if data is None else decode_listing(data)
+
+
+def _named(digest: ContentDigest, size: int) -> bytes:
+    return digest.digest() if size else b""

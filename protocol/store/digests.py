@@ -1,0 +1,134 @@
+"""Digests: the name of a content, by which the store keeps it once.
+
+SHA-256, since it is the fastest of hashlib where a processor has instructions for it, as those of servers and laptops
+have since about 2019 (measured: 2.0 GB/s and 0.77 us for 1 KB, against 1.4 GB/s and 0.93 us of BLAKE2b).
+
+A content of more than CHUNK_BYTES is named by the digests of its chunks, in which a run of chunks that are all zeros
+is one number.  So a hole costs nothing, however long, and the name does not depend on where the holes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["CHUNK_BYTES", "DIGEST_BYTES", "ContentDigest", "digest_of"]
+
+DIGEST_BYTES: Final = 32
+CHUNK_BYTES: Final = 4 << 20
+_ZEROS: Final = bytes(1 << 16)
+_LONG: Final = b"vfsd content in chunks\0"  # so that no short content has the name of a long one
+
+
+def digest_of(data: Buffer) -> bytes:
+    """The name of a content of at most CHUNK_BYTES."""
+    return hashlib.sha256(data).digest()
+
+
+def _zero_chunk() -> bytes:
+    digest = hashlib.sha256()
+    for _ in range(CHUNK_BYTES // len(_ZEROS)):
+        digest.update(_ZEROS)
+    return digest.digest()
+
+
+class ContentDigest:
+    """The name of a content that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._only = b""
+        self._chunk = hashlib.sha256()
+        self._filled = 0
+        self._lazy = True  # all of this chunk so far is zeros that were not fed to `_chunk`
+        self._whole = hashlib.sha256(_LONG)
+        self._zero_run = 0
+        self._zero_chunk = b""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there were so far."""
+        return self._size
+
+    def feed(self, data: Buffer) -> None:
+        """The next bytes."""
+        view = memoryview(data)
+        self._size += len(view)
+        while view:
+            piece = view[: CHUNK_BYTES - self._filled]
+            self._materialize()
+            self._chunk.update(piece)
+            self._filled += len(piece)
+            view = view[len(piece) :]
+            if self._filled == CHUNK_BYTES:
+                self._end_chunk()
+
+    def feed_hole(self, length: int) -> None:
+        """The next `length` bytes are zeros."""
+        self._size += length
+        if not self._lazy or self._filled:
+            rest = min(length, CHUNK_BYTES - self._filled)
+            if not self._lazy:
+                _feed_zeros(self._chunk, rest)
+            self._filled += rest
+            length -= rest
+            if self._filled == CHUNK_BYTES:
+                self._end_chunk()
+        whole, rest = divmod(length, CHUNK_BYTES)
+        self._zero_run += whole
+        self._filled += rest
+
+    def digest(self) -> bytes:
+        """The name of all that was fed; nothing may be fed any more."""
+        if self._size <= CHUNK_BYTES:
+            if self._zero_run:  # exactly one chunk, and all of it a hole
+                return self._zero_digest()
+            if not self._filled and self._size:
+                return self._only
+            self._materialize()
+            return self._chunk.digest()
+        if self._filled:
+            self._materialize()
+            self._end_run()
+            self._whole.update(self._chunk.digest())
+        self._end_run()
+        self._whole.update(b"size %d" % self._size)
+        return self._whole.digest()
+
+    def _materialize(self) -> None:
+        if self._lazy:
+            self._lazy = False
+            _feed_zeros(self._chunk, self._filled)
+
+    def _end_chunk(self) -> None:
+        if self._lazy:
+            self._zero_run += 1
+        else:
+            digest = self._chunk.digest()
+            if digest == self._zero_digest():
+                self._zero_run += 1
+            else:
+                self._end_run()
+                self._only = digest
+                self._whole.update(digest)
+        self._chunk = hashlib.sha256()
+        self._filled = 0
+        self._lazy = True
+
+    def _end_run(self) -> None:
+        if self._zero_run:
+            self._whole.update(b"zeros %d" % self._zero_run)
+            self._zero_run = 0
+
+    def _zero_digest(self) -> bytes:
+        self._zero_chunk = self._zero_chunk or _zero_chunk()
+        return self._zero_chunk
+
+
+def _feed_zeros(digest: hashlib._Hash, length: int) -> None:
+    while length > 0:
+        digest.update(_ZEROS[:length])
+        length -= len(_ZEROS)

@@ -1,0 +1,297 @@
+"""Packs: small contents and listings, many in a file; a snapshot is a pack with a record at its end.
+
+    "vfsdpak1"
+    the blobs, one after the other
+    the index: (digest, offset, length) of each, sorted by digest
+    the record: MessagePack, or nothing
+    the footer: where index and record are, the digest of both, "vfsdend1"
+
+A pack is written under another name, synced, and renamed: what is in `packs/` is whole, or was damaged since.
+
+Threading: a `Packs` may be used by several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from protocol.store.digests import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["DamagedError", "Pack", "PackWriter", "Packs", "Place"]
+
+_MAGIC: Final = b"vfsdpak1"
+_ENTRY: Final = struct.Struct("<32sQQ")
+_FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
+_END: Final = b"vfsdend1"
+_BUFFER_BYTES: Final = 1 << 20
+_SMALL_PACK: Final = 4096  # entries; of smaller packs all are in one table
+_OPEN_FILES: Final = 64
+_O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class DamagedError(OSError):
+    """Something in the store is not what was written there, or is gone (EIO)."""
+
+    def __init__(self, what: str, path: str | None = None) -> None:
+        super().__init__(errno.EIO, what, path)
+
+
+class Place(NamedTuple):
+    """Where a blob is."""
+
+    pack: str
+    offset: int
+    length: int
+
+
+class PackWriter:
+    """Writes a pack; nobody sees it until `finish`.  Leave the `with` block without that, and it is gone."""
+
+    def __init__(self, temporary: str) -> None:
+        self._temporary = temporary
+        self._fd = -1
+        self._buffer = bytearray(_MAGIC)
+        self._at = len(_MAGIC)  # where the next blob goes
+        self._index: dict[bytes, tuple[int, int]] = {}
+
+    def __enter__(self) -> PackWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """How long it is so far."""
+        return self._at
+
+    def add(self, digest: bytes, data: Buffer) -> None:
+        """A further blob."""
+        self._index[digest] = (self._at, len(data))
+        self._at += len(data)
+        self._buffer += data
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self._flush()
+
+    def read(self, digest: bytes) -> bytes | None:
+        """A blob that was added, if it was."""
+        place = self._index.get(digest)
+        if place is None:
+            return None
+        offset, length = place
+        written = self._at - len(self._buffer)
+        if offset >= written:
+            return bytes(self._buffer[offset - written : offset - written + length])
+        self._flush()
+        return os.pread(self._fd, length, offset)
+
+    def finish(self, path: str, record: bytes = b"") -> None:
+        """Make it durable and give it its name.  The directory is the caller's to sync."""
+        index = b"".join(
+            _ENTRY.pack(digest, offset, length) for digest, (offset, length) in sorted(self._index.items())
+        )
+        at = self._at
+        digest = hashlib.sha256(index + record).digest()
+        footer = _FOOTER.pack(at, len(self._index), at + len(index), len(record), digest, _END)
+        self._buffer += index + record + footer
+        self._flush()
+        os.fsync(self._fd)
+        self._close()
+        os.rename(self._temporary, path)
+
+    def _flush(self) -> None:
+        if self._fd < 0:
+            self._fd = os.open(self._temporary, _O_WRITE, 0o600)
+        view = memoryview(self._buffer)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        view.release()
+        self._buffer = bytearray()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Pack:
+    """What a pack holds, from its index; DamagedError where that is not whole."""
+
+    __slots__ = ("_index", "entries", "name", "record", "size_bytes")
+
+    def __init__(self, path: str) -> None:
+        self.name = os.path.basename(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.size_bytes = os.fstat(descriptor).st_size
+            self._read(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, path: str) -> None:
+        tail = os.pread(descriptor, _BUFFER_BYTES, max(0, self.size_bytes - _BUFFER_BYTES))
+        if len(tail) < _FOOTER.size:
+            raise DamagedError("the pack is cut short", path)
+        at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
+        whole = record_at + record_length + _FOOTER.size == self.size_bytes
+        if end != _END or not whole or record_at - at != self.entries * _ENTRY.size:
+            raise DamagedError("the pack is cut short, or its end was overwritten", path)
+        length = self.size_bytes - _FOOTER.size - at
+        stored = tail[-length - _FOOTER.size : -_FOOTER.size]
+        if len(stored) < length:
+            stored = os.pread(descriptor, length, at)
+        if hashlib.sha256(stored).digest() != digest:
+            raise DamagedError("the pack's index is damaged", path)
+        self._index = stored[: self.entries * _ENTRY.size]
+        self.record = stored[self.entries * _ENTRY.size :]
+
+    def places(self) -> Iterator[tuple[bytes, Place]]:
+        """Every blob, and where it is."""
+        for digest, offset, length in _ENTRY.iter_unpack(self._index):
+            yield digest, Place(self.name, offset, length)
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is.  Digests are spread evenly, so a guess is close."""
+        low, high = 0, self.entries
+        wanted = int.from_bytes(digest[:8], "big")
+        first, last = 0, 1 << 64
+        index = self._index
+        while low < high:
+            at = low + (wanted - first) * (high - low) // (last - first)
+            at = min(max(at, low), high - 1)
+            start = at * _ENTRY.size
+            found = index[start : start + DIGEST_BYTES]
+            if found == digest:
+                _, offset, length = _ENTRY.unpack_from(index, start)
+                return Place(self.name, offset, length)
+            if found < digest:
+                low, first = at + 1, int.from_bytes(found[:8], "big")
+            else:
+                high, last = at, int.from_bytes(found[:8], "big")
+            if last <= first:
+                last = first + 1
+        return None
+
+
+class Packs:
+    """All packs of a store, as they are at the last `refresh`."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._packs: dict[str, Pack] = {}
+        self._large: list[Pack] = []
+        self._table: dict[bytes, Place] = {}
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.RLock()
+        self.damaged: dict[str, DamagedError] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def refresh(self) -> None:
+        """See what others have added and removed."""
+        with self._lock:
+            try:
+                names = {name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack"))}
+            except FileNotFoundError:
+                names = set()
+            gone = self._packs.keys() - names
+            if gone:
+                self._forget(gone)
+            for name in names - self._packs.keys():
+                self._enter(name)
+
+    def _enter(self, name: str) -> None:
+        path = os.path.join(self._directory, name)
+        try:
+            pack = Pack(path)
+        except FileNotFoundError:
+            return
+        except DamagedError as error:
+            self.damaged[name] = error
+            return
+        self.damaged.pop(name, None)
+        self._packs[name] = pack
+        if pack.entries > _SMALL_PACK:
+            self._large.append(pack)
+        else:
+            self._table.update(pack.places())
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names:
+            descriptor = self._files.pop(name, None)
+            if descriptor is not None:
+                os.close(descriptor)
+        self._packs = {name: pack for name, pack in self._packs.items() if name not in names}
+        self._large = [pack for pack in self._packs.values() if pack.entries > _SMALL_PACK]
+        self._table = {}
+        for pack in self._packs.values():
+            if pack.entries <= _SMALL_PACK:
+                self._table.update(pack.places())
+
+    def all(self) -> list[Pack]:
+        """The packs that are whole."""
+        with self._lock:
+            return list(self._packs.values())
+
+    def get(self, name: str) -> Pack | None:
+        """One of them."""
+        return self._packs.get(name)
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is, if in any."""
+        place = self._table.get(digest)
+        if place is None:
+            for pack in self._large:
+                place = pack.find(digest)
+                if place is not None:
+                    break
+        return place
+
+    def read(self, place: Place, offset: int = 0, size: int | None = None) -> bytes:
+        """Bytes of a blob, up to `size` of them.  DamagedError."""
+        length = place.length - offset if size is None else min(size, place.length - offset)
+        if length <= 0:
+            return b""
+        with self._lock:
+            descriptor = self._file(place.pack)
+            data = os.pread(descriptor, length, place.offset + offset)
+        if len(data) < length:
+            raise DamagedError("the pack is cut short", os.path.join(self._directory, place.pack))
+        return data
+
+    def _file(self, name: str) -> int:
+        descriptor = self._files.get(name)
+        if descriptor is not None:
+            self._files.move_to_end(name)
+            return descriptor
+        try:
+            descriptor = os.open(os.path.join(self._directory, name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise DamagedError("a pack is gone", os.path.join(self._directory, name)) from None
+        self._files[name] = descriptor
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return descriptor

@@ -1,0 +1,126 @@
+"""Rows: how a directory is written down, and with it everything below.
+
+A listing is the rows of one directory, sorted by name, as MessagePack; its digest is its name.  The row of a
+subdirectory holds the name of that one's listing, so the row of the root names a whole state, and what two
+states have in common is one listing, however large.
+"""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from protocol.tree import TreeEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ELSEWHERE",
+    "PLAIN",
+    "UNREADABLE",
+    "Counts",
+    "More",
+    "Row",
+    "Xattrs",
+    "decode_listing",
+    "directory_number",
+    "encode_listing",
+    "entry_of",
+]
+
+Xattrs = tuple[tuple[bytes, bytes], ...]
+UNREADABLE: Final = 1  # a file or directory that could not be read: its content is not known
+ELSEWHERE: Final = 2  # a directory on which something else is mounted, or a file of that kind: not part of this tree
+_DIRECTORY_NUMBERS: Final = 1 << 63  # apart from the inode numbers of files, which are link groups
+
+
+class Counts(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is below a directory, the directory itself not counted; files of several names are not among them."""
+
+    files: int = 0
+    directories: int = 0
+    size_bytes: int = 0
+
+
+class More(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What few files have.  `link` is the same for all names of one file, and 0 for a file of one name."""
+
+    link: int = 0
+    nlink: int = 1
+    rdev: int = 0
+    xattrs: Xattrs = ()
+    state: int = 0  # UNREADABLE, ELSEWHERE
+    counts: Counts | None = None  # of a directory
+
+
+PLAIN: Final = More()
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One name.  `content` is the digest of a file's content (b"": empty) or of a directory's listing, or a target."""
+
+    name: bytes
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    size: int
+    content: bytes
+    rare: More | None = None
+
+    @property
+    def more(self) -> More:
+        return self.rare or PLAIN
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(list[Row])
+
+
+def encode_listing(rows: Sequence[Row]) -> bytes:
+    """Rows, sorted by name, as bytes."""
+    return _encoder.encode(rows)
+
+
+def decode_listing(data: bytes) -> list[Row]:
+    """The rows of a listing.  ValueError (msgspec.DecodeError)."""
+    return _decoder.decode(data)
+
+
+def directory_number(path: bytes) -> int:
+    """A number for a directory, so that two trees can tell that it is in both."""
+    return _DIRECTORY_NUMBERS | (hash(path) & (_DIRECTORY_NUMBERS - 1))
+
+
+def entry_of(row: Row, path: bytes) -> TreeEntry:
+    """A row as trees show it."""
+    more = row.more
+    is_dir, is_link = stat.S_ISDIR(row.mode), stat.S_ISLNK(row.mode)
+    return TreeEntry(
+        path=path,
+        mode=row.mode,
+        size=0 if is_dir else row.size,
+        mtime_ns=row.mtime_ns,
+        uid=row.uid,
+        gid=row.gid,
+        nlink=more.nlink,
+        inode=directory_number(path) if is_dir else more.link,
+        rdev=more.rdev,
+        target=row.content if is_link else b"",
+        xattrs=dict(more.xattrs),
+    )

@@ -1,0 +1,469 @@
+"""scan: takes the state of a host directory in, reading what has changed since the last time and nothing else.
+
+By descriptors, a component at a time, through no symlink and into no other mount: nothing leads outside, whatever is
+renamed meanwhile.  A file is looked at before and after it is read, so a stored content is one that the file had at one
+moment; one that keeps changing is stored as it was read last, and named.  What vanishes meanwhile is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from protocol.backends.beneath import open_beneath, proc_path
+from protocol.errors import fail
+from protocol.store.blobs import LARGE_BYTES, Sink
+from protocol.store.rows import ELSEWHERE, UNREADABLE, Counts, More, Row, Xattrs, encode_listing
+from protocol.store.statcache import CachedDirectory, is_racy
+from protocol.store.statx import RECORD_BYTES, Seen, key_of, seen_at, seen_of_descriptor, statx_names
+
+if TYPE_CHECKING:
+    from protocol.store.statcache import StatCache
+
+__all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "untold"]
+
+TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
+_TRIES: Final = 5
+_TOLD_EVERY: Final = 512
+_TICK_S: Final = 0.005
+_O_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
+_O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE})
+_NO_XATTRS: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
+
+# Called with (files looked at, bytes read).  What it raises ends the work.
+Progress = Callable[[int, int], None]
+Unreadable = Literal["fail", "skip"]
+
+
+def untold(files: int, size_bytes: int) -> None:
+    """Nobody wants to hear of it."""
+
+
+@dataclass(slots=True)
+class Scanned:
+    """A state as it was taken in: the root's row, and what there is to say of it."""
+
+    root: Row
+    counts: Counts
+    unstable: tuple[bytes, ...] = ()
+    unreadable: tuple[bytes, ...] = ()
+    directory: CachedDirectory | None = None
+    changed: list[tuple[bytes, CachedDirectory]] = field(default_factory=list)  # of the stat cache
+
+
+class _Vanished(Exception):  # noqa: N818 -- no error: it is not there
+    """What was listed is gone, or something else by now."""
+
+
+def scan(
+    root: int, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable, progress: Progress = untold
+) -> Scanned:
+    """Take in the directory that `root` is a readable descriptor of.
+
+    `trusted`: whether the store still has all that `cache` names.  EACCES names the first path that cannot be
+    read, unless `unreadable` is "skip".
+    """
+    walk = _Walk(sink, trusted=trusted, unreadable=unreadable, progress=progress)
+    row, directory = walk.directory(root, b"", b"", cache.root)
+    counts = directory.counts
+    links = walk.links
+    total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
+    progress(walk.files, walk.read_bytes)
+    return Scanned(row, total, tuple(walk.unstable), tuple(walk.unreadable), directory, walk.changed)
+
+
+class _Walk:
+    def __init__(self, sink: Sink, *, trusted: bool, unreadable: Unreadable, progress: Progress) -> None:
+        self.sink = sink
+        self._trusted = trusted
+        self._skip_unreadable = unreadable == "skip"
+        self._progress = progress
+        self.files = 0
+        self.read_bytes = 0
+        self.unstable: list[bytes] = []
+        self.unreadable: list[bytes] = []
+        self.links: dict[int, int] = {}
+        self.changed: list[tuple[bytes, CachedDirectory]] = []
+        self._untold = 0
+        self._no_atime = os.O_NOATIME
+
+    # -- directories -----------------------------------------------------------------------------
+    def directory(
+        self, descriptor: int, path: bytes, name: bytes, cached: CachedDirectory | None
+    ) -> tuple[Row, CachedDirectory]:
+        """The row of a directory, and what to remember of it and all below."""
+        now_ns = time.time_ns()
+        own_record = seen_of_descriptor(descriptor)
+        own = key_of(own_record)
+        if cached is not None and own == cached.own and not cached.listed_racy:
+            names = cached.names
+        else:
+            names = sorted(map(os.fsencode, os.listdir(descriptor)))
+            if any(each.startswith(TEMPORARY_PREFIX) for each in names):
+                names = [each for each in names if not each.startswith(TEMPORARY_PREFIX)]
+        records, gone = statx_names(descriptor, names)
+        if gone:
+            lost = set(gone)
+            records = b"".join(
+                records[at * RECORD_BYTES : (at + 1) * RECORD_BYTES] for at in range(len(names)) if at not in lost
+            )
+            names = [each for at, each in enumerate(names) if at not in lost]
+        self._tell(len(names))
+        seen = seen_at(own_record, 0)
+        listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
+        listing.take()
+        made = listing.finish(own, listed_racy=is_racy(seen.ctime_ns, now_ns))
+        self.links.update(made.links)
+        old = cached.row if cached is not None and own == cached.own else None
+        if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:
+            return old, made
+        xattrs = old.more.xattrs if old is not None else read_xattrs(descriptor)
+        row = Row(
+            name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, 0, made.digest,
+            More(nlink=seen.nlink, xattrs=xattrs, counts=made.counts),
+        )  # fmt: skip
+        return row, made
+
+    def enter(
+        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None
+    ) -> tuple[Row, CachedDirectory | None]:
+        """As `directory`, of the one called `name`; a directory that cannot be entered is a row with nothing below."""
+        try:
+            descriptor = open_beneath(parent, name, _O_DIRECTORY, same_mount=True)
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                return self._closed(name, seen, ELSEWHERE), None
+            if error.errno in _DENIED:
+                self._deny(path, error)
+                return self._closed(name, seen, UNREADABLE), None
+            if error.errno in _GONE:
+                raise _Vanished from None
+            raise
+        try:
+            return self.directory(descriptor, path, name, cached)
+        finally:
+            os.close(descriptor)
+
+    def _closed(self, name: bytes, seen: Seen, state: int) -> Row:
+        digest = self.sink.listing(encode_listing([]))
+        more = More(nlink=seen.nlink, state=state, counts=Counts())
+        return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, 0, digest, more)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a listing that was there is there still, with all below it."""
+        return self._trusted and self.sink.keeps(digest)
+
+    def _deny(self, path: bytes, error: OSError) -> None:
+        if not self._skip_unreadable:
+            shown = path.decode("utf-8", "backslashreplace")
+            raise OSError(error.errno, "cannot be read, and so not be kept in a snapshot", shown) from None
+        self.unreadable.append(path)
+
+    def _tell(self, files: int) -> None:
+        self.files += files
+        self._untold += files
+        if self._untold >= _TOLD_EVERY:
+            self._untold = 0
+            self._progress(self.files, self.read_bytes)
+
+    def _read(self, count: int) -> None:
+        self.read_bytes += count
+        self._progress(self.files, self.read_bytes)
+
+    # -- what is no directory --------------------------------------------------------------------
+    def leaf(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+        """The row of anything else, and as what it was seen when it was read (None: it did not stand still)."""
+        if stat.S_ISREG(seen.mode):
+            return self._file(parent, name, path, seen)
+        try:
+            descriptor = os.open(name, _O_PATH, dir_fd=parent)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise _Vanished from None
+            raise
+        try:
+            now = seen_at(seen_of_descriptor(descriptor), 0)
+            if stat.S_IFMT(now.mode) != stat.S_IFMT(seen.mode):
+                raise _Vanished
+            target = os.readlink(b"", dir_fd=descriptor) if stat.S_ISLNK(now.mode) else b""
+            return _row(name, now, len(target), target, read_xattrs(proc_path(descriptor)), 0), now
+        finally:
+            os.close(descriptor)
+
+    def _open(self, parent: int, name: bytes) -> int:
+        try:
+            return os.open(name, _O_READ | self._no_atime, dir_fd=parent)
+        except PermissionError:
+            # O_NOATIME is for the owner.
+            return os.open(name, _O_READ, dir_fd=parent)
+
+    def _file(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+        try:
+            descriptor = self._open(parent, name)
+        except OSError as error:
+            if error.errno in _DENIED:
+                self._deny(path, error)
+                return _row(name, seen, seen.size, b"", (), UNREADABLE), seen
+            if error.errno in _GONE:
+                raise _Vanished from None
+            raise
+        try:
+            return self._steady(descriptor, name, path, seen)
+        finally:
+            os.close(descriptor)
+
+    def _steady(self, descriptor: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+        before = seen
+        for _ in range(_TRIES):
+            digest, size = self._content(descriptor, before)
+            xattrs = read_xattrs(descriptor)
+            after = os.fstat(descriptor)
+            same = (after.st_ctime_ns, after.st_mtime_ns, after.st_size) == (
+                before.ctime_ns, before.mtime_ns, before.size,
+            )  # fmt: skip
+            if same and after.st_ino == before.inode and size == before.size:
+                return _row(name, before, size, digest, xattrs, 0), before
+            if not stat.S_ISREG(after.st_mode):
+                raise _Vanished
+            before = seen_at(seen_of_descriptor(descriptor), 0)
+        self.unstable.append(path)
+        if size < 0:
+            digest, size = self._last_resort(descriptor, before.size)
+        return _row(name, before, size, digest, xattrs, 0), None
+
+    def _last_resort(self, descriptor: int, size: int) -> tuple[bytes, int]:
+        """What it had while it was changing: named as unstable, but better than nothing."""
+        data = os.pread(descriptor, size, 0)
+        return (self.sink.small(data) if data else b""), len(data)
+
+    def _content(self, descriptor: int, seen: Seen) -> tuple[bytes, int]:
+        """The digest of what is there, and how much; nothing of a digest that changes as it is read is kept."""
+        size = seen.size
+        racy = is_racy(seen.ctime_ns, time.time_ns())
+        if size > LARGE_BYTES:
+            while racy and is_racy(seen.ctime_ns, time.time_ns()):
+                time.sleep(_TICK_S)  # until a write would show in its ctime
+            digest, count = self.sink.large(descriptor, size, self._read)
+            return (digest if count else b""), count
+        if not size:
+            return b"", 0
+        data = os.pread(descriptor, size, 0)
+        self.read_bytes += len(data)
+        if racy and os.pread(descriptor, size, 0) != data:
+            return b"", -1
+        return (self.sink.small(data) if data else b""), len(data)
+
+
+class _Listing:
+    """One directory being taken in."""
+
+    def __init__(
+        self,
+        walk: _Walk,
+        descriptor: int,
+        path: bytes,
+        names: list[bytes],
+        records: bytes,
+        cached: CachedDirectory | None,
+        now_ns: int,
+    ) -> None:
+        self._walk = walk
+        self._descriptor = descriptor
+        self._prefix = path + b"/" if path else b""
+        self._path = path
+        self._names = names
+        self._records = records
+        self._cached = cached
+        self._now_ns = now_ns
+        self._rows: dict[bytes, Row | None] = {}  # of names that are not as they were; None: gone
+        self._children: dict[bytes, CachedDirectory] = {}
+        self._racy: set[bytes] = set()
+        self._is_as_cached = False  # but for what `_rows` and `_racy` say
+
+    def take(self) -> None:
+        """Look at all names."""
+        cached, walk = self._cached, self._walk
+        if cached is not None and walk.holds(cached.digest):
+            self._is_as_cached = self._names == cached.names
+            if self._is_as_cached and self._records == cached.records and not cached.racy:
+                if cached.children:
+                    for at, name in enumerate(self._names):
+                        child = cached.children.get(name)
+                        if child is not None:
+                            self._subdirectory(at, name, child)
+                return
+            was = self._places_before(cached)
+            for at, name in enumerate(self._names):
+                self._again(at, name, cached, was.get(name))
+            return
+        old = cached.rows() if cached is not None else {}
+        was = self._places_before(cached) if cached is not None else {}
+        for at, name in enumerate(self._names):
+            self._anew(at, name, old.get(name), was.get(name))
+
+    @staticmethod
+    def _places_before(cached: CachedDirectory) -> dict[bytes, int]:
+        return {name: at for at, name in enumerate(cached.names)}
+
+    def _is_unchanged(self, at: int, cached: CachedDirectory, was: int) -> bool:
+        return key_of(self._records, at) == key_of(cached.records, was)
+
+    def _again(self, at: int, name: bytes, cached: CachedDirectory, was: int | None) -> None:
+        """A name of a directory of which the store has the old listing."""
+        child = cached.children.get(name)
+        if child is not None:
+            self._subdirectory(at, name, child)
+        elif was is None or name in cached.racy or not self._is_unchanged(at, cached, was):
+            self._take(at, name)
+
+    def _anew(self, at: int, name: bytes, row: Row | None, was: int | None) -> None:
+        """A name of a directory that is new, or of which the store may have lost something."""
+        cached = self._cached
+        if (
+            cached is not None
+            and row is not None
+            and was is not None
+            and not row.is_dir
+            and name not in cached.racy
+            and self._is_unchanged(at, cached, was)
+            and (not row.is_file or not row.content or self._walk.sink.has(row.content))
+        ):
+            self._rows[name] = row
+        else:
+            self._take(at, name)
+
+    def _subdirectory(self, at: int, name: bytes, child: CachedDirectory) -> None:
+        """A directory that was one before."""
+        seen = seen_at(self._records, at)
+        if not stat.S_ISDIR(seen.mode):
+            return self._take(at, name)
+        old = child.row
+        row = self._enter(name, seen, child)
+        if row is None or (row is not old and row != old):
+            self._rows[name] = row
+        return None
+
+    def _enter(self, name: bytes, seen: Seen, child: CachedDirectory | None) -> Row | None:
+        try:
+            row, made = self._walk.enter(self._descriptor, name, self._prefix + name, seen, child)
+        except _Vanished:
+            return None
+        if made is None:
+            self._racy.add(name)  # whether it can be read may change without its showing
+        else:
+            made.row = row
+            self._children[name] = made
+        return row
+
+    def _take(self, at: int, name: bytes) -> None:
+        """Read a name anew."""
+        seen = seen_at(self._records, at)
+        if stat.S_ISDIR(seen.mode):
+            child = self._cached.children.get(name) if self._cached is not None else None
+            self._rows[name] = self._enter(name, seen, child)
+            return
+        try:
+            row, taken_as = self._walk.leaf(self._descriptor, name, self._prefix + name, seen)
+        except _Vanished:
+            self._rows[name] = None
+            return
+        self._rows[name] = row
+        if taken_as != seen or is_racy(seen.ctime_ns, self._now_ns) or row.more.state:
+            self._racy.add(name)
+
+    def finish(self, own: bytes, *, listed_racy: bool) -> CachedDirectory:
+        """What to remember of the directory."""
+        cached, walk = self._cached, self._walk
+        if cached is not None and self._is_as_cached and not self._rows:
+            is_same = own == cached.own and listed_racy == cached.listed_racy and self._racy == cached.racy
+            if is_same and self._records == cached.records and self._same_children(cached):
+                return cached
+            listing, digest, counts, links = cached.listing, cached.digest, cached.counts, cached.links
+        else:
+            is_same = False
+            listing, counts, links = self._written()
+            digest = walk.sink.listing(listing)
+            if None in self._rows.values():
+                self._leave_out_gone()
+                listed_racy = True
+        made = CachedDirectory(
+            own, self._names, self._records, frozenset(self._racy), listing, digest, counts, links,
+            listed_racy=listed_racy,
+        )  # fmt: skip
+        made.children = self._children
+        if not is_same:
+            walk.changed.append((self._path, made))
+        return made
+
+    def _same_children(self, cached: CachedDirectory) -> bool:
+        known = cached.children
+        return len(known) == len(self._children) and all(
+            known.get(name) is child for name, child in self._children.items()
+        )
+
+    def _leave_out_gone(self) -> None:
+        kept = [at for at, name in enumerate(self._names) if self._rows.get(name, self) is not None]
+        self._records = b"".join(self._records[at * RECORD_BYTES : (at + 1) * RECORD_BYTES] for at in kept)
+        self._names = [self._names[at] for at in kept]
+
+    def _written(self) -> tuple[bytes, Counts, dict[int, int]]:
+        rows = self._cached.rows() if self._cached is not None else {}
+        rows.update({name: row for name, row in self._rows.items() if row is not None})
+        gone = {name for name, row in self._rows.items() if row is None}
+        listed = [rows[name] for name in self._names if name not in gone]
+        files = directories = size_bytes = 0
+        links: dict[int, int] = {}
+        for row in listed:
+            more = row.rare
+            if stat.S_ISDIR(row.mode):
+                counts = row.more.counts or Counts()
+                files += counts.files
+                directories += counts.directories + 1
+                size_bytes += counts.size_bytes
+            elif more is not None and more.link:
+                links[more.link] = row.size if row.is_file else 0
+            else:
+                files += 1
+                size_bytes += row.size if row.is_file else 0
+        return encode_listing(listed), Counts(files, directories, size_bytes), links
+
+
+def _row(name: bytes, seen: Seen, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:
+    rare = None
+    if seen.nlink > 1 or seen.rdev or xattrs or state:
+        rare = More(
+            link=seen.inode if seen.nlink > 1 else 0, nlink=seen.nlink, rdev=seen.rdev, xattrs=xattrs, state=state
+        )  # fmt: skip
+    return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, size, content, rare)
+
+
+def read_xattrs(at: int | bytes) -> Xattrs:
+    """All xattrs that can be read of a descriptor or /proc path, sorted."""
+    try:
+        names = os.listxattr(at)
+    except OSError as error:
+        if error.errno in _NO_XATTRS:
+            return ()
+        raise
+    if not names:
+        return ()
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to read (trusted., security.)
+            found.append((os.fsencode(name), os.getxattr(at, name)))
+    return tuple(sorted(found))
+
+
+def check_readable(root: int) -> None:
+    """ENOTDIR unless `root` is a directory."""
+    if not stat.S_ISDIR(os.fstat(root).st_mode):
+        raise fail(errno.ENOTDIR)

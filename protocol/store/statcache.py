@@ -1,0 +1,250 @@
+"""StatCache: what a directory was when it was last taken, so that what is unchanged is not read again.
+
+A file counts as unchanged when its inode number, size, mode, owner, links, ctime and mtime are what they were.
+But a file that changed again within the same tick of the clock as before would look the same: so one whose ctime was
+not safely in the past when it was looked at is "racy", and is read again the next time (as git does with its index).
+
+On disk it is a log of directories, each with a checksum; the last word on a path counts.  It is written without sync:
+what is torn is not used.  It is bound to the store's generation, which a garbage collection ends: what it
+says about a file stays true, but whether the store still has the content has to be asked.
+
+Threading: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from protocol.store.layout import write_atomically
+from protocol.store.rows import Counts, Row, decode_listing
+from protocol.store.statx import RECORD_BYTES
+
+__all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
+
+# A kernel stamps with the time of its last tick: 10 ms ago at most (HZ=100).
+RACY_NS: Final = 20_000_000
+_COARSE_NS: Final = 2_000_000_000  # of a file system that keeps whole seconds, or FAT's two
+_SECOND: Final = 1_000_000_000
+_MAGIC: Final = b"vfsdstat1"
+_FRAME: Final = struct.Struct("<II")  # length, crc32
+_SLACK_BYTES: Final = 1 << 20
+_KEPT: Final = ((16, 48), (96, 128))  # of a record: what `key_of` takes
+
+
+def is_racy(ctime_ns: int, now_ns: int) -> bool:
+    """Whether an inode of this ctime, looked at at `now_ns`, may change without its times showing it."""
+    return ctime_ns + (RACY_NS if ctime_ns % _SECOND else _COARSE_NS) >= now_ns
+
+
+class CachedDirectory:
+    """A directory as it was.  `records` has RECORD_BYTES for each of `names`; `racy` names those to read again."""
+
+    __slots__ = (
+        "children", "counts", "digest", "links", "listed_racy", "listing", "names", "own", "racy", "records", "row",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        own: bytes,
+        names: list[bytes],
+        records: bytes,
+        racy: frozenset[bytes],
+        listing: bytes,
+        digest: bytes,
+        counts: Counts,
+        links: dict[int, int],
+        *,
+        listed_racy: bool,
+    ) -> None:
+        self.own = own
+        self.listed_racy = listed_racy
+        self.names = names
+        self.records = records
+        self.racy = racy
+        self.listing = listing
+        self.digest = digest
+        self.counts = counts
+        self.links = links
+        self.children: dict[bytes, CachedDirectory] = {}
+        self.row: Row | None = None
+
+    def rows(self) -> dict[bytes, Row]:
+        """Its rows by name."""
+        return {row.name: row for row in decode_listing(self.listing)}
+
+
+class _Stored(msgspec.Struct, array_like=True, gc=False):
+    """A directory in the log."""
+
+    path: bytes
+    own: bytes
+    listed_racy: bool
+    names: list[bytes]
+    keys: bytes
+    racy: list[bytes]
+    listing: bytes
+    digest: bytes
+    counts: Counts
+    links: dict[int, int]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(_Stored)
+
+
+class StatCache:
+    """What is known of a workspace's directories.  `changed` collects what a walk has learnt."""
+
+    def __init__(self, path: str | None = None, generation: int = 0) -> None:
+        self._path = path
+        self._loaded = path is None
+        self._generation = generation
+        self._log_bytes = 0
+        self._base_bytes = 0
+        self._root: CachedDirectory | None = None
+
+    @property
+    def root(self) -> CachedDirectory | None:
+        """The root directory as it was, and all below it; None where nothing is known."""
+        if not self._loaded:
+            self._loaded = True
+            self._load()
+        return self._root
+
+    @property
+    def generation(self) -> int:
+        """The store's generation in which all contents named here were in the store."""
+        return self._generation
+
+    def learn(self, root: CachedDirectory, changed: list[tuple[bytes, CachedDirectory]], generation: int) -> None:
+        """Remember what a walk has found; `changed` are the directories that are not as they were."""
+        is_new = self._generation != generation or self._root is None
+        self._root, self._generation, self._loaded = root, generation, True
+        if self._path is None:
+            return
+        frames = [_frame(_encoder.encode(_stored(path, directory))) for path, directory in changed]
+        size = sum(map(len, frames))
+        with contextlib.suppress(OSError):  # without it the next walk takes longer, and that is all
+            if is_new or not self._append(frames) or self._log_bytes + size > 2 * self._base_bytes + _SLACK_BYTES:
+                self._rewrite()
+            else:
+                self._log_bytes += size
+
+    def _append(self, frames: list[bytes]) -> bool:
+        assert self._path is not None
+        if not frames:
+            return True
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            data = b"".join(frames)
+            return os.write(descriptor, data) == len(data)
+        finally:
+            os.close(descriptor)
+
+    def _rewrite(self) -> None:
+        assert self._path is not None
+        assert self._root is not None
+        parts = [_MAGIC, _frame(_encoder.encode((self._generation, time.time_ns())))]
+        pending = [(b"", self._root)]
+        while pending:
+            path, directory = pending.pop()
+            parts.append(_frame(_encoder.encode(_stored(path, directory))))
+            prefix = path + b"/" if path else b""
+            pending += ((prefix + name, child) for name, child in directory.children.items())
+        data = b"".join(parts)
+        write_atomically(self._path, data, durable=False)
+        self._base_bytes = self._log_bytes = len(data)
+
+    def _load(self) -> None:
+        assert self._path is not None
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return
+        if not data.startswith(_MAGIC):
+            return
+        frames = _frames(data, len(_MAGIC))
+        found: dict[bytes, _Stored] = {}
+        read_bytes = len(_MAGIC)
+        try:
+            head = next(frames, None)
+            if head is None:
+                return
+            self._generation = int(msgspec.msgpack.decode(head)[0])
+            read_bytes += _FRAME.size + len(head)
+            for frame in frames:
+                read_bytes += _FRAME.size + len(frame)
+                stored = _decoder.decode(frame)
+                found[stored.path] = stored
+        except (ValueError, TypeError, IndexError):
+            return
+        self._base_bytes = len(data)
+        # What is appended behind a torn frame is not read: written anew the next time.
+        self._log_bytes = len(data) if read_bytes == len(data) else 3 * len(data) + _SLACK_BYTES
+        self._root = _linked(found)
+
+
+def _frame(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _frames(data: bytes, at: int) -> Iterator[bytes]:
+    while at + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, at)
+        payload = data[at + _FRAME.size : at + _FRAME.size + length]
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            return  # torn; what comes after it cannot be found
+        yield payload
+        at += _FRAME.size + length
+
+
+def _stored(path: bytes, directory: CachedDirectory) -> _Stored:
+    records = directory.records
+    keys = b"".join(records[at + low : at + high] for at in range(0, len(records), RECORD_BYTES) for low, high in _KEPT)
+    return _Stored(
+        path, directory.own, directory.listed_racy, directory.names, keys, list(directory.racy), directory.listing,
+        directory.digest, directory.counts, directory.links,
+    )  # fmt: skip
+
+
+def _linked(found: dict[bytes, _Stored]) -> CachedDirectory | None:
+    """The directories of a log, each below its parent; those whose parent no longer has them are left out."""
+    made: dict[bytes, CachedDirectory] = {}
+    size = sum(high - low for low, high in _KEPT)
+    for path, stored in found.items():
+        records = bytearray(RECORD_BYTES * len(stored.names))
+        for index in range(len(stored.names)):
+            at = index * size
+            for low, high in _KEPT:
+                start = index * RECORD_BYTES
+                records[start + low : start + high] = stored.keys[at : at + high - low]
+                at += high - low
+        directory = CachedDirectory(
+            stored.own, stored.names, bytes(records), frozenset(stored.racy), stored.listing, stored.digest,
+            stored.counts, stored.links, listed_racy=stored.listed_racy,
+        )  # fmt: skip
+        made[path] = directory
+    try:
+        for path, directory in made.items():
+            prefix = path + b"/" if path else b""
+            for row in decode_listing(directory.listing):
+                child = made.get(prefix + row.name) if row.is_dir else None
+                if child is not None:
+                    # The row as this listing has it: the log may end between the two.
+                    child.row = row
+                    directory.children[row.name] = child
+    except ValueError:
+        return None
+    return made.get(b"")

@@ -1,0 +1,117 @@
+"""statx(2) of all names of a directory at once, as one run of bytes that can be compared with an earlier one.
+
+The walk over a tree of which nothing has changed is the cost of most snapshots, and most of that cost is
+os.stat's result: twenty objects for each file, of which none is needed where the bytes are what they were.
+
+Source: statx(2), include/uapi/linux/stat.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from protocol.errors import fail
+
+__all__ = ["RECORD_BYTES", "Seen", "key_of", "seen_at", "seen_of_descriptor", "statx_names"]
+
+RECORD_BYTES: Final = 256
+_AT_SYMLINK_NOFOLLOW: Final = 0x100
+_AT_NO_AUTOMOUNT: Final = 0x800
+_AT_EMPTY_PATH: Final = 0x1000
+_STATX_BASIC_STATS: Final = 0x7FF
+_FLAGS: Final = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT
+# nlink, uid, gid, mode, inode, size | atime, birth | ctime, mtime | rdev, dev
+_FIELDS: Final = struct.Struct("<16xIIIH2xQQ16x32xqI4xqI4xIIII")
+_KEY: Final = slice(16, 48)  # nlink to size
+_KEY_TIMES: Final = slice(96, 128)  # ctime and mtime
+_SECOND: Final = 1_000_000_000
+
+# Neither argtypes nor errno: preparing for both is half of what such a call costs.  Where it fails, os.lstat says why.
+_statx = ctypes.CDLL(None).statx
+_AT_ONCE: Final = 256
+
+
+class Seen(NamedTuple):
+    """What statx showed of one inode."""
+
+    nlink: int
+    uid: int
+    gid: int
+    mode: int
+    inode: int
+    size: int
+    ctime_ns: int
+    mtime_ns: int
+    rdev: int
+    dev: int
+
+
+class _Scratch(threading.local):
+    """Where the kernel puts records: one for each thread."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(RECORD_BYTES * _AT_ONCE)
+        self.places = [ctypes.byref(self.buffer, RECORD_BYTES * index) for index in range(_AT_ONCE)]
+
+
+_scratch: Final = _Scratch()
+
+
+def statx_names(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
+    """The records of `names`, RECORD_BYTES each, and the indexes of those that are gone (their records are void)."""
+    if len(names) <= _AT_ONCE:
+        return _some(directory, names)
+    parts: list[bytes] = []
+    gone: list[int] = []
+    for start in range(0, len(names), _AT_ONCE):
+        records, lacking = _some(directory, names[start : start + _AT_ONCE])
+        parts.append(records)
+        gone += (start + index for index in lacking)
+    return b"".join(parts), gone
+
+
+def _some(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
+    call, scratch = _statx, _scratch
+    failed = [
+        name
+        for name, place in zip(names, scratch.places, strict=False)
+        if call(directory, name, _FLAGS, _STATX_BASIC_STATS, place)
+    ]
+    gone: list[int] = []
+    for name in failed:
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(name, dir_fd=directory)  # else this says what is wrong
+        gone.append(names.index(name))
+    return ctypes.string_at(scratch.buffer, RECORD_BYTES * len(names)), gone
+
+
+def seen_at(records: bytes, index: int) -> Seen:
+    """One record, taken apart."""
+    nlink, uid, gid, mode, inode, size, cs, cn, ms, mn, rmajor, rminor, major, minor = _FIELDS.unpack_from(
+        records, index * RECORD_BYTES
+    )
+    rdev = os.makedev(rmajor, rminor) if rmajor or rminor else 0
+    return Seen(
+        nlink, uid, gid, mode, inode, size, cs * _SECOND + cn, ms * _SECOND + mn, rdev, major << 32 | minor
+    )  # fmt: skip
+
+
+def key_of(records: bytes, index: int = 0) -> bytes:
+    """What of a record changes whenever the inode does, and with the inode."""
+    record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
+    return record[_KEY] + record[_KEY_TIMES]
+
+
+def seen_of_descriptor(descriptor: int) -> bytes:
+    """The record of the inode that a descriptor (also an O_PATH one) is open on."""
+    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BASIC_STATS, _scratch.places[0]):
+        os.fstat(descriptor)
+        raise fail(errno.EIO)
+    return ctypes.string_at(_scratch.buffer, RECORD_BYTES)

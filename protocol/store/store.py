@@ -1,0 +1,295 @@
+"""Store: snapshots of directories and trees, each content kept once, for several processes and workspaces at once.
+
+A workspace is named by a key of the caller's, such as "host:/srv/x".  What `take` returned is durable: the pack with
+the snapshot is synced before it gets its name, and the name after.  `drop` takes the name away; the contents
+go with the next `collect_garbage`.
+
+Threading: any thread; two calls for one workspace at a time are in order, and cost each other nothing but time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, Literal
+
+from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
+from protocol.store.blobs import Blobs, Digesting, Storing
+from protocol.store.layout import Layout, default_directory, is_inside, sync_directory, write_atomically
+from protocol.store.objects import NewObjects
+from protocol.store.packs import DamagedError, Pack, PackWriter
+from protocol.store.records import (
+    Record,
+    StoredSnapshot,
+    encode_record,
+    info_of,
+    pack_name,
+    read_record,
+    workspace_and_serial,
+)  # fmt: skip
+from protocol.store.rows import Row
+from protocol.store.scan import Progress, Scanned, Unreadable, untold
+from protocol.store.statcache import StatCache
+from protocol.store.trees import MerkleTree
+
+if TYPE_CHECKING:
+    from protocol.store.source import Source
+
+__all__ = ["Store"]
+
+_VERSION: Final = 1
+Kind = Literal["user", "safety"]
+
+
+class Store:
+    """The store in `directory` (by default where the user's is); it is made when the first snapshot is taken."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self.layout = Layout(default_directory() if directory is None else os.fspath(directory))
+        self.blobs = Blobs(self.layout)
+        self._caches: dict[str, StatCache] = {}
+        self._records: dict[str, Record] = {}
+
+    @property
+    def directory(self) -> str:
+        """Where it is."""
+        return self.layout.directory
+
+    def close(self) -> None:
+        """Close its files.  It opens them again when it is used again."""
+        self.blobs.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- snapshots -----------------------------------------------------------------------------
+    def snapshots(self, workspace: str) -> Sequence[StoredSnapshot]:
+        """All snapshots of a workspace, oldest first."""
+        return [info_of(record) for record in self._workspace_records(workspace)]
+
+    def snapshot(self, workspace: str, name: str) -> StoredSnapshot:
+        """One snapshot.  SnapshotNotFoundError."""
+        return info_of(self._record(workspace, name))
+
+    def take(
+        self,
+        workspace: str,
+        name: str,
+        source: Source,
+        *,
+        tag: str | None = None,
+        kind: Kind = "user",
+        unreadable: Unreadable = "fail",
+        progress: Progress | None = None,
+    ) -> StoredSnapshot:
+        """Keep the state of `source` as it is now under `name`.
+
+        SnapshotExistsError; EACCES naming a path that cannot be read, unless `unreadable` is "skip"; EINVAL where the
+        store lies inside the directory.
+        """
+        with self._taking(workspace, source):
+            info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress or untold)
+        return info
+
+    @contextlib.contextmanager
+    def _taking(self, workspace: str, source: Source) -> Iterator[None]:
+        self.check_apart(source.identity)
+        self.layout.create()
+        with self.layout.shared(), self.layout.changing(workspace, exclusive=False):
+            yield
+
+    def check_apart(self, identity: tuple[int, int] | None) -> None:
+        """EINVAL where the store lies inside the directory (st_dev, st_ino): it would keep itself."""
+        if identity is not None and is_inside(self.directory, identity):
+            raise OSError(
+                errno.EINVAL,
+                "the snapshot store lies inside the directory it is to keep: name another with $VFSD_STORE_DIR",
+                self.directory,
+            )
+
+    def _take(
+        self, workspace: str, name: str, source: Source, tag: str | None, kind: Kind, unreadable: Unreadable,
+        progress: Progress,
+    ) -> tuple[StoredSnapshot, Scanned]:  # fmt: skip
+        layout, blobs = self.layout, self.blobs
+        created_ns = time.time_ns()
+        blobs.packs.refresh()
+        self._check_new(workspace, name)
+        generation = self.generation()
+        cache = self._cache(workspace)
+        temporary = os.path.join(layout.tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.pack")
+        objects = NewObjects(layout, blobs.objects)
+        try:
+            with PackWriter(temporary) as pack:
+                sink = Storing(blobs, pack, objects)
+                trusted = cache.generation == generation
+                found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+                objects.publish()
+                record = self._commit(workspace, name, tag, kind, created_ns, found, pack)
+        finally:
+            objects.discard()
+        blobs.packs.refresh()
+        if found.directory is not None:
+            cache.learn(found.directory, found.changed, generation)
+        return info_of(record), found
+
+    def _commit(
+        self, workspace: str, name: str, tag: str | None, kind: Kind, created_ns: int, found: Scanned, pack: PackWriter
+    ) -> Record:
+        layout = self.layout
+        with layout.naming(workspace):
+            self._check_new(workspace, name)
+            serial = self._next_serial(workspace)
+            record = Record(
+                _VERSION, workspace, name, serial, created_ns, found.counts.files, found.counts.directories,
+                found.counts.size_bytes, tag, kind, found.unstable, found.unreadable, found.root,
+            )  # fmt: skip
+            path = os.path.join(layout.packs, pack_name(layout.workspace_id(workspace), serial))
+            pack.finish(path, encode_record(record))
+            sync_directory(layout.packs)
+        return record
+
+    def drop(self, workspace: str, name: str) -> None:
+        """Forget a snapshot; others are not affected.  SnapshotNotFoundError."""
+        if not self.layout.exists():
+            raise SnapshotNotFoundError(name)
+        with self.layout.shared(), self.layout.naming(workspace):
+            record = self._record(workspace, name)
+            old = os.path.join(self.layout.packs, pack_name(self.layout.workspace_id(workspace), record.serial))
+            os.rename(old, old.removesuffix(".snap") + ".pack")
+            sync_directory(self.layout.packs)
+        self.blobs.packs.refresh()
+
+    def workspaces(self) -> dict[str, list[StoredSnapshot]]:
+        """The snapshots of every workspace that has any, oldest first, by the workspace's key."""
+        found: dict[str, list[StoredSnapshot]] = {}
+        for record in self.records():
+            found.setdefault(record.workspace, []).append(info_of(record))
+        return found
+
+    def records(self) -> list[Record]:
+        """The records of all snapshots, of each workspace oldest first; what is damaged is left out."""
+        if not self.layout.exists():
+            return []
+        self.blobs.packs.refresh()
+        found = []
+        for pack in self.blobs.packs.all():
+            if workspace_and_serial(pack.name) is not None:
+                with contextlib.suppress(DamagedError):
+                    found.append(self._record_of(pack))
+        return sorted(found, key=lambda record: (record.workspace, record.serial))
+
+    def _workspace_records(self, workspace: str) -> list[Record]:
+        if not self.layout.exists():
+            return []
+        self.blobs.packs.refresh()
+        prefix = self.layout.workspace_id(workspace) + "-"
+        packs = sorted(
+            (pack for pack in self.blobs.packs.all() if pack.name.startswith(prefix) and pack.name.endswith(".snap")),
+            key=lambda pack: pack.name,
+        )
+        return [self._record_of(pack) for pack in packs]
+
+    def _record(self, workspace: str, name: str) -> Record:
+        for record in self._workspace_records(workspace):
+            if record.name == name:
+                return record
+        raise SnapshotNotFoundError(name)
+
+    def _record_of(self, pack: Pack) -> Record:
+        known = self._records.get(pack.name)
+        if known is None:
+            known = self._records[pack.name] = read_record(pack)
+        return known
+
+    def _check_new(self, workspace: str, name: str) -> None:
+        if any(record.name == name for record in self._workspace_records(workspace)):
+            raise SnapshotExistsError(name)
+
+    def _next_serial(self, workspace: str) -> int:
+        """A number that this workspace never had; under the naming lock."""
+        path = os.path.join(self.layout.workspace(workspace), "serial")
+        prefix = self.layout.workspace_id(workspace) + "-"
+        serial = 0
+        with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="ascii") as file:
+            serial = int(file.read())
+        for name in os.listdir(self.layout.packs):
+            if name.startswith(prefix):
+                serial = max(serial, int(name[len(prefix) :].partition(".")[0]))
+        write_atomically(path, b"%d" % (serial + 1), durable=False)
+        return serial + 1
+
+    # -- trees ---------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def tree(self, workspace: str, name: str) -> Iterator[MerkleTree]:
+        """The state of a snapshot, for the length of a block.  SnapshotNotFoundError."""
+        if not self.layout.exists():
+            raise SnapshotNotFoundError(name)
+        with self.layout.shared():
+            record = self._record(workspace, name)
+            yield MerkleTree(record.root, self.blobs.listing, _StoredContents(self.blobs))
+
+    @contextlib.contextmanager
+    def live_tree(
+        self, workspace: str, source: Source, *, unreadable: Unreadable = "skip", progress: Progress | None = None
+    ) -> Iterator[MerkleTree]:
+        """The state of `source` at this moment, for the length of a block; what is unchanged is not read.
+
+        The content of a file is read when it is asked for, and may be a later one by then.
+        """
+        self.check_apart(source.identity)
+        self.layout.create()
+        with self.layout.shared():
+            self.blobs.packs.refresh()
+            sink = Digesting(self.blobs)
+            cache = self._cache(workspace)
+            generation = self.generation()
+            trusted = cache.generation == generation
+            found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress or untold)
+            if found.directory is not None:
+                cache.learn(found.directory, found.changed, generation)
+            yield MerkleTree(found.root, sink.rows, _LiveContents(source))
+
+    # -- what several calls need ---------------------------------------------------------------
+    def _cache(self, workspace: str) -> StatCache:
+        cache = self._caches.get(workspace)
+        if cache is None:
+            path = os.path.join(self.layout.make_workspace(workspace), "cache")
+            cache = self._caches[workspace] = StatCache(path)
+        return cache
+
+    def generation(self) -> int:
+        """How often garbage was collected."""
+        try:
+            with open(os.path.join(self.directory, "generation"), encoding="ascii") as file:
+                return int(file.read())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+
+class _StoredContents:
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+
+    def read(self, path: bytes, row: Row, offset: int, size: int) -> bytes:  # noqa: ARG002 -- by digest
+        return self._blobs.read(row.content, offset, size)
+
+    def chunks(self, path: bytes, row: Row, size: int) -> Iterator[bytes]:  # noqa: ARG002 -- by digest
+        return self._blobs.chunks(row.content, size)
+
+
+class _LiveContents:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def read(self, path: bytes, row: Row, offset: int, size: int) -> bytes:  # noqa: ARG002 -- by path
+        return self._source.read(path, offset, size)
+
+    def chunks(self, path: bytes, row: Row, size: int) -> Iterator[bytes]:  # noqa: ARG002 -- by path
+        return self._source.chunks(path, size)

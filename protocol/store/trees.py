@@ -1,0 +1,177 @@
+"""Trees of the store: a snapshot, and the live state as the stat cache knows it.
+
+Two of them are compared by their listings' digests: what is equal is not looked at.
+
+Threading: as `protocol.tree`: any one thread at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from typing import Final, Protocol, runtime_checkable
+
+from protocol.errors import fail
+from protocol.store.rows import ELSEWHERE, UNREADABLE, Row, entry_of
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+
+__all__ = ["Contents", "MerkleTree", "merkle_changes"]
+
+_LISTINGS_KEPT: Final = 64
+
+
+class Contents(Protocol):
+    """Where the content of a tree's files is read."""
+
+    def read(self, path: bytes, row: Row, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a file."""
+        ...
+
+    def chunks(self, path: bytes, row: Row, size: int) -> Iterator[bytes]:
+        """The content of a file."""
+        ...
+
+
+@runtime_checkable
+class _HasRoot(Protocol):
+    @property
+    def root(self) -> Row: ...
+
+    def rows(self, digest: bytes) -> list[Row]: ...
+
+
+class MerkleTree:
+    """A tree of listings, of which `read_listing` gives the rows."""
+
+    def __init__(self, root: Row, read_listing: Callable[[bytes], list[Row]], contents: Contents) -> None:
+        self.root = root
+        self._read_listing = read_listing
+        self._contents = contents
+        self._listings: OrderedDict[bytes, dict[bytes, Row]] = OrderedDict()
+
+    def rows(self, digest: bytes) -> list[Row]:
+        """The rows of a listing."""
+        return self._read_listing(digest)
+
+    def _names(self, digest: bytes) -> dict[bytes, Row]:
+        known = self._listings.get(digest)
+        if known is not None:
+            self._listings.move_to_end(digest)
+            return known
+        known = self._listings[digest] = {row.name: row for row in self._read_listing(digest)}
+        if len(self._listings) > _LISTINGS_KEPT:
+            self._listings.popitem(last=False)
+        return known
+
+    def row(self, path: bytes) -> Row:
+        """The row at `path`.  FileNotFoundError, NotADirectoryError."""
+        row = self.root
+        for name in path.split(b"/") if path else ():
+            if not stat.S_ISDIR(row.mode):
+                raise fail(errno.ENOTDIR, _shown(path))
+            below = self._names(row.content).get(name)
+            if below is None:
+                raise fail(errno.ENOENT, _shown(path))
+            row = below
+        return row
+
+    # -- protocol.tree.Tree ------------------------------------------------------------------
+    def entry(self, path: bytes) -> TreeEntry:
+        return entry_of(self.row(path), path)
+
+    def children(self, path: bytes) -> list[bytes]:
+        row = self.row(path)
+        if not row.is_dir:
+            raise fail(errno.ENOTDIR, _shown(path))
+        return list(self._names(row.content))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        pending = [(path, self.row(path))]
+        while pending:
+            at, row = pending.pop()
+            yield entry_of(row, at)
+            if stat.S_ISDIR(row.mode):
+                prefix = at + b"/" if at else b""
+                pending += [(prefix + below.name, below) for below in reversed(self._read_listing(row.content))]
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._contents.read(path, self._file(path), offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        return self._contents.chunks(path, self._file(path), size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        if not isinstance(other, _HasRoot):
+            return None
+        return [path for path, _, _ in merkle_changes(other.root, other.rows, self.root, self.rows)]
+
+    # -- protocol.diff.ComparesContent -------------------------------------------------------
+    def same_content(self, path: bytes, other: Tree) -> bool | None:
+        if not isinstance(other, MerkleTree):
+            return None
+        mine, its = self.row(path), other.row(path)
+        if mine.more.state or its.more.state:
+            return None
+        return mine.content == its.content
+
+    def _file(self, path: bytes) -> Row:
+        row = self.row(path)
+        if not row.is_file:
+            raise fail(errno.EISDIR if row.is_dir else errno.EINVAL, _shown(path))
+        if row.more.state & UNREADABLE:
+            raise OSError(errno.EACCES, "could not be read when the snapshot was taken", _shown(path))
+        return row
+
+
+ReadRows = Callable[[bytes], list[Row]]
+
+
+def merkle_changes(
+    old: Row, old_rows: ReadRows, new: Row, new_rows: ReadRows
+) -> Iterator[tuple[bytes, Row | None, Row | None]]:
+    """Each path whose row differs, parents first, with both rows (None: not there).
+
+    Of a directory that only one side has, the directory alone is named.  A directory is named too when nothing but its
+    mtime differs.
+    """
+    if old != new:
+        yield b"", old, new
+    pending: list[tuple[bytes, Row, Row]] = [(b"", old, new)]
+    while pending:
+        path, left, right = pending.pop()
+        if left.content == right.content:
+            continue
+        prefix = path + b"/" if path else b""
+        before = {row.name: row for row in old_rows(left.content)}
+        after = new_rows(right.content)
+        for row in after:
+            was = before.pop(row.name, None)
+            if was == row:
+                continue
+            here = prefix + row.name
+            if was is None or was.is_dir != row.is_dir:
+                yield here, was, row
+                continue
+            if not row.is_dir or _own(was) != _own(row):
+                yield here, was, row
+            if row.is_dir:
+                pending.append((here, was, row))
+        for name, row in before.items():
+            yield prefix + name, row, None
+
+
+def _own(row: Row) -> tuple[object, ...]:
+    """What of a directory's row is its own, and not of what is below."""
+    return row.mode, row.uid, row.gid, row.mtime_ns, row.more.xattrs, row.more.state
+
+
+def is_closed(row: Row) -> bool:
+    """Whether a row is of a directory into which the walk did not go."""
+    return bool(row.more.state & (UNREADABLE | ELSEWHERE))
+
+
+def _shown(path: bytes) -> str:
+    return os.fsdecode(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
