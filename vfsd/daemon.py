@@ -123,12 +123,13 @@ class _Daemon:
         record: WorkspaceRecord | None = None
         try:
             async with trio.open_nursery() as nursery:
-                served = Served(self._backend.volume, self._engine, self._replay, options.mountpoint, nursery)
+                container = None if self._backend.container is None else self._backend.container.connection
+                if container is not None:
+                    await nursery.start(container.attend, functools.partial(tell_kernel, self._engine))
+                volume, engine, place = self._backend.volume, self._engine, options.mountpoint
+                served = Served(volume, engine, self._replay, place, nursery, container)
                 snapshots = open_snapshots(served)
                 commands = _commands(options, snapshots)
-                if self._backend.container is not None:
-                    tell = functools.partial(tell_kernel, self._engine)
-                    await nursery.start(self._backend.container.connection.attend, tell)
                 methods = Methods(served, snapshots, options, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)

@@ -18,7 +18,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -30,6 +30,9 @@ from vfsd.engines.base import Engine
 from vfsd.logs import log_failure
 from vfsd.replay import Replay
 
+if TYPE_CHECKING:
+    from protocol.backends.container.connection import Connection
+
 __all__ = ["Served"]
 
 _logger = logging.getLogger(__name__)
@@ -38,10 +41,22 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)  # os has sync(), but no syncfs
 
 
 class Served:
-    """One volume, its engine and its mountpoint.  `nursery` outlives every call on it."""
+    """One volume, its engine and its mountpoint.  `nursery` outlives every call on it.
 
-    def __init__(self, volume: Volume, engine: Engine, replay: Replay, mountpoint: str, nursery: trio.Nursery) -> None:
+    `container` is the connection to the container that the volume is in.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        engine: Engine,
+        replay: Replay,
+        mountpoint: str,
+        nursery: trio.Nursery,
+        container: Connection | None = None,
+    ) -> None:
         self.volume = volume
+        self.container = container
         self.engine = engine
         self.mountpoint = mountpoint
         self.changing = trio.Lock()

@@ -162,9 +162,9 @@ class Workspace(_Base):
         `backend` is "memory"; or "overlay:DIR", changes in memory over a directory that is only read, without what
         the patterns `exclude` hide (gitignore's syntax), and with `include` only the files that those match; or
         "host:DIR", a directory of the host that others may change too: what they do is seen after `cache_timeout_s`
-        seconds at the latest (None: 1); or "container:NAME", the directory `workdir` (None: "/workspace") of a container
-        of the Podman at `podman_url` (None: your own), reached by `transport`; or "image:REF", a container that is
-        made for the workspace, with `network` (None: without), and removed with it.
+        seconds at the latest (None: 1); or "container:NAME", the directory `workdir` (None: "/workspace") of a
+        container of the Podman at `podman_url` (None: your own), reached by `transport`; or "image:REF", a container
+        that is made for the workspace, with `network` (None: without), and removed with it.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.

@@ -277,6 +277,11 @@ def _engine(status: messages.StatusResult) -> str:
     return f"{status.engine} ({status.engine_reason})" if status.engine_reason else status.engine
 
 
+def _container(status: messages.StatusResult) -> str:
+    trouble = "" if status.connected else ": not connected, all that is asked of the mount fails until it runs again"
+    return f"{status.container} ({status.transport} transport{trouble})"
+
+
 def _show_status(status: messages.StatusResult) -> None:
     output.fields(
         [
@@ -294,6 +299,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("snapshots", "count"), status.snapshots),
             (output.Column("requests", "count"), status.requests),
             *([(output.Column("changed-below", "count"), status.changed_below)] if status.changed_below else []),
+            *([(output.Column("container"), _container(status))] if status.container else []),
             (output.Column("pid"), status.pid),
             (output.Column("started", "time"), status.started_at),
             (output.Column("version"), status.version),

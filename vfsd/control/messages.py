@@ -123,6 +123,10 @@ class StatusResult(msgspec.Struct):
     changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
     interrupted: str | None = None  # a restore that is half done, and how to finish or undo it
+    # Of container:NAME and image:REF.
+    container: str | None = None  # what Podman says of it: "running", "paused", "exited with status 137", ...
+    transport: Literal["rootfs", "agent"] | None = None
+    connected: bool | None = None  # while it is not, every request fails with EIO
 
 
 class ChangeCounts(msgspec.Struct):

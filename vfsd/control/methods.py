@@ -135,6 +135,7 @@ class Methods:
         # What a backend would have to walk its whole tree for is not said.
         volume = self._served.volume if isinstance(self._served.volume, MemoryVolume) else None
         interrupted = None if self._kept is None else await self._kept.interrupted()
+        container = self._served.container
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
@@ -155,6 +156,9 @@ class Methods:
             changed_below=volume.changed_below if isinstance(volume, OverlayVolume) else None,
             engine_reason=self._served.engine.fallback_reason,
             interrupted=None if interrupted is None else interrupted.describe(),
+            container=None if container is None else await container.describe(),
+            transport=None if container is None else container.transport.name,
+            connected=None if container is None else container.volume.connected,
         )
 
     # -- snapshots ---------------------------------------------------------------------------------

@@ -60,6 +60,15 @@ class Connection:
             return await trio.to_thread.run_sync(self.target.inspect, abandon_on_cancel=True)
         raise TimeoutError(f"Podman does not answer at {self.target.service.address}")
 
+    async def describe(self) -> str:
+        """What Podman says of the container, in words."""
+        try:
+            return (await self.inspect()).describe()
+        except FileNotFoundError:
+            return "removed"
+        except OSError as error:
+            return f"unknown: {error.strerror or error}"
+
     async def _running(self) -> ContainerState:
         return check_running(await self.inspect())
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol import posix_acl
+from protocol.backends.container.beneath_root import RootVolume
 from protocol.backends.container.idmap import IdMap
-from protocol.backends.host import HostVolume
 from protocol.backends.host.attributes import Seen
 from protocol.errors import fail
 from protocol.volume import AttributeChanges, Caller
@@ -24,8 +24,8 @@ _SUPERUSER: Final = Caller(0, 0)
 _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 
 
-class MappedVolume(HostVolume):
-    """As HostVolume.  `user` is the user and group of the container's own, in its ids.
+class MappedVolume(RootVolume):
+    """As RootVolume.  `user` is the user and group of the container's own, in its ids.
 
     ACLs hold ids too, and are not translated: where the map changes ids there are none.
     """

@@ -15,15 +15,15 @@ Podman its own user is the container's root, and the kernel checks permissions b
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
+from protocol.backends.container.beneath_root import RootVolume
 from protocol.backends.container.mapped import MappedVolume
 from protocol.backends.container.process import ContainerProcess
 from protocol.backends.container.state import ContainerState
 from protocol.backends.container.workdir import open_workdir
-from protocol.backends.host import HostVolume
 from protocol.volume import Volume
 
 __all__ = ["RootfsTransport"]
@@ -32,14 +32,14 @@ __all__ = ["RootfsTransport"]
 class RootfsTransport:
     """Implements `protocol.backends.container.transport.Transport`."""
 
-    name: Final = "rootfs"
+    name: Final[Literal["rootfs"]] = "rootfs"
 
     def __init__(self, workdir: str, *, read_only: bool = False) -> None:
         self.supports_acl = False
         self._workdir = workdir
         self._read_only = read_only
         self._process: ContainerProcess | None = None
-        self._volume: HostVolume | None = None
+        self._volume: RootVolume | None = None
 
     def probe(self, state: ContainerState) -> None:
         """OSError where this transport cannot reach the container; the directory is made where it is missing."""
@@ -54,7 +54,7 @@ class RootfsTransport:
         self._volume = volume
         return volume
 
-    def _opened(self, state: ContainerState) -> tuple[ContainerProcess, HostVolume]:
+    def _opened(self, state: ContainerState) -> tuple[ContainerProcess, RootVolume]:
         process = ContainerProcess(state)
         try:
             owner = process.ids.users.outside(process.user), process.ids.groups.outside(process.group)
@@ -67,10 +67,10 @@ class RootfsTransport:
             process.close()
             raise
 
-    def _volume_of(self, process: ContainerProcess, path: str) -> HostVolume:
+    def _volume_of(self, process: ContainerProcess, path: str) -> RootVolume:
         if os.geteuid() == 0 and (not process.ids.is_identity or process.user or process.group):
             return MappedVolume(path, process.ids, (process.user, process.group), read_only=self._read_only)
-        return HostVolume(path, read_only=self._read_only)
+        return RootVolume(path, read_only=self._read_only)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""

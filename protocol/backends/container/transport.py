@@ -6,7 +6,7 @@ runs, and `Connection` (see `connection`) opens and closes them.  Threading: the
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import trio
 
@@ -20,9 +20,7 @@ class Transport(Protocol):
     """`open`, then `wait_lost` and `close`; then, when the container runs again, `open` once more."""
 
     @property
-    def name(self) -> str:
-        """ "rootfs" or "agent"."""
-        ...
+    def name(self) -> Literal["rootfs", "agent"]: ...
 
     @property
     def supports_acl(self) -> bool:
