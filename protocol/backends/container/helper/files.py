@@ -26,6 +26,7 @@ from protocol.backends.container.helper.wire import (
     SET_MTIME,
     SET_SIZE,
     SET_UID,
+    VERSION,
     Op,
     Reply,
 )
@@ -37,6 +38,7 @@ _O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_ID_BITS = 0o6000
 _NOT_MAPPED = (errno.EINVAL, errno.EPERM)
 _NOW_NS = 1000000000
+_MOST_COUNT = 1 << 62
 _ACL_ACCESS = "system.posix_acl_access"
 _RENAME_EXCHANGE = 2
 _RENAME_WHITEOUT = 4
@@ -98,7 +100,7 @@ class Files:
             acl = 1
         except OSError as error:
             acl = int(error.errno == errno.ENODATA)
-        return (1, self._uid, self._gid, acl), ()
+        return (VERSION, self._uid, self._gid, acl, *_first_process()), ()
 
     def lookup(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
         (number,), (name,) = numbers, strings
@@ -109,7 +111,7 @@ class Files:
             node = parent if name == b"." else parent.parent or parent
             seen = self._stat(node)
             with self.table.lock:
-                node.lookups += 1
+                self.table.look_up(node)
             return _attributes(node, seen), ()
         seen = os.stat(_checked(name), dir_fd=above.fd, follow_symlinks=False)
         with self.table.lock:
@@ -254,7 +256,7 @@ class Files:
         os.link(handle.path, name, dst_dir_fd=above.fd, follow_symlinks=True)
         with self.table.lock:
             self.table.place(node, parent, name)
-            node.lookups += 1
+            self.table.look_up(node)
         return _attributes(node, os.fstat(handle.fd)), ()
 
     def _room(self, number: int, name: bytes) -> "tuple[Node, Handle, bytes]":
@@ -473,9 +475,8 @@ class Files:
     # -- the rest ------------------------------------------------------------------------------
     def statfs(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
         shown = os.fstatvfs(self.table.root.handle.fd)  # type: ignore[union-attr]
-        return (
-            shown.f_frsize, shown.f_blocks, shown.f_bavail, shown.f_files, shown.f_favail, shown.f_namemax,
-        ), ()  # fmt: skip
+        counts = (shown.f_frsize, shown.f_blocks, shown.f_bavail, shown.f_files, shown.f_favail, shown.f_namemax)
+        return tuple(min(count, _MOST_COUNT) for count in counts), ()  # some say 2**64 - 1 for "without limit"
 
     def _path(self, number: int) -> Handle:
         with self.table.lock:
@@ -508,6 +509,16 @@ def _attributes(node: Node, seen: "os.stat_result", born_ns: int = 0) -> "tuple[
         node.number, seen.st_mode, seen.st_nlink, seen.st_uid, seen.st_gid, seen.st_rdev, seen.st_size,
         seen.st_blocks, seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns, born_ns,
     )  # fmt: skip
+
+
+def _first_process() -> "tuple[int, int]":
+    """The user and group of the container's own: its first process."""
+    try:
+        with open("/proc/1/status", "rb") as file:
+            fields = dict(line.split(b":", 1) for line in file if b":" in line)
+        return int(fields[b"Uid"].split()[1]), int(fields[b"Gid"].split()[1])
+    except (OSError, LookupError, ValueError):
+        return 0, 0
 
 
 def _is_touch(bits: int, handle: Handle) -> bool:

@@ -1,7 +1,7 @@
 """The inodes that vfsd knows, and what is open of them.
 
 A node is an inode by (st_dev, st_ino), with the place at which it was seen last.  It lives while vfsd has lookups of
-it.  Its number is st_ino wherever that is free, so that it is the same in the next helper too.
+it; and, if it has a name, for some time after, among a bounded number of idle ones.  Its number is st_ino wherever that is free, so that it is the same in the next helper too.
 
 Whatever is done to an inode goes by a descriptor: opened from its parent's by one name, never through a symlink,
 and proved to be that inode.  Few are kept; but one whose last name was removed is held on to (`pinned`), as nothing
@@ -27,6 +27,7 @@ _FIRST_SPARE = 1 << 61
 _FEWEST = 16
 _MOST = 8192
 _SPARE_DESCRIPTORS = 64
+_IDLE_NODES = 8192
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -88,6 +89,7 @@ class Table:
         self.by_number = {ROOT: self.root}
         self._by_key = {self.root.key: self.root}
         self._open: "OrderedDict[Node, None]" = OrderedDict()
+        self._idle: "OrderedDict[Node, None]" = OrderedDict()
         self._devices: "list[int]" = []
         self._next_spare = _FIRST_SPARE
         self._most = most or _room()
@@ -97,6 +99,8 @@ class Table:
         node = self.by_number.get(number)
         if node is None:
             raise fail(errno.ENOENT)
+        if node in self._idle:
+            self._idle.move_to_end(node)
         return node
 
     def at(self, seen: "os.stat_result") -> "Node | None":
@@ -115,8 +119,13 @@ class Table:
             self.by_number[node.number] = self._by_key[key] = node
         if parent is not None and node is not self.root:
             self.place(node, parent, name)
-        node.lookups += 1
+        self.look_up(node)
         return node
+
+    def look_up(self, node: Node) -> None:
+        """One lookup more."""
+        node.lookups += 1
+        self._idle.pop(node, None)
 
     def place(self, node: Node, parent: Node, name: bytes) -> None:
         """`node` is `name` in `parent` now."""
@@ -131,6 +140,8 @@ class Table:
             del self._by_key[node.key]
         node.parent = None
         self._release(node)
+        if node.lookups <= 0:
+            self._drop(node)
 
     def unplace(self, node: Node, parent: Node, name: bytes) -> None:
         """`node` is not `name` in `parent` any more; `handle` has been called before."""
@@ -138,19 +149,33 @@ class Table:
             node.parent = None
             node.pinned = True
             self._open.pop(node, None)
+            if node.lookups <= 0 and not (node.handle and os.fstat(node.handle.fd).st_nlink):
+                self._drop(node)
 
     def forget(self, number: int, count: int) -> None:
-        """Take lookups away; with the last the node goes."""
+        """Take lookups away; with the last a node without a name goes."""
         node = self.by_number.get(number)
-        if node is None or node is self.root:
+        if node is None or node is self.root or node.lookups <= 0:
             return
         node.lookups -= count
-        if node.lookups <= 0:
-            del self.by_number[number]
-            if self._by_key.get(node.key) is node:
-                del self._by_key[node.key]
-            self._release(node)
-            node.scan = None
+        if node.lookups > 0:
+            return
+        node.lookups = 0
+        if node.parent is None:
+            self._drop(node)
+            return
+        self._release(node)
+        self._idle[node] = None
+        if len(self._idle) > _IDLE_NODES:
+            self._drop(next(iter(self._idle)))
+
+    def _drop(self, node: Node) -> None:
+        self._idle.pop(node, None)
+        self.by_number.pop(node.number, None)
+        if self._by_key.get(node.key) is node:
+            del self._by_key[node.key]
+        self._release(node)
+        node.scan = None
 
     def number_of(self, seen: "os.stat_result") -> int:
         """The number that an inode has, or would have."""

@@ -9,10 +9,11 @@ longer than MAX_BODY_BYTES before any of it is kept.
 """
 
 import struct
-from typing import Tuple  # noqa: UP035
+from typing import Tuple
 
-Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # noqa: UP006 (Python 3.6 has no other)
+Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # as Python 3.6 says it
 
+VERSION = 1
 MAGIC = b"vfsd-helper 1\n"  # what a helper says first, so that what else an image says is not taken for a frame
 HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
 CHUNK_BYTES = 1024 * 1024  # what one request reads or writes at most
@@ -36,7 +37,7 @@ class WireError(ValueError):
 class Op:
     """The operations.  "attributes" stands for the 12 numbers of ATTRIBUTES, and for one lookup that is taken."""
 
-    HELLO = 1  # root -> 0: version, uid, gid, ACLs (0 or 1)
+    HELLO = 1  # -> version, uid, gid, whether there are ACLs, uid and gid of the container's first process
     LOOKUP = 2  # parent; name -> attributes
     FORGET = 3  # ; FORGET... -> no reply
     GETATTR = 4  # inode -> attributes (no lookup)

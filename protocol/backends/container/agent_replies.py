@@ -1,0 +1,145 @@
+"""What a helper's replies must be, to be passed on: WireError for what no honest helper says.
+
+A kernel is told nothing here that it could stumble over: inode numbers of files that are not the root, types that
+there are, sizes that are not negative, names that are names, cookies that increase.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from protocol.backends.container.helper.wire import ATTRIBUTE_COUNT, ENTRY, NAME_MAX, WireError
+from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
+
+__all__ = ["IDENTITY", "Listed", "Owners", "Seen", "attributes_in", "entries_in", "number_in", "statfs_in", "string_in"]
+
+_MOST_INODE: Final = 1 << 62  # beyond are the numbers of `known` and the flags of engines
+_KINDS: Final = frozenset(
+    {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
+)
+_MOST_32: Final = 0xFFFFFFFF
+_DOTS: Final = {1: b".", 2: b".."}  # by their cookies
+
+
+class Seen(NamedTuple):
+    """What the helper showed of an inode, as `protocol.volume.Attributes`."""
+
+    inode: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    birth_ns: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Whose number inside is whose outside: the helper's user is the daemon's, and the other way round.
+
+    So an unprivileged user who runs vfsd is root in his rootless container, and not a stranger to his own files.  A
+    root daemon sees the container's own numbers.
+    """
+
+    users: tuple[int, int] = (0, 0)  # the helper's, the daemon's
+    groups: tuple[int, int] = (0, 0)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.users[0] == self.users[1] and self.groups[0] == self.groups[1]
+
+    def user(self, uid: int) -> int:
+        """The number on the other side, from either."""
+        return _swapped(uid, self.users)
+
+    def group(self, gid: int) -> int:
+        return _swapped(gid, self.groups)
+
+
+IDENTITY: Final = Owners()
+
+
+def _swapped(number: int, pair: tuple[int, int]) -> int:
+    if number == pair[0]:
+        return pair[1]
+    return pair[0] if number == pair[1] else number
+
+
+def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: bool = False) -> Seen:
+    """The attributes that `numbers` are; of the root only where it may be that."""
+    if len(numbers) != ATTRIBUTE_COUNT:
+        raise WireError(f"{len(numbers)} numbers for attributes")
+    inode, mode, nlink, uid, gid, rdev, size, blocks, *_ = numbers
+    if not (ROOT_INODE if root else ROOT_INODE + 1) <= inode < _MOST_INODE:
+        raise WireError(f"inode {inode}")
+    if mode & ~0o7777 not in _KINDS:
+        raise WireError(f"mode {mode:o}")
+    if not (0 <= nlink <= _MOST_32 and 0 <= uid <= _MOST_32 and 0 <= gid <= _MOST_32):
+        raise WireError(f"links, user or group {nlink}, {uid}, {gid}")
+    if size < 0 or blocks < 0 or rdev < 0:
+        raise WireError(f"size, blocks or device {size}, {blocks}, {rdev}")
+    seen = Seen(*numbers)
+    if owners is IDENTITY:
+        return seen
+    return seen._replace(uid=owners.user(uid), gid=owners.group(gid))
+
+
+class Listed(NamedTuple):
+    """An entry of a directory; with its attributes, and a lookup taken, unless it is a dot."""
+
+    entry: DirectoryEntry
+    seen: Seen | None
+
+
+def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[Listed]:
+    """The entries after `cookie` that a page of a directory has."""
+    at = 0
+    while at < len(blob):
+        if len(blob) - at < ENTRY.size:
+            raise WireError("half an entry")
+        following, *fields, length = ENTRY.unpack_from(blob, at)
+        name = blob[at + ENTRY.size : at + ENTRY.size + length]
+        at += ENTRY.size + length
+        if len(name) != length or following <= cookie:
+            raise WireError(f"entry {name!r} with cookie {following} after {cookie}")
+        cookie = following
+        if cookie in _DOTS:
+            if name != _DOTS[cookie] or not ROOT_INODE <= fields[0] < _MOST_INODE:
+                raise WireError(f"{name!r} as {_DOTS[cookie]!r}")
+            yield Listed(DirectoryEntry(name, fields[0], stat.S_IFDIR, cookie), None)
+            continue
+        if not 0 < length <= NAME_MAX or b"/" in name or b"\0" in name or name in _DOTS.values():
+            raise WireError(f"name {name!r}")
+        seen = attributes_in(tuple(fields), owners)
+        yield Listed(DirectoryEntry(name, seen.inode, seen.mode, cookie), seen)
+
+
+def statfs_in(numbers: tuple[int, ...]) -> StatFs:
+    """What `numbers` say of a file system."""
+    if len(numbers) != 6 or min(numbers) < 0 or not 0 < numbers[0] <= _MOST_32:
+        raise WireError(f"statfs {numbers}")
+    block_size, blocks, free, inodes, inodes_free, name_max = numbers
+    return StatFs(block_size, blocks, free, inodes, inodes_free, min(name_max, NAME_MAX))
+
+
+def number_in(numbers: tuple[int, ...], most: int) -> int:
+    """The one number of a reply, from 0 to `most`."""
+    if len(numbers) != 1 or not 0 <= numbers[0] <= most:
+        raise WireError(f"{numbers} where a number up to {most} was expected")
+    return numbers[0]
+
+
+def string_in(strings: list[bytes], most: int) -> bytes:
+    """The one string of a reply, of `most` bytes."""
+    if len(strings) != 1 or len(strings[0]) > most:
+        raise WireError(f"{len(strings)} strings, of {[len(one) for one in strings[:3]]} bytes")
+    return strings[0]
