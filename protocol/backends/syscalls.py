@@ -7,6 +7,7 @@ above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from typing import Final
 
@@ -21,6 +22,7 @@ __all__ = [
     "fallocate",
     "openat2",
     "renameat2",
+    "seek_hole",
 ]
 
 RESOLVE_NO_XDEV: Final = 0x01
@@ -38,6 +40,7 @@ _STATX_MASK: Final = struct.Struct("=I")
 _STATX_BTIME_AT: Final = 80
 _STATX_TIME: Final = struct.Struct("=qI")
 _SECOND: Final = 1_000_000_000
+_OFFSET_MAX: Final = (1 << 63) - 1
 
 _syscall = ctypes.CFUNCTYPE(
     ctypes.c_long,
@@ -51,6 +54,9 @@ _syscall = ctypes.CFUNCTYPE(
 _LIBC.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
 _fallocate = _LIBC.fallocate64 if hasattr(_LIBC, "fallocate64") else _LIBC.fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_lseek = _LIBC.lseek64 if hasattr(_LIBC, "lseek64") else _LIBC.lseek
+_lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+_lseek.restype = ctypes.c_int64
 _LIBC.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
 _hows: Final[dict[tuple[int, int], bytes]] = {}
 
@@ -74,6 +80,17 @@ def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int
 def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2).  (os.posix_fallocate has no mode, and writes zeros where the file system cannot do it.)"""
     _check(_fallocate(descriptor, mode, offset, length))
+
+
+def seek_hole(descriptor: int, offset: int) -> int:
+    """lseek(2) with SEEK_HOLE, also where it answers 2**63, which an off_t does not hold: then 2**63 - 1.
+
+    (os.lseek returns that with an exception set, which comes up anywhere later.)
+    """
+    found: int = _lseek(descriptor, offset, os.SEEK_HOLE)
+    if found == -1:
+        raise fail(ctypes.get_errno())
+    return found if found >= 0 else _OFFSET_MAX
 
 
 def birth_ns(descriptor: int) -> int:

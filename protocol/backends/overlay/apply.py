@@ -4,9 +4,10 @@ Checked first, all of it, before anything is written: what is to be replaced or 
 was made over, and where something is to be made there must be nothing.  What is there already as it is to be counts as
 done; so an apply that was interrupted, and is run again, finishes.
 
-Order: directories are made, files are written (each under a name of its own beside its place, synced, renamed over
-it), what has another type makes room, metadata of directories, and last what is to go.  So each path is at any moment
-what it was or what it is to be.
+Then all that is new is staged, the steps are committed to the journal, and done: directories are made, files renamed
+into their places, what has another type makes room, then goes what is to go, and last come the attributes of
+directories.  So each path is at any moment what it was or what it is to be; and whenever this is killed, the directory
+is made wholly one or the other by whoever looks at the journal next (see `journal`).
 
 What snapshots still need of a file below is kept before it is replaced (`LowerFile.keep`).
 
@@ -16,19 +17,18 @@ Threading: any one thread, on immutable trees; nobody else applies meanwhile.
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.beneath import Handle, open_beneath, proc_path
+from protocol.backends.beneath import Handle
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.lower import ChangedBelowError, Identity, identity, is_gone
+from protocol.backends.overlay.journal import Journal, Recovered, journal
+from protocol.backends.overlay.lower import RESERVED, ChangedBelowError, Identity, identity, is_gone
+from protocol.backends.overlay.steps import Step, Steps, attributes_of, place, set_attributes, set_by_name
 from protocol.diff import Change, changes
-from protocol.errors import fail
 from protocol.tree import TreeEntry
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Applied", "Conflict", "apply"]
 
 _CHUNK_BYTES: Final = 1 << 20
-_TEMPORARY: Final = b".vfsd-apply-"
+_FEW_FILES: Final = 64  # are synced one by one, more by sync(2) of their file system
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
 
@@ -60,6 +60,7 @@ class Applied:
     identities: _Identities = field(default_factory=dict)
     error: BaseException | None = None
     renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # (st_dev, st_ino) whose ctime this moved
+    recovered: Recovered | None = None  # of an apply that was killed before
 
 
 def apply(
@@ -72,27 +73,43 @@ def apply(
     force: bool = False,
     dry_run: bool = False,
     keep_going: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
 ) -> Applied:
     """Make the directory of `lower` at `paths` (or everywhere) what `live` is; `base` is what it was.
 
     `known` says what an earlier run left at a path.  With conflicts, and without `force`, nothing is written.
-    `Applied.error` is what stopped it half-way; each path is what it was or what it is to be.
+    `Applied.error` is what stopped it half-way; each path is what it was or what it is to be.  `keep_going` is called
+    now and then until the steps are committed; it may raise, and then nothing was written.  `before` is called before
+    each change on the disk.
+
+    What an apply that was killed has left there is finished or undone first (`Applied.recovered`); a dry run leaves it.
+    EBUSY while another apply into the same directory goes on.
     """
     run = _Run(lower, base, live, known, force=force, keep_going=keep_going)
     found = list(changes(base, live, paths=paths))
     result = Applied(found)
-    result.conflicts = [conflict for change in found if (conflict := run.conflict(change)) is not None]
-    if dry_run or (result.conflicts and not force):
+    if dry_run:
+        result.conflicts = run.conflicts(found)
         return result
+    with journal(lower.directory(b"").fd, before) as begun:
+        result.recovered = begun.recover()
+        result.conflicts = run.conflicts(found)
+        if not result.conflicts or force:
+            _write(run, begun, found, result)
+    return result
+
+
+def _write(run: _Run, begun: Journal, found: Sequence[Change], result: Applied) -> None:
     try:
-        run.write(found)
+        run.write(found, begun)
     except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
         result.error = error
+    finally:
+        begun.clear()
     for change in found:
         if result.error is None or change.path in run.done:
             result.identities[change.path] = run.identity_of(change.path)
     result.renewed = run.renewed()
-    return result
 
 
 class _Run:
@@ -107,6 +124,7 @@ class _Run:
         keep_going: Callable[[], None],
     ) -> None:
         self._lower = lower
+        self._root = lower.directory(b"").fd
         self._base = base
         self._live = live
         self._known = known
@@ -114,8 +132,8 @@ class _Run:
         self._keep_going = keep_going
         self._changed: set[bytes] = set()
         self.done: set[bytes] = set()
-        self._touched: dict[tuple[int, int], Handle | Identity] = {}  # of which this run itself moved the ctime
-        self._directories: set[bytes] = set()
+        self._touched: dict[tuple[int, int], Handle] = {}  # of which this run itself moves the ctime
+        self._staged: dict[bytes, bytes] = {}  # where what is to be at a path is
 
     # -- what is there -----------------------------------------------------------------------------
     def _stat(self, path: bytes) -> os.stat_result | None:
@@ -135,8 +153,13 @@ class _Run:
             return None
         return version.lower.identity if isinstance(version, OverlayInode) else None
 
-    def conflict(self, change: Change) -> Conflict | None:
-        """What is in the way of a change, if anything."""
+    def conflicts(self, found: Sequence[Change]) -> list[Conflict]:
+        """What is in the way of these changes."""
+        return [conflict for change in found if (conflict := self._conflict(change)) is not None]
+
+    def _conflict(self, change: Change) -> Conflict | None:
+        if change.path.partition(b"/")[0] == RESERVED:
+            return Conflict(change.path, "has a name that is reserved there")
         there = self._stat(change.path)
         if self._is_done(change, there):
             self.done.add(change.path)
@@ -183,79 +206,69 @@ class _Run:
         return not new.is_file or (there.st_size == new.size and self._has_content(change.path))
 
     def _has_content(self, path: bytes) -> bool:
-        directory, name = self._place(path)
+        directory, name = place(self._root, path)
         file = Handle(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory.fd))
         return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
 
-    def _place(self, path: bytes) -> tuple[Handle, bytes]:
-        """The directory that `path` is in, opened anew: nothing is written by way of a stale descriptor."""
-        above, _, name = path.rpartition(b"/")
-        flags = os.O_RDONLY | os.O_DIRECTORY
-        return Handle(open_beneath(self._lower.directory(b"").fd, above or b".", flags)), name
-
-    # -- writing -----------------------------------------------------------------------------------
-    def write(self, found: Sequence[Change]) -> None:
+    # -- staging -----------------------------------------------------------------------------------
+    def write(self, found: Sequence[Change], begun: Journal) -> None:
         """Do what there is to do."""
         # Also of what is not to be written now.
         self._changed = {change.path for change in changes(self._base, self._live)}
         todo = [change for change in found if change.path not in self.done]
+        plan = list(self._plan(todo, begun))
+        self._sync_staged()
+        begun.commit(plan)
         for change in todo:
             self._keep(change)
+        steps = Steps(self._root, self._touch)
+        for step in plan:
+            begun.before()
+            if not steps.run(step):
+                raise ChangedBelowError(step.path)
+            if step.do != "remove":
+                self.done.add(step.path)
+        steps.sync()
+        begun.done()
+
+    def _plan(self, todo: Sequence[Change], begun: Journal) -> Iterator[Step]:
+        in_place = []
         for change in todo:
             if change.new is not None:
                 self._keep_going()
-                self._put(change)
-        for change in reversed(todo):
-            if change.new is None:
-                self._keep_going()
-                self._remove(change)
+                for step in self._put(change, change.new, begun):
+                    # Last: the other steps want to see the file as it was, under its other names.
+                    if step.do == "attributes":
+                        in_place.append(step)
+                    else:
+                        yield step
+        yield from self._removals(todo)
+        yield from in_place
         for change in reversed(todo):
             if change.new is not None and change.new.is_dir:
-                self._finish_directory(change.new)
-        for path in sorted(self._directories):
-            try:
-                handle = open_directory(self._lower, path)
-            except OSError as error:
-                if is_gone(error):
-                    continue  # removed since
-                raise
-            os.fsync(handle.fd)
+                yield Step("attributes", change.path, attributes=attributes_of(change.new))
 
-    def _touch(self, directory: Handle, name: bytes) -> None:
-        """The inode's ctime is about to move, or just did: it is looked at once more at the end."""
-        handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
-        there = os.fstat(handle.fd)
-        self._touched[there.st_dev, there.st_ino] = handle
+    def _removals(self, todo: Sequence[Change]) -> Iterator[Step]:
+        for change in reversed(todo):
+            if change.new is None:
+                there = self._stat(change.path)
+                if there is not None:
+                    self._check_again(change, there)
+                    yield Step("remove", change.path, identity(there))
 
-    def renewed(self) -> dict[tuple[int, int], Identity]:
-        """What the inodes are now of which this run moved the ctime."""
-        return {
-            key: identity(os.fstat(found.fd)) if isinstance(found, Handle) else found
-            for key, found in self._touched.items()
-        }
-
-    def identity_of(self, path: bytes) -> Identity | None:
-        """What is at a path below now."""
-        there = self._stat(path)
-        return None if there is None else identity(there)
-
-    def _put(self, change: Change) -> None:
-        new = change.new
-        assert new is not None
+    def _put(self, change: Change, new: TreeEntry, begun: Journal) -> Iterator[Step]:
         there = self._stat(change.path)
-        directory, name = self._place(change.path) if change.path else (self._lower.directory(b""), b".")
-        self._directories.add(change.path.rpartition(b"/")[0])
-        if there is not None and stat.S_ISDIR(there.st_mode) and not new.is_dir:
-            self._remove_below(change.path)
-            os.rmdir(name, dir_fd=directory.fd)
-            there = None
-        if new.is_dir:
-            self._put_directory(directory, name, change, there)
-        elif there is not None and self._is_same_file(change, there):
+        seen = None if there is None else identity(there)
+        if there is not None and not (new.is_dir and stat.S_ISDIR(there.st_mode)):
             self._check_again(change, there)
-            self._set_in_place(directory, name, new, there)
+        if new.is_dir:
+            yield Step("directory", change.path, seen)
+        elif there is not None and self._is_same_file(change, there):
+            yield Step("attributes", change.path, seen, attributes=attributes_of(new))
         else:
-            self._put_leaf(directory, name, change)
+            if there is not None and stat.S_ISDIR(there.st_mode):
+                yield from self._removals(list(changes(self._base, self._live, paths=[change.path]))[1:])
+            yield Step("leaf", change.path, seen, self._stage(new, begun))
 
     def _is_same_file(self, change: Change, there: os.stat_result) -> bool:
         """Whether only attributes differ, and of no other name's file that is to stay as it is."""
@@ -264,78 +277,47 @@ class _Run:
         names = self._live.paths(self._live.find(change.path))
         return change.old.inode == change.new.inode and there.st_nlink in (1, len(names))
 
-    def _put_directory(self, directory: Handle, name: bytes, change: Change, there: os.stat_result | None) -> None:
-        if there is not None and not stat.S_ISDIR(there.st_mode):
-            self._check_again(change, there)
-            if there.st_nlink > 1:
-                self._touch(directory, name)
-            os.unlink(name, dir_fd=directory.fd)
-            there = None
-        if there is None:
-            os.mkdir(name, 0o700, dir_fd=directory.fd)
-            self.done.add(change.path)  # by us, whatever it still lacks
-
-    def _finish_directory(self, new: TreeEntry) -> None:
-        handle = open_directory(self._lower, new.path)
-        _set_metadata(handle.fd, new, os.fstat(handle.fd))
-        self._directories.add(new.path)
-
-    def _put_leaf(self, directory: Handle, name: bytes, change: Change) -> None:
-        new = change.new
-        assert new is not None
-        temporary = _TEMPORARY + hashlib.sha256(name).hexdigest()[:24].encode()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory.fd)
-        if not self._link_other(directory, temporary, new):
-            self._make(directory, temporary, new)
-        there = self._stat(change.path)
-        if there is not None:
-            self._check_again(change, there)
-        elif change.old is not None and change.kind != "type" and not self._force and self._expected(change.path):
-            os.unlink(temporary, dir_fd=directory.fd)
-            raise ChangedBelowError(change.path)
-        if there is not None and there.st_nlink > 1:
-            self._touch(directory, name)  # its other names see its ctime move
-        os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
-        # rename(2) of two names of one file leaves both.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory.fd)
-        self.done.add(change.path)
-
     def _check_again(self, change: Change, there: os.stat_result) -> None:
         """Nobody shall have changed it since it was looked at first."""
         if self._force or self._is_unchanged(there, self._expected(change.path)):
             return
         raise ChangedBelowError(change.path)
 
-    def _link_other(self, directory: Handle, temporary: bytes, new: TreeEntry) -> bool:
-        """Whether another name of the same file is in place below, so that this one is to be a link to it."""
+    def _stage(self, new: TreeEntry, begun: Journal) -> bytes:
+        directory, name, staged = begun.stage(new.path)
+        if not self._link_other(directory, name, new):
+            self._make(directory, name, new)
+        self._staged[new.path] = staged
+        return staged
+
+    def _link_other(self, directory: Handle, name: bytes, new: TreeEntry) -> bool:
+        """Whether another name of the same file is in place or staged, so that this one is to be a link to it."""
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
-            if other == new.path or (other in self._changed and other not in self.done):
+            if other == new.path or (other in self._changed and other not in self.done and other not in self._staged):
                 continue
-            source, name = self._place(other)
-            os.link(name, temporary, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
-            self._touch(source, name)
-            return True
+            source, other_name = place(self._root, self._staged.get(other, other))
+            self._touch(source, other_name)
+            with contextlib.suppress(OSError):  # EXDEV, EMLINK: then it is a file of its own
+                os.link(other_name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
+                return True
         return False
 
-    def _make(self, directory: Handle, temporary: bytes, new: TreeEntry) -> None:
+    def _make(self, directory: Handle, name: bytes, new: TreeEntry) -> None:
         if new.is_symlink:
-            os.symlink(new.target, temporary, dir_fd=directory.fd)
-            os.chown(temporary, new.uid, new.gid, dir_fd=directory.fd, follow_symlinks=False)
-            os.utime(temporary, ns=(new.mtime_ns, new.mtime_ns), dir_fd=directory.fd, follow_symlinks=False)
+            os.symlink(new.target, name, dir_fd=directory.fd)
+        elif not new.is_file:
+            os.mknod(name, new.mode, new.rdev, dir_fd=directory.fd)
+        else:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = Handle(os.open(name, flags, 0o600, dir_fd=directory.fd))
+            self._write_content(handle.fd, new)
+            set_attributes(handle.fd, attributes_of(new))
+            if len(self._staged) < _FEW_FILES:
+                os.fsync(handle.fd)
             return
-        if not new.is_file:
-            os.mknod(temporary, new.mode, new.rdev, dir_fd=directory.fd)
-            _set_by_name(directory, temporary, new)
-            return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = Handle(os.open(temporary, flags, 0o600, dir_fd=directory.fd))
-        self._write_content(handle.fd, new)
-        _set_metadata(handle.fd, new, os.fstat(handle.fd))
-        os.fsync(handle.fd)
+        set_by_name(directory, name, attributes_of(new), is_symlink=new.is_symlink)
 
     def _write_content(self, descriptor: int, new: TreeEntry) -> None:
         content = self._live.find(new.path).content
@@ -348,18 +330,11 @@ class _Run:
                     done += os.pwrite(descriptor, data[done:], offset + done)
         os.ftruncate(descriptor, new.size)
 
-    def _set_in_place(self, directory: Handle, name: bytes, new: TreeEntry, there: os.stat_result) -> None:
-        if new.is_symlink or not new.is_file:
-            _set_by_name(directory, name, new)
-        else:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            handle = Handle(os.open(name, flags, dir_fd=directory.fd))
-            _set_metadata(handle.fd, new, there)
-            os.fsync(handle.fd)
-        now = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-        self._touched[now.st_dev, now.st_ino] = identity(now)
-        self.done.add(new.path)
+    def _sync_staged(self) -> None:
+        if len(self._staged) > _FEW_FILES:
+            os.sync()
 
+    # -- what goes on being read -------------------------------------------------------------------
     def _keep(self, change: Change) -> None:
         """What is above, or in a snapshot, of the file that is about to go, stays readable."""
         if change.old is None or not change.old.is_file:
@@ -372,65 +347,18 @@ class _Run:
             with contextlib.suppress(ChangedBelowError):  # forced: it was lost before
                 version.lower.keep()
 
-    # -- removing ----------------------------------------------------------------------------------
-    def _remove_below(self, path: bytes) -> None:
-        for change in reversed(list(changes(self._base, self._live, paths=[path]))):
-            if change.path != path and change.new is None:
-                self._remove(change)
+    def _touch(self, directory: Handle, name: bytes) -> None:
+        """The inode's ctime is about to move: it is looked at once more at the end."""
+        handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
+        there = os.fstat(handle.fd)
+        self._touched[there.st_dev, there.st_ino] = handle
+        self._lower.moving.add((there.st_dev, there.st_ino))
 
-    def _remove(self, change: Change) -> None:
-        there = self._stat(change.path)
-        if there is None:
-            return
-        self._check_again(change, there)
-        directory, name = self._place(change.path)
-        self._directories.add(change.path.rpartition(b"/")[0])
-        if stat.S_ISDIR(there.st_mode):
-            try:
-                os.rmdir(name, dir_fd=directory.fd)
-            except OSError as error:
-                if error.errno == errno.ENOTEMPTY:
-                    shown = change.path.decode("utf-8", "backslashreplace")
-                    raise fail(errno.ENOTEMPTY, shown) from None
-                raise
-            return
-        if there.st_nlink > 1:
-            self._touch(directory, name)
-        os.unlink(name, dir_fd=directory.fd)
+    def renewed(self) -> dict[tuple[int, int], Identity]:
+        """What the inodes are now of which this run moved the ctime."""
+        return {key: identity(os.fstat(handle.fd)) for key, handle in self._touched.items()}
 
-
-def open_directory(lower: Lower, path: bytes) -> Handle:
-    """A readable descriptor of a directory below."""
-    return Handle(open_beneath(lower.directory(b"").fd, path or b".", os.O_RDONLY | os.O_DIRECTORY))
-
-
-def _set_metadata(descriptor: int, new: TreeEntry, there: os.stat_result) -> None:
-    """Owner first, which clears bits of the mode; time last, which everything else moves."""
-    if (there.st_uid, there.st_gid) != (new.uid, new.gid):
-        os.chown(descriptor, new.uid, new.gid)
-    had = set(os.listxattr(descriptor)) if not _lacks_xattrs(descriptor) else set()
-    for gone in had - {os.fsdecode(each) for each in new.xattrs}:
-        os.removexattr(descriptor, gone)
-    for name, value in new.xattrs.items():
-        os.setxattr(descriptor, name, value)
-    os.chmod(descriptor, new.mode & _PERMISSIONS)
-    os.utime(descriptor, ns=(new.mtime_ns, new.mtime_ns))
-
-
-def _lacks_xattrs(descriptor: int) -> bool:
-    try:
-        os.listxattr(descriptor)
-    except OSError as error:
-        if error.errno == errno.EOPNOTSUPP:
-            return True
-        raise
-    return False
-
-
-def _set_by_name(directory: Handle, name: bytes, new: TreeEntry) -> None:
-    """For what cannot be opened: symlinks, fifos, devices."""
-    os.chown(name, new.uid, new.gid, dir_fd=directory.fd, follow_symlinks=False)
-    if not new.is_symlink:
-        place = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
-        os.chmod(proc_path(place.fd), new.mode & _PERMISSIONS)
-    os.utime(name, ns=(new.mtime_ns, new.mtime_ns), dir_fd=directory.fd, follow_symlinks=False)
+    def identity_of(self, path: bytes) -> Identity | None:
+        """What is at a path below now."""
+        there = self._stat(path)
+        return None if there is None else identity(there)

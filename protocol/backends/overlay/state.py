@@ -266,7 +266,7 @@ class OverlayState(State):
                 if not is_gone(error):
                     raise
                 return False, True
-            if identity(seen) == old.identity:
+            if self.lower.is_same(identity(seen), old.identity):
                 return True, False
             if seen.st_mode & _KIND != live.mode & _KIND:
                 return False, True
@@ -307,6 +307,7 @@ class OverlayState(State):
                         if now is not None and now[2] == version.lower.identity[2]:
                             version.lower.identity = now
                             self.lower.forget(version.lower)
+            self.lower.moving.clear()
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:

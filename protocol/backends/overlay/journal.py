@@ -1,0 +1,303 @@
+"""Journal: what makes an apply one change of the directory below, whenever it is killed.
+
+All that an apply is to put in place is staged first, in `.vfsd-apply` in that directory: so that putting it there is
+a rename, and whoever comes next finds it.  Then the steps are written into `plan`, at once: that is the commit.
+
+- Killed before it: `recover` throws away what was staged; the directory is what it was.
+- Killed after it: `recover` does the steps that are left; the directory is what it was to be.  What others changed
+  there meanwhile stays as it is; the new version is put beside it, as NAME.vfsd-new.
+
+`recover` may itself be killed, and run again.  A lock on the journal's directory (flock(2), which dies with its
+holder) tells an apply that goes on from one that was killed.
+
+Threading: any one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.backends.beneath import Handle, open_beneath
+from protocol.backends.overlay.lower import RESERVED, is_gone
+from protocol.backends.overlay.steps import Step, Steps, place
+
+__all__ = ["Journal", "Recovered", "is_interrupted", "journal", "recover"]
+
+_PLAN: Final = b"plan"
+_UNFINISHED_PLAN: Final = b"plan.new"
+_DONE: Final = b"done"
+_ELSEWHERE: Final = b"elsewhere"  # what is staged in other directories: of other mounts
+_VERSION: Final = 1
+_REJECTED: Final = b".vfsd-new"
+_Step = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What `recover` found, and did: `undone`, before the commit; else `paths` are those that were still to be done.
+
+    `rejected` are those of which others had made something else; what was to be there is beside them, if anything.
+    """
+
+    undone: bool
+    paths: tuple[bytes, ...] = ()
+    rejected: tuple[bytes, ...] = ()
+
+    def __str__(self) -> str:
+        if self.undone:
+            return "an apply was killed before it had changed anything: what it had prepared is removed"
+        said = f"an apply was killed half-way, and is finished now ({len(self.paths)} paths were left)"
+        if self.rejected:
+            names = ", ".join(repr(os.fsdecode(path)) for path in self.rejected)
+            said += f"; changed by others meanwhile, and left as they are: {names} (see *.vfsd-new beside them)"
+        return said
+
+
+class Journal:
+    """The journal of one apply, locked.  `before` is called before each change that it makes on the disk."""
+
+    def __init__(self, root: int, directory: Handle, before: _Step) -> None:
+        self.root = root
+        self.directory = directory
+        self.before = before
+        self._count = 0
+
+    def stage(self, path: bytes) -> tuple[Handle, bytes, bytes]:
+        """Where to make what is to be at `path`: directory, name, and its path as a `Step` has it."""
+        self._count += 1
+        self.before()
+        above = self._nearest(path.rpartition(b"/")[0])
+        if above is None:
+            name = b"%d" % self._count
+            return self.directory, name, RESERVED + b"/" + name
+        name = RESERVED + b"-%d" % self._count
+        staged = above + b"/" + name
+        self._note(staged)
+        return *place(self.root, staged), staged
+
+    def _nearest(self, above: bytes) -> bytes | None:
+        """None where what is staged here can be renamed into `above`; else the directory there that is nearest."""
+        device = os.fstat(self.root).st_dev
+        while above and not ((there := _stat_at(self.root, above)) and stat.S_ISDIR(there.st_mode)):
+            above = above.rpartition(b"/")[0]  # it is to be made
+        if not above:
+            return None
+        try:
+            handle = Handle(open_beneath(self.root, above, os.O_PATH | os.O_DIRECTORY, same_mount=True))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                return above
+            raise
+        return None if os.fstat(handle.fd).st_dev == device else above
+
+    def _note(self, staged: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        handle = Handle(os.open(_ELSEWHERE, flags, 0o600, dir_fd=self.directory.fd))
+        os.write(handle.fd, staged + b"\0")
+
+    def commit(self, steps: Sequence[Step]) -> None:
+        """From here on the steps are done, whatever happens."""
+        plan = {"version": _VERSION, "pid": os.getpid(), "steps": [step.record() for step in steps]}
+        self.before()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with open(os.open(_UNFINISHED_PLAN, flags, 0o600, dir_fd=self.directory.fd), "w", encoding="ascii") as file:
+            json.dump(plan, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self._rename(_UNFINISHED_PLAN, _PLAN)
+
+    def _rename(self, old: bytes, new: bytes) -> None:
+        self.before()
+        os.rename(old, new, src_dir_fd=self.directory.fd, dst_dir_fd=self.directory.fd)
+        os.fsync(self.directory.fd)
+
+    def done(self) -> None:
+        """All steps are done: there is nothing to recover any more."""
+        self._rename(_PLAN, _DONE)
+
+    def recover(self) -> Recovered | None:
+        """Finish or undo what an apply that was killed has left here; None where it has left nothing."""
+        names = self._names()
+        if not names or _DONE in names:
+            self.clear()
+            return None
+        if _PLAN not in names:
+            self.clear()
+            return Recovered(undone=True)
+        found = self._finish()
+        self.done()
+        self.clear()
+        return found
+
+    def _names(self) -> set[bytes]:
+        return set(map(os.fsencode, os.listdir(self.directory.fd)))
+
+    def _finish(self) -> Recovered:
+        handle = Handle(os.open(_PLAN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd))
+        with open(handle.fd, encoding="ascii", closefd=False) as file:
+            plan = json.load(file)
+        if plan["version"] != _VERSION:
+            raise OSError(errno.EOPNOTSUPP, f"a journal of version {plan['version']}: made by another vfsd")
+        steps = Steps(self.root)
+        left, rejected = [], []
+        for step in map(Step.of_record, plan["steps"]):
+            self.before()
+            if self._is_left(step):
+                left.append(step.path)
+            if not self._run(steps, step):
+                self._reject(step)
+                rejected.append(step.path)
+        steps.sync()
+        return Recovered(False, tuple(dict.fromkeys(left)), tuple(dict.fromkeys(rejected)))
+
+    def _run(self, steps: Steps, step: Step) -> bool:
+        try:
+            return steps.run(step)
+        except OSError as error:
+            # Its directory is gone, or holds what others put there.
+            if is_gone(error) or error.errno == errno.ENOTEMPTY:
+                return False
+            raise
+
+    def _is_left(self, step: Step) -> bool:
+        """Whether it was still to be done, as far as that can be told."""
+        if step.do == "leaf":
+            return self._is_staged(step)
+        there = _stat_at(self.root, step.path)
+        if step.do == "attributes":
+            return there is not None and not stat.S_ISDIR(there.st_mode)
+        return (there is not None) == (step.do == "remove")
+
+    def _is_staged(self, step: Step) -> bool:
+        return _stat_at(self.root, step.staged) is not None
+
+    def _reject(self, step: Step) -> None:
+        """Put what is staged beside what is in its way; where its directory is gone, into the topmost one."""
+        if step.do != "leaf" or not self._is_staged(step):
+            return
+        source, staged = place(self.root, step.staged)
+        path = step.path
+        try:
+            directory, name = place(self.root, path)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            path = path.rpartition(b"/")[2]
+            directory, name = place(self.root, path)
+        beside = _REJECTED
+        number = 1
+        while _stat_at(self.root, path + beside) is not None:
+            number += 1
+            beside = _REJECTED + b".%d" % number
+        os.rename(staged, name + beside, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
+
+    def clear(self) -> None:
+        """Remove all that is staged, the mark of what was done last."""
+        names = self._names()
+        if _ELSEWHERE in names:
+            handle = Handle(os.open(_ELSEWHERE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.directory.fd))
+            with open(handle.fd, "rb", closefd=False) as file:
+                elsewhere = [path for path in file.read().split(b"\0") if path]
+            for path in elsewhere:
+                self.before()
+                _unlink_at(self.root, path)
+        for name in sorted(names, key=lambda name: name in {_PLAN, _DONE, _ELSEWHERE}):
+            self.before()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.directory.fd)
+
+
+def _stat_at(root: int, path: bytes) -> os.stat_result | None:
+    try:
+        directory, name = place(root, path)
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise
+
+
+def _unlink_at(root: int, path: bytes) -> None:
+    try:
+        directory, name = place(root, path)
+        os.unlink(name, dir_fd=directory.fd)
+    except OSError as error:
+        if not is_gone(error):
+            raise
+
+
+@contextmanager
+def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
+    """The journal in the directory of descriptor `root`, which nobody else has meanwhile.  EBUSY.
+
+    There may be something to `recover` in it.  At the end it is removed.
+    """
+    while True:
+        before()
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(RESERVED, 0o700, dir_fd=root)
+        directory = _locked(root)
+        if directory is not None:
+            break
+    found = Journal(root, directory, before)
+    try:
+        yield found
+    finally:
+        # Only where it is empty: what could not be recovered stays.
+        with contextlib.suppress(OSError):
+            os.rmdir(RESERVED, dir_fd=root)
+
+
+def _locked(root: int) -> Handle | None:
+    """The journal's directory; None where it was removed meanwhile.  EBUSY."""
+    try:
+        directory = Handle(open_beneath(root, RESERVED, os.O_RDONLY | os.O_DIRECTORY))
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "another apply into the same directory is going on") from None
+    try:
+        there = os.stat(RESERVED, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return directory if os.path.samestat(there, os.fstat(directory.fd)) else None
+
+
+def is_interrupted(root: int) -> bool:
+    """Whether an apply was killed there, and `recover` has something to do."""
+    try:
+        directory = _locked(root)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return directory is not None and bool(os.listdir(directory.fd))
+
+
+def recover(root: str | bytes, before: _Step = _nothing) -> Recovered | None:
+    """Finish or undo what an apply that was killed has left in the directory `root`; None where there is nothing.
+
+    EBUSY while an apply goes on there.  Where nothing was left nothing is written.
+    """
+    top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    if not is_interrupted(top.fd):
+        with contextlib.suppress(OSError):
+            os.rmdir(RESERVED, dir_fd=top.fd)
+        return None
+    with journal(top.fd, before) as found:
+        return found.recover()
