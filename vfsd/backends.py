@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import resource
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -16,6 +14,7 @@ from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import Volume
+from vfsd.extras import lacking
 from vfsd.options import MountOptions
 from vfsd.snapshots.archives import read_archive
 
@@ -111,8 +110,7 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
         # Here, not above: Podman's client is an extra, and takes longer to import than all else together.
         from protocol.backends.container import opening  # noqa: PLC0415
     except ImportError as error:
-        advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
-        raise OSError(errno.EOPNOTSUPP, f"the container backend lacks a package ({error}): {advice}") from None
+        raise lacking("the container backend", error) from None
     _allow_open_files()
     workdir = options.workdir or opening.DEFAULT_WORKDIR
     if kind == "container":
@@ -131,6 +129,7 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
             workdir=workdir,
             transport=options.transport,
             network=options.network or "none",
+            pids_limit=options.pids_limit,
             read_only=options.read_only,
         )
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s

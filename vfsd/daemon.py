@@ -29,8 +29,8 @@ import vfsd
 from vfsd import interpreter, mounts, runtime
 from vfsd.backends import Backend, open_backend
 from vfsd.coherence import tell_kernel
+from vfsd.commands.choice import choose_place
 from vfsd.commands.each import SnapshotEach
-from vfsd.commands.host import HostPlace
 from vfsd.commands.running import Commands
 from vfsd.control.methods import Methods
 from vfsd.control.server import ControlServer
@@ -47,7 +47,6 @@ from vfsd.snapshots import open_snapshots
 if TYPE_CHECKING:
     from vfsd.engines.base import Engine
     from vfsd.options import MountOptions
-    from vfsd.snapshots.base import Snapshots
 
 __all__ = ["run_daemon"]
 
@@ -106,6 +105,7 @@ class _Daemon:
         self._backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment()
+        self._commands = Commands(options.name)
         self._served = trio.Event()
         self._answers = False
         self._unmounted = False
@@ -129,7 +129,9 @@ class _Daemon:
                 volume, engine, place = self._backend.volume, self._engine, options.mountpoint
                 served = Served(volume, engine, self._replay, place, nursery, container)
                 snapshots = open_snapshots(served)
-                commands = _commands(options, snapshots)
+                runs_at = choose_place(options, self._backend.container)
+                each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
+                self._commands = commands = Commands(options.name, place=runs_at, take_snapshot=each)
                 methods = Methods(served, snapshots, options, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)
@@ -138,6 +140,7 @@ class _Daemon:
                 nursery.start_soon(self._serve, methods, nursery)
                 # The loop must be serving already: this asks it.
                 await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
+                await nursery.start(commands.attend)
                 record = self._record(socket, started_at)
                 runtime.write_record(record)
                 self._answers = True
@@ -150,6 +153,8 @@ class _Daemon:
         except* (OSError, ValueError) as group:
             raise _first(group) from None
         finally:
+            if not self.crashed:
+                await self._leave()
             if record is not None and not self.crashed:
                 runtime.remove_record(record)
 
@@ -201,6 +206,7 @@ class _Daemon:
         self._notifier.stopping("unmounting")
         place = self._options.mountpoint
         await served.left()
+        await self._leave()
         try:
             # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.
             await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)
@@ -217,6 +223,14 @@ class _Daemon:
             )  # fmt: skip
             self._engine.stop()
         await trio.sleep_forever()  # `_serve` ends everything
+
+    async def _leave(self) -> None:
+        """Have what runs commands let go of the mount."""
+        try:
+            with trio.CancelScope(shield=True):
+                await self._commands.leave()
+        except OSError as error:
+            log_failure(_logger, "removing the sandbox", error, level=logging.WARNING)
 
     async def _detach(self) -> None:
         place = self._options.mountpoint
@@ -242,13 +256,6 @@ class _Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(interval_s)
-
-
-def _commands(options: MountOptions, snapshots: Snapshots | None) -> Commands:
-    """What runs the workspace's commands, where there is anything that may."""
-    place = HostPlace(options.mountpoint, {"VFSD_WORKSPACE": options.name}) if options.exec_on_host else None
-    each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
-    return Commands(options.name, place=place, take_snapshot=each)
 
 
 def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:

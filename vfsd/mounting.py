@@ -64,22 +64,35 @@ def _check_host_options(what: str, archive: object, **limits: int | None) -> Non
 
 
 def _check_container_options(
-    kind: str, podman_url: str | None, workdir: str | None, transport: str, network: str | None
+    kind: str, sandbox: str | None, podman_url: str | None, workdir: str | None, transport: str, network: str | None
 ) -> None:
+    if podman_url is not None:
+        parse_address(podman_url)
     if kind not in _IN_CONTAINERS:
-        given = {"podman_url": podman_url, "workdir": workdir, "network": network}
+        given = {"workdir": workdir} if sandbox else {"podman_url": podman_url, "workdir": workdir, "network": network}
         names = [name for name, value in given.items() if value is not None]
         if names or transport != "auto":
             raise ValueError(f"{(names or ['transport'])[0]} goes with container:NAME or image:REF")
         return
-    if podman_url is not None:
-        parse_address(podman_url)
+    if sandbox is not None:
+        raise ValueError(f"the commands of a {kind} workspace run in its container: it takes no sandbox")
     if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
         raise ValueError(f"workdir must be an absolute path in the container, without '..': {workdir!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"not a transport: {transport!r} (one of {', '.join(TRANSPORTS)})")
     if network is not None and kind == "container":
         raise ValueError("network is for a container that vfsd makes (image:REF); this one has its own")
+
+
+def _check_sandbox_options(kind: str, sandbox: str | None, *, exec_on_host: bool, pids_limit: int | None) -> None:
+    if sandbox is not None and (not sandbox.startswith("image:") or sandbox == "image:"):
+        raise ValueError(f"not a sandbox: {sandbox!r}; it is written image:REF")
+    if sandbox is not None and exec_on_host:
+        raise ValueError("commands run in a sandbox or on this host, not in both")
+    if pids_limit is not None and sandbox is None and kind != "image":
+        raise ValueError("pids_limit is for a container that vfsd makes: it goes with a sandbox, or with image:REF")
+    if pids_limit is not None and pids_limit <= 0:
+        raise ValueError(f"pids_limit must be positive, not {pids_limit}")
 
 
 def _check_cache_timeout(kind: str, cache_timeout_s: float) -> None:
@@ -112,11 +125,13 @@ def mount_options(
     exclude: Sequence[str] = (),
     exec_on_host: bool = False,
     store: str | os.PathLike[str] | None = None,
+    sandbox: str | None = None,
     snapshot_each: bool = False,
     podman_url: str | None = None,
     workdir: str | None = None,
     transport: TransportChoice = "auto",
     network: str | None = None,
+    pids_limit: int | None = None,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
 ) -> MountOptions:
@@ -143,7 +158,8 @@ def mount_options(
         backend = f"overlay:{_host_directory(argument, place)}"
     elif kind in _IN_CONTAINERS:
         _check_host_options("a container", archive, max_bytes=max_bytes, max_inodes=max_inodes)
-    _check_container_options(kind, podman_url, workdir, transport, network)
+    _check_sandbox_options(kind, sandbox, exec_on_host=exec_on_host, pids_limit=pids_limit)
+    _check_container_options(kind, sandbox, podman_url, workdir, transport, network)
     if store is not None:
         _check_store(store, kind)
     if (include or exclude) and kind != "overlay":
@@ -165,11 +181,13 @@ def mount_options(
         exclude=tuple(exclude),
         exec_on_host=exec_on_host,
         store=None if store is None else os.path.abspath(store),
+        sandbox=sandbox,
         snapshot_each=snapshot_each,
         podman_url=podman_url,
         workdir=workdir,
         transport=transport,
         network=network,
+        pids_limit=pids_limit,
         log_level=log_level,
         log_format=log_format,
     )

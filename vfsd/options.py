@@ -40,11 +40,13 @@ class MountOptions:
     exclude: tuple[str, ...] = ()
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     store: str | None = None  # where snapshots are kept that are not in memory; None for the user's store
+    sandbox: str | None = None  # "image:REF": commands run in a container of it, which sees the mount
     snapshot_each: bool = False  # a snapshot after each command that the workspace ran
     # Of container:NAME and image:REF.
     podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
     workdir: str | None = None  # in the container; None for /workspace
     transport: TransportChoice = "auto"
     network: str | None = None  # of a container that is made; None for none
+    pids_limit: int | None = None  # processes and threads in a container that is made; None for 2048
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

@@ -128,6 +128,9 @@ class Workspace(_Base):
         workdir: str | None = None,
         transport: TransportChoice = "auto",
         network: str | None = None,
+        sandbox: str | None = None,
+        snapshot_each: bool = False,
+        pids_limit: int | None = None,
         create: bool = True,
     ) -> Self: ...
 
@@ -154,6 +157,9 @@ class Workspace(_Base):
         workdir: str | None = None,
         transport: TransportChoice = "auto",
         network: str | None = None,
+        sandbox: str | None = None,
+        snapshot_each: bool = False,
+        pids_limit: int | None = None,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
@@ -169,7 +175,9 @@ class Workspace(_Base):
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.
         `store` is the directory where the snapshots of "host:DIR" are kept, outside of DIR, None for the user's own.
-        `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user.
+        `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user; `sandbox`,
+        "image:REF", in a container of that image, which sees the workspace at /workspace, may have `pids_limit`
+        processes, and lives as long as the workspace.  With `snapshot_each` a snapshot follows each command.
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
         """
@@ -192,6 +200,9 @@ class Workspace(_Base):
             workdir=workdir,
             transport=transport,
             network=network,
+            sandbox=sandbox,
+            snapshot_each=snapshot_each,
+            pids_limit=pids_limit,
         )
         if filesystem is not None:
             if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
@@ -385,6 +396,9 @@ class AsyncWorkspace(_Base):
         workdir: str | None = None,
         transport: TransportChoice = "auto",
         network: str | None = None,
+        sandbox: str | None = None,
+        snapshot_each: bool = False,
+        pids_limit: int | None = None,
         create: bool = True,
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
@@ -407,6 +421,9 @@ class AsyncWorkspace(_Base):
             workdir=workdir,
             transport=transport,
             network=network,
+            sandbox=sandbox,
+            snapshot_each=snapshot_each,
+            pids_limit=pids_limit,
         )
 
         async def start() -> AsyncWorkspace:

@@ -30,7 +30,7 @@ def container(start_container: StartContainer) -> Container:
 
 @pytest.fixture
 def executor(container: Container) -> ContainerExecutor:
-    return ContainerExecutor(ContainerPlace(container))
+    return ContainerExecutor(ContainerPlace(lambda: container))
 
 
 @pytest.fixture(params=["from outside", "from inside"])
@@ -135,7 +135,7 @@ def test_another_command_and_the_containers_own_processes_stay(
 
 
 def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(container: Container, way: str) -> None:
-    executor = ContainerExecutor(ContainerPlace(container, owned=True))
+    executor = ContainerExecutor(ContainerPlace(lambda: container, owned=True))
     executor.run(["sh", "-c", "env -i setsid sh -c '(env -i setsid sleep 1000 &)'; sleep 0.2"])
     assert sleepers(container) == []
     assert inside(container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
@@ -160,7 +160,7 @@ BOMB = "bomb() { bomb | bomb & }; bomb; sleep 1000"
 
 def test_a_fork_bomb_ends_at_its_time(container: Container, way: str) -> None:
     """From inside there is no process left to do it with: the container of ours is restarted."""
-    executor = ContainerExecutor(ContainerPlace(container, owned=True))
+    executor = ContainerExecutor(ContainerPlace(lambda: container, owned=True))
     done = executor.run(["sh", "-c", BOMB], timeout_s=3)
     assert done.timed_out
     left = inside(container, "ps -o args | grep -c '[b]omb' || true")
@@ -173,7 +173,7 @@ def test_the_shell_and_python_tools_run_in_the_container(
 ) -> None:
     container = start_container(python_image)
     inside(container, "mkdir /workspace && echo hello > /workspace/f")
-    context = ToolContext(HostFilesystem(tmp_path), executor=ContainerExecutor(ContainerPlace(container)))
+    context = ToolContext(HostFilesystem(tmp_path), executor=ContainerExecutor(ContainerPlace(lambda: container)))
     shell = TOOLS["shell"].call({"command": "cat f; echo $((6 * 7))"}, context)
     assert (shell.stdout, shell.exit_status) == ("hello\n42\n", 0)
     python = TOOLS["python"].call({"code": "import sys; print(open('f').read()); sys.exit(2)"}, context)

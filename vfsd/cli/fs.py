@@ -162,7 +162,7 @@ echo '{"old_text": "hello", "new_text": "bye"}' | vfsd fs edit notes/hello.txt
 vfsd fs grep 'def \\w+' src --glob '*.py'
 vfsd fs glob 'src/**/*.py'
 vfsd fs rm -r notes
-vfsd fs exec -- make test              # where commands can run: `vfsd mount --on-host`
+vfsd fs exec -- make test              # where commands can run: `vfsd exec --help`
 """
 
 
@@ -406,8 +406,8 @@ def exec_command(
     fails is not an error of `vfsd fs exec`.  It is killed when its time is over or when this command ends, with
     all that it started.
 
-    A memory workspace has nothing to run commands in.  Mounted with --on-host they run on this host, with
-    the rights of the user who mounted it.
+    It runs where `vfsd exec` runs commands: in the container of a container workspace, in the sandbox of one
+    mounted with --sandbox, on this host for one mounted with --on-host.
     """
     workspace = _Workspace(app, escaped=escaped)
     stdin = sys.stdin.buffer.read(_INLINE_BYTES + 1) if with_stdin else b""
@@ -430,4 +430,5 @@ def exec_command(
         "stderr": _text_or_base64(done.stderr, truncated=done.truncated),
         "timed_out": done.timed_out,
         "truncated": done.truncated,
+        "snapshot": done.snapshot,
     }

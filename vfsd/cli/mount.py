@@ -37,6 +37,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     vfsd mount ~/work --from backup.zip --read-only
     vfsd mount ~/work --backend host:project --cache-timeout 5
     vfsd mount ~/work --backend overlay:project --exclude .env
+    vfsd mount ~/work --sandbox image:docker.io/library/python:3.12 --snapshot-each
     vfsd mount ~/work --backend container:web --workdir /srv/app
     vfsd mount ~/work --backend image:docker.io/library/python:3.12
     """,
@@ -86,7 +87,22 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     "--on-host",
     "exec_on_host",
     is_flag=True,
-    help="Let `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
+    help="Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
+)
+@click.option(
+    "--sandbox",
+    metavar="image:REF",
+    help="Run them in a container of that image instead, which sees the workspace at /workspace, and nothing else of"
+    " this machine; it lives as long as the workspace.",
+)
+@click.option(
+    "--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ... to restore."
+)
+@click.option(
+    "--pids-limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes and threads at once in a container that is made; 2048 by default.",
 )
 @click.option(
     "--podman-url",
@@ -103,7 +119,9 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="How the container's files are reached: rootfs (through /proc, on this machine, for root) or agent (a helper"
     " that runs inside, anywhere).",
 )
-@click.option("--network", metavar="NETWORK", help="The network of image:REF's container, as for podman run; none.")
+@click.option(
+    "--network", metavar="NETWORK", help="The network of a container that is made, as for podman run; none by default."
+)
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)

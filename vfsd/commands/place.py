@@ -6,13 +6,13 @@ Threading: the serving loop; nothing here blocks it.
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import trio
 
 from protocol.execution import Command, Terminal
 
-__all__ = ["Place", "Process", "Stream"]
+__all__ = ["Leaving", "Place", "Process", "Stream"]
 
 Stream: TypeAlias = Literal["stdout", "stderr"]
 
@@ -61,4 +61,21 @@ class Place(Protocol):
 
         OSError where it cannot be started; see also `Process.wait`.
         """
+        ...
+
+
+@runtime_checkable
+class Leaving(Place, Protocol):
+    """A place that holds the mount itself: it has to leave before an unmount."""
+
+    async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Be ready, and let go of the mount when it has been unmounted here, by whomever."""
+        ...
+
+    def check_idle(self) -> None:
+        """OSError (EBUSY) while a command runs."""
+        ...
+
+    async def leave(self) -> None:
+        """Let go of the mount; what runs there ends.  The next command takes hold of it again."""
         ...

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from protocol.execution import Command
-from vfsd.commands.place import Place, Process, Stream
+from vfsd.commands.place import Leaving, Place, Process, Stream
 from vfsd.logs import log_failure
 
 __all__ = ["Commands", "Ended", "Limits", "given"]
@@ -87,6 +87,23 @@ class Commands:
             raise
         snapshot = await self._snapshot(command)
         return Ended(exit_status, clock.timed_out, passing.truncated, snapshot)
+
+    async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Have ready what runs the commands, and keep it; while the mount is served.  OSError where that fails."""
+        if isinstance(self._place, Leaving):
+            await self._place.attend(task_status=task_status)
+        else:
+            task_status.started()
+
+    def check_idle(self) -> None:
+        """OSError (EBUSY) while commands keep the mount busy that the kernel does not know of."""
+        if isinstance(self._place, Leaving):
+            self._place.check_idle()
+
+    async def leave(self) -> None:
+        """Before an unmount: what runs the commands does not hold the mount any more when this returns."""
+        if isinstance(self._place, Leaving):
+            await self._place.leave()
 
     async def _snapshot(self, command: Command) -> str | None:
         if self._take_snapshot is None:

@@ -293,10 +293,14 @@ class Methods:
         mountpoint = self._options.mountpoint
         await self._served.left()
         found = await _in_thread(holders.holders, mountpoint)
+        if not params.lazy:
+            self._commands.check_idle()
         held = [holder.describe() for holder in found if holder.pid != os.getpid()]
         # The daemon ends as soon as the mount has gone; it waits for this answer (see `vfsd.daemon`).
         self.answering_unmount += 1
         call.after_answer(self._unmount_answered)
+        if params.lazy or not held:  # else the kernel refuses it, and nothing shall have changed
+            await self._commands.leave()
         await _in_thread(mounts.unmount, mountpoint, lazy=params.lazy)
         return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held)
 

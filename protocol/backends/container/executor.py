@@ -19,6 +19,7 @@ import trio
 from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exec
 from protocol.backends.container.marked import Marked
 from protocol.backends.container.podman import Container
+from protocol.backends.container.target import DEFAULT_WORKDIR
 from protocol.errors import fail
 from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, Terminal, check_command
 
@@ -35,21 +36,21 @@ _REFUSAL_BYTES: Final = 8 * 1024
 
 
 class ContainerPlace:
-    """Runs commands in the running container `container`, below its directory `workdir`.
+    """Runs commands in the container that `find` finds (blocking), below its directory `workdir`.
 
     `owned`: nothing but commands run here makes processes in it, and it may be restarted.
     """
 
     def __init__(
         self,
-        container: Container,
-        workdir: str = "/workspace",
+        find: Callable[[], Container],
+        workdir: str = DEFAULT_WORKDIR,
         *,
         owned: bool = False,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> None:
-        self._container = container
+        self._find = find
         self._workdir = workdir
         self._owned = owned
         self._env = dict(env or {})
@@ -63,7 +64,8 @@ class ContainerPlace:
         FileNotFoundError: the container is gone; OSError (ENOTCONN): it does not run; see `ContainerProcess.wait`.
         """
         check_command(command)
-        marked = Marked(self._container, owned=self._owned)
+        container = await trio.to_thread.run_sync(self._find, abandon_on_cancel=True)
+        marked = Marked(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
         terminal = command.terminal
         self._running += 1
@@ -71,8 +73,8 @@ class ContainerPlace:
             # Shielded: what was started must get here.  It has a time limit of its own.
             with trio.CancelScope(shield=True):
                 stream = await open_exec(
-                    self._container.service,
-                    self._container.id,
+                    container.service,
+                    container.id,
                     command.argv,
                     env={**self._env, **command.env, **marked.env},
                     cwd=directory,

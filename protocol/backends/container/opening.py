@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from protocol.backends.container.connection import Connection
 from protocol.backends.container.owned import create_owned
-from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.podman import PIDS_LIMIT, Container, PodmanService
 from protocol.backends.container.rootfs import RootfsTransport
 from protocol.backends.container.state import ContainerState
 from protocol.backends.container.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
@@ -72,6 +72,7 @@ def open_image(
     workdir: str = DEFAULT_WORKDIR,
     transport: TransportChoice = "auto",
     network: str = "none",
+    pids_limit: int | None = None,
     read_only: bool = False,
 ) -> ContainerWorkspace:
     """The directory `workdir` of a new container of `image`, which lives as long as the workspace."""
@@ -87,7 +88,7 @@ def open_image(
 
     try:
         directory = check_workdir(workdir)
-        container = create_owned(service, image, workspace, network=network)
+        container = create_owned(service, image, workspace, network=network, pids_limit=pids_limit or PIDS_LIMIT)
         target = ContainerTarget(service, container.id, directory)
         chosen = _transport(target, target.inspect(), transport, read_only=read_only)
     except BaseException:
