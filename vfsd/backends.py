@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import resource
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.journal import recover
 from protocol.volume import Volume
 from vfsd.extras import lacking
+from vfsd.logs import log_failure
 from vfsd.options import MountOptions
 from vfsd.snapshots.archives import read_archive
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "open_backend"]
 
+_logger = logging.getLogger(__name__)
 _MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
 _HOST_CACHE_TIMEOUT_S: Final = 1.0
 
@@ -38,6 +42,7 @@ class Backend:
     `cache_timeout_s`: how long a kernel may go by what it was told; infinite where nobody else changes the volume.
     `tidy` is to be called on the loop about once a second, `close` when nobody serves it any more.
     `container`: the one that the volume is in; its connection has to be attended while it is served.
+    `recovered`: a sentence on what an apply that was killed had left in the directory, if any had.
     """
 
     volume: Volume
@@ -45,6 +50,7 @@ class Backend:
     tidy: Callable[[], None] = _nothing
     close: Callable[[], None] = _nothing
     container: ContainerWorkspace | None = None
+    recovered: str | None = None
 
 
 def open_backend(options: MountOptions) -> Backend:
@@ -83,14 +89,31 @@ def _allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _recover(options: MountOptions, directory: str) -> str | None:
+    """Finish or undo an `apply` into the directory that was killed; what to say of it."""
+    try:
+        found = recover(os.fsencode(directory))
+    except OSError as error:
+        # EBUSY: it goes on.  What else is in the way of it need not be in the way of the mount.
+        if error.errno != errno.EBUSY:
+            log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
+        return None
+    if found is None:
+        return None
+    _logger.warning("%s", found, extra={"path": directory, "workspace": options.name})
+    return f"{directory}: {found}"
+
+
 def _host(options: MountOptions, directory: str) -> Backend:
+    recovered = _recover(options, directory)
     _allow_open_files()
     volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
-    return Backend(volume, timeout_s, volume.tidy, volume.close)
+    return Backend(volume, timeout_s, volume.tidy, volume.close, recovered=recovered)
 
 
 def _overlay(options: MountOptions, directory: str) -> Backend:
+    recovered = _recover(options, directory)
     volume = OverlayVolume(
         os.fsencode(directory),
         _max_bytes(options),
@@ -102,7 +125,7 @@ def _overlay(options: MountOptions, directory: str) -> Backend:
         with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
             volume.import_tree(tree, replace=False)
     volume.read_only = options.read_only
-    return Backend(volume, close=volume.lower.close)
+    return Backend(volume, close=volume.lower.close, recovered=recovered)
 
 
 def _container(options: MountOptions, kind: str, argument: str) -> Backend:

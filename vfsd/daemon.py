@@ -86,7 +86,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         raise
     daemon = _Daemon(options, engine, backend, replay)
     try:
-        await daemon.run(ready, recovered)
+        await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
         # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and says so: on the
         # bare directory programs would go on as if nothing was lost, and a sync job take the emptiness for truth.
