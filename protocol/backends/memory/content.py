@@ -223,6 +223,31 @@ class Content:
         if self.reserved:
             self.reserved = _without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
 
+    def write_plainly(self, offset: int, end: int, data: Buffer) -> int:
+        """`growth` and `write` in one step for what most writes are; returns the growth, or -1: nothing was done.
+
+        Within one block that only this version has and that has no holes, at its end at most; or a new block's start.
+        """
+        if self.holes is not None or self.owned is not None or self.reserved or (offset ^ (end - 1)) >> _BLOCK_SHIFT:
+            return -1
+        blocks = self.blocks
+        index = offset >> _BLOCK_SHIFT
+        block = blocks.get(index)
+        start = offset & _BLOCK_MASK
+        if block is None:
+            if start:
+                return -1
+            blocks[index] = bytes(data)
+            growth = (end - offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
+        else:
+            length = len(block)
+            if start > length or type(block) is not bytearray:
+                return -1
+            block[start : start + end - offset] = data
+            growth = ((len(block) - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT)
+        self.pages += growth
+        return growth
+
     def _write_block(self, index: int, start: int, data: Buffer) -> None:
         block = self.blocks.get(index)
         end = start + len(data)

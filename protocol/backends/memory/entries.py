@@ -22,7 +22,10 @@ from protocol.volume import (
 __all__ = ["Entries"]
 
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
+_SLASH: Final = ord("/")  # bytes look for a number in a sixth of the time that they look for bytes in
 _KIND: Final = 0o170000  # S_IFMT as a mask: calling the function takes longer than what it is asked for
+_REGULAR: Final = stat.S_IFREG
+_SET_GID: Final = stat.S_ISGID
 _MADE_OTHERWISE: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
 _DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _DOTS: Final = frozenset({b".", b".."})
@@ -34,7 +37,7 @@ class Entries(Base):
 
     # -- making and removing entries ---------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        kind = mode & _KIND or stat.S_IFREG
+        kind = mode & _KIND or _REGULAR
         if kind in _MADE_OTHERWISE:
             raise fail(errno.EPERM)
         directory = self._room_for(parent, name)
@@ -79,7 +82,7 @@ class Entries(Base):
 
     def unlink(self, parent: int, name: bytes) -> None:
         directory, node = self._victim(parent, name)
-        if node.is_dir:
+        if node.children is not None:
             raise fail(errno.EISDIR, shown(name))
         self._remove(directory, name, node)
 
@@ -138,7 +141,7 @@ class Entries(Base):
             self._leave_whiteout(parent, name, caller)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
-        if not node.is_dir:
+        if node.children is None:
             return
         while directory.inode != ROOT_INODE:
             if directory is node:
@@ -192,7 +195,8 @@ class Entries(Base):
     # -- helpers ---------------------------------------------------------------------------------------
     def _victim(self, parent: int, name: bytes) -> tuple[Inode, Inode]:
         """The directory, and what `name` in it stands for, both about to change."""
-        self._check_writable()
+        if self.read_only:
+            raise fail(errno.EROFS)
         directory = self._directory(parent)
         try:
             return directory, self._inodes[directory.children[name]]  # type: ignore[index]
@@ -203,10 +207,13 @@ class Entries(Base):
         """The directory, after making sure that `name` can be made in it."""
         if self.read_only:
             raise fail(errno.EROFS)
-        directory = self._directory(parent)
-        if len(name) > NAME_MAX or not name or b"/" in name or b"\0" in name:
+        directory = self._inodes.get(parent)
+        if directory is None or directory.children is None:
+            directory = self._directory(parent)
+            assert directory.children is not None
+        if len(name) > NAME_MAX or not name or _SLASH in name or 0 in name:
             _check_name(name)
-        if name in directory.children or name in _DOTS:  # type: ignore[operator]  # _directory checked it
+        if name in directory.children or name in _DOTS:
             raise fail(errno.EEXIST, shown(name))
         if directory.nlink == 0:
             raise missing(name)  # removed while it was open
@@ -217,7 +224,8 @@ class Entries(Base):
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
         """An inode that nobody can see yet, its mode by the umask or by the ACL that takes its place."""
         if directory.xattrs is None:
-            return self._state.create(mode & ~caller.umask, caller.uid, _group(directory, caller))
+            uid, gid, umask, _ = caller
+            return self._state.create(mode & ~umask, uid, directory.gid if directory.mode & _SET_GID else gid)
         mode, acls = xattrs.inherited(directory.xattrs, mode, caller.umask)
         node = self._state.create(mode, caller.uid, _group(directory, caller))
         node.xattrs = acls
@@ -229,30 +237,33 @@ class Entries(Base):
         if directory.epoch != state.epoch:
             directory = state.own(directory)
         state.add_entry(directory, name, node)
-        _modified(directory, node.ctime_ns)
+        directory.mtime_ns = directory.ctime_ns = node.ctime_ns
         node.lookups += 1
         return node
 
     def _remove(self, directory: Inode, name: bytes, node: Inode) -> None:
         state = self._state
-        directory, node = state.own(directory), state.own(node)
+        epoch = state.epoch
+        if directory.epoch != epoch:
+            directory = state.own(directory)
+        if node.epoch != epoch:
+            node = state.own(node)
         state.drop_entry(directory, name, node)
-        now = self._clock()
-        _modified(directory, now)
-        node.ctime_ns = now
-        state.release(node)
+        directory.mtime_ns = directory.ctime_ns = node.ctime_ns = self._clock()
+        if node.nlink == 0 and node.lookups <= 0:
+            state.release(node)
 
 
 def _check_name(name: bytes) -> None:
     if len(name) > NAME_MAX:
         raise fail(errno.ENAMETOOLONG)
-    if not name or b"/" in name or b"\0" in name:
+    if not name or _SLASH in name or 0 in name:
         raise fail(errno.EINVAL, shown(name))
 
 
 def _group(directory: Inode, caller: Caller) -> int:
     """The group of what `caller` makes in `directory`."""
-    return directory.gid if directory.mode & stat.S_ISGID else caller.gid
+    return directory.gid if directory.mode & _SET_GID else caller.gid
 
 
 def _modified(directory: Inode, now_ns: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.base import PAGE_BYTES, missing
-from protocol.backends.memory.content import BLOCK_BYTES
+from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.entries import Entries
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
@@ -35,6 +35,7 @@ __all__ = ["MemoryVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 _UNLIMITED_INODES: Final = 2**31 - 1
+_KIND: Final = 0o170000  # S_IFMT as a mask
 _DAY_NS: Final = 24 * 3600 * 10**9
 _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
@@ -89,8 +90,11 @@ class MemoryVolume(Entries):
 
     def find(self, parent: int, name: bytes) -> Inode | None:
         """`lookup`, with None for absence: what is asked before all that is made costs no exception."""
-        directory = self._directory(parent)
-        number = directory.children.get(name)  # type: ignore[union-attr]  # _directory checked it
+        directory = self._inodes.get(parent)
+        if directory is None or directory.children is None:
+            directory = self._directory(parent)
+            assert directory.children is not None
+        number = directory.children.get(name)
         if number is not None:
             inode = self._inodes[number]
         elif name == b".":
@@ -112,28 +116,35 @@ class MemoryVolume(Entries):
                 self._state.release(node)
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
-        self._check_writable()
+        if self.read_only:
+            raise fail(errno.EROFS)
         node = self.getattr(inode)
-        if changes.size is not None:
-            self._check_size(node, changes.size)
-        node = self._state.own(node)
+        mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, kill_privileges = changes
+        if size is not None:
+            self._check_size(node, size)
+        state = self._state
+        if node.epoch != state.epoch:
+            node = state.own(node)
         now = self._clock()
-        if changes.size is not None:
-            if changes.size != node.size or node.blocks:
+        if size is not None:
+            if size != node.size or node.blocks:
                 node.mtime_ns = now
-            elif changes == AttributeChanges(size=node.size, kill_privileges=changes.kill_privileges):
+            elif changes == AttributeChanges(size=size, kill_privileges=kill_privileges):
                 # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c)
                 now = node.ctime_ns
-            self._resize(node, changes.size)
+            self._resize(node, size)
             node.xattrs = xattrs.without_capability(node.xattrs)
-        if (changes.uid is not None or changes.gid is not None) and not node.is_dir:
-            node.xattrs = xattrs.without_capability(node.xattrs)
-        _set_owner_and_mode(node, changes)
-        if changes.atime_ns is not None:
-            node.atime_ns = changes.atime_ns
-        if changes.mtime_ns is not None:
-            node.mtime_ns = changes.mtime_ns
-        node.ctime_ns = now if changes.ctime_ns is None else changes.ctime_ns
+        if kill_privileges or uid is not None or gid is not None:
+            _set_owner(node, uid, gid, kill_privileges)
+        if mode is not None:
+            node.mode = node.mode & _KIND | mode & 0o7777
+            if node.xattrs is not None:
+                node.xattrs = xattrs.after_chmod(node.xattrs, node.mode)
+        if atime_ns is not None:
+            node.atime_ns = atime_ns
+        if mtime_ns is not None:
+            node.mtime_ns = mtime_ns
+        node.ctime_ns = now if ctime_ns is None else ctime_ns
         return node
 
     def readlink(self, inode: int) -> bytes:
@@ -190,30 +201,27 @@ class MemoryVolume(Entries):
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         if self.read_only:
             raise fail(errno.EROFS)
-        node = self.getattr(inode)
+        node = self._inodes.get(inode) or self.getattr(inode)
         length = len(data)
         end = offset + length
         if not 0 <= offset < end <= MAX_FILE_BYTES or node.content is None:
-            self._check_regular(node)
-            if offset < 0:
-                raise fail(errno.EINVAL)
+            self._check_write(node, offset, end)
             if not length:
                 return 0
-            if end > MAX_FILE_BYTES:
-                raise fail(errno.EFBIG)
         state = self._state
         if node.epoch != state.epoch:
             node = state.own(node)
         content = node.content
         if content is None:
             content = state.content(node)
-        growth = content.growth(offset, length)
-        if growth and self._max_pages is not None and state.pages + growth > self._max_pages:
-            length = self._fitting(node, offset, length)
-            data = memoryview(data)[:length]
+        room = self._max_pages
+        growth = -1
+        # Of the class itself: one that has content from elsewhere has a `write` of its own.
+        if type(content) is Content and (room is None or state.pages + length // PAGE_BYTES + 2 <= room):
+            growth = content.write_plainly(offset, end, data)
+        if growth < 0:
+            length, growth = self._write_fitting(node, content, offset, data)
             end = offset + length
-            growth = content.growth(offset, length)
-        content.write(offset, data, growth)
         state.pages += growth
         if end > node.size:
             state.resize(node, end)
@@ -223,6 +231,17 @@ class MemoryVolume(Entries):
         if node.xattrs:
             node.xattrs = xattrs.without_capability(node.xattrs)
         return length
+
+    def _write_fitting(self, node: Inode, content: Content, offset: int, data: Buffer) -> tuple[int, int]:
+        """Write what there is room for; how many bytes that was, and how many pages they added."""
+        length = len(data)
+        growth = content.growth(offset, length)
+        if growth and self._max_pages is not None and self._state.pages + growth > self._max_pages:
+            length = self._fitting(node, offset, length)
+            data = memoryview(data)[:length]
+            growth = content.growth(offset, length)
+        content.write(offset, data, growth)
+        return length, growth
 
     def _fitting(self, node: Inode, offset: int, length: int) -> int:
         """The longest prefix of a write, ending at a page, for which there is room.  ENOSPC: none."""
@@ -319,7 +338,7 @@ class MemoryVolume(Entries):
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
         """`getxattr`, with None for absence: the kernel asks for a capability before it first writes to a file."""
-        kept = self.getattr(inode).xattrs
+        kept = (self._inodes.get(inode) or self.getattr(inode)).xattrs
         if kept is None and name == b"security.capability":
             return None
         xattrs.check_name(name)
@@ -366,6 +385,13 @@ class MemoryVolume(Entries):
         if not node.is_file:
             raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
 
+    def _check_write(self, node: Inode, offset: int, end: int) -> None:
+        self._check_regular(node)
+        if offset < 0:
+            raise fail(errno.EINVAL)
+        if offset < end > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+
     def _check_size(self, node: Inode, size: int) -> None:
         self._check_regular(node)
         if size < 0:
@@ -374,18 +400,15 @@ class MemoryVolume(Entries):
             raise fail(errno.EFBIG)
 
 
-def _set_owner_and_mode(node: Inode, changes: AttributeChanges) -> None:
-    if changes.kill_privileges and not node.is_dir:
-        node.mode = _without_privileges(node.mode)
+def _set_owner(node: Inode, uid: int | None, gid: int | None, kill_privileges: bool) -> None:
+    if node.children is None:
         node.xattrs = xattrs.without_capability(node.xattrs)
-    if changes.mode is not None:
-        node.mode = stat.S_IFMT(node.mode) | (changes.mode & 0o7777)
-        if node.xattrs is not None:
-            node.xattrs = xattrs.after_chmod(node.xattrs, node.mode)
-    if changes.uid is not None:
-        node.uid = changes.uid
-    if changes.gid is not None:
-        node.gid = changes.gid
+        if kill_privileges:
+            node.mode = _without_privileges(node.mode)
+    if uid is not None:
+        node.uid = uid
+    if gid is not None:
+        node.gid = gid
 
 
 def _without_privileges(mode: int) -> int:

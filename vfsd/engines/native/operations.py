@@ -34,6 +34,7 @@ Request = bytearray  # the buffer, of which the first `length` bytes are the mes
 Method = Callable[[int, Request, int], Any]
 
 BODY: Final = wire.IN_HEADER_BYTES
+_new: Final = tuple.__new__  # a named tuple's own constructor takes three times as long
 _TRUSTED: Final = b"trusted."
 _ACL_ACCESS: Final = b"system.posix_acl_access"
 _ANYBODY_EXECUTES: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
@@ -81,8 +82,6 @@ class Operations:
         self._kernel_knows_acls = kernel_knows_acls
         self._drop = drop
         self._forget_attributes = forget_attributes
-        self._who: Buffer = b""
-        self._last_caller = Caller(0, 0)
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -137,9 +136,10 @@ class Operations:
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
+        (name,) = wire.NAME[length](message, BODY)
         if self._finds:
-            return self._volume.find(node, bytes(message[40 : length - 1]))  # type: ignore[attr-defined]
-        return self._volume.lookup(node, bytes(message[40 : length - 1]))
+            return self._volume.find(node, name)  # type: ignore[attr-defined]
+        return self._volume.lookup(node, name)
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
         self._volume.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
@@ -176,8 +176,7 @@ class Operations:
             # does not; O_TRUNC comes without a handle, so that truncate(2) to 0 looks the same.
             valid |= wire.FATTR_MTIME_NOW
         times = _times(valid, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns) if valid & _ANY_TIME else _NO_TIMES
-        # A named tuple's own constructor takes three times as long.
-        changes = tuple.__new__(
+        changes = _new(
             AttributeChanges,
             (
                 mode & 0o7777 if valid & wire.FATTR_MODE else None,
@@ -225,22 +224,18 @@ class Operations:
 
     # -- directory entries -------------------------------------------------------------------
     def _caller(self, message: Request, umask: int) -> Caller:
-        if not self._umask_is_ours:
-            umask = 0
-        who = message[24:36]  # uid, gid, pid
-        if who != self._who or umask != self._last_caller.umask:  # mostly it is the one who asked last
-            self._who = who
-            uid, gid, pid = wire.IN_HEADER_CALLER.unpack_from(message, 0)
-            self._last_caller = Caller(uid, gid, umask, pid)
-        return self._last_caller
+        uid, gid, pid = wire.IN_HEADER_CALLER.unpack_from(message, 0)
+        return _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
 
     def _mknod(self, node: int, message: Request, length: int) -> object:
-        mode, rdev, umask, _ = wire.FUSE_MKNOD_IN.unpack_from(message, BODY)
-        return self._volume.mknod(node, bytes(message[56 : length - 1]), mode, rdev, self._caller(message, umask))
+        uid, gid, pid, mode, rdev, umask, name = wire.MKNOD_FROM_CALLER[length](message, wire.CALLER_AT)
+        caller = _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
+        return self._volume.mknod(node, name, mode, rdev, caller)
 
     def _mkdir(self, node: int, message: Request, length: int) -> object:
-        mode, umask = wire.FUSE_MKDIR_IN.unpack_from(message, BODY)
-        return self._volume.mkdir(node, bytes(message[48 : length - 1]), mode, self._caller(message, umask))
+        uid, gid, pid, mode, umask, name = wire.MKDIR_FROM_CALLER[length](message, wire.CALLER_AT)
+        caller = _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
+        return self._volume.mkdir(node, name, mode, caller)
 
     def _symlink(self, node: int, message: Request, length: int) -> object:
         name, target = _strings(message, BODY, length)
@@ -251,10 +246,12 @@ class Operations:
         return self._volume.link(inode, node, bytes(message[48 : length - 1]))
 
     def _unlink(self, node: int, message: Request, length: int) -> object:
-        return self._volume.unlink(node, bytes(message[40 : length - 1]))
+        (name,) = wire.NAME[length](message, BODY)
+        return self._volume.unlink(node, name)
 
     def _rmdir(self, node: int, message: Request, length: int) -> object:
-        return self._volume.rmdir(node, bytes(message[40 : length - 1]))
+        (name,) = wire.NAME[length](message, BODY)
+        return self._volume.rmdir(node, name)
 
     def _rename(self, node: int, message: Request, length: int) -> object:
         (new_parent,) = wire.FUSE_RENAME_IN.unpack_from(message, BODY)
@@ -379,8 +376,7 @@ class Operations:
         return self._volume.statfs()
 
     def _getxattr(self, node: int, message: Request, length: int) -> object:
-        size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
-        name = bytes(message[48 : length - 1])
+        size, name = wire.GETXATTR_NAME[length](message, BODY)
         if self._finds:
             value = self._volume.find_xattr(node, name)  # type: ignore[attr-defined]
             return None if value is None else _sized(value, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import struct
 from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
@@ -20,6 +21,11 @@ Message = bytes | tuple[Buffer, ...]
 # st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
 BLOCK_SIZE: Final = 128 * 1024
 _SECOND: Final = 1_000_000_000
+_BLKSIZE_AND_FLAGS: Final = struct.pack("=II", BLOCK_SIZE, 0)
+_pack_entry: Final = wire.ENTRY_REPLY.pack
+_ENTRY_HEADER: Final = struct.pack("=Ii", wire.ENTRY_REPLY.size, 0)
+_pack_attributes: Final = wire.ATTR_REPLY.pack
+_ATTR_HEADER: Final = struct.pack("=Ii", wire.ATTR_REPLY.size, 0)
 _STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
 
 
@@ -56,6 +62,10 @@ class Replies:
         else:
             size, error = wire.OUT_HEADER_BYTES, -errno.ENOENT
             self._absent_body = b""
+        self._validity = wire.FUSE_ENTRY_OUT.pack(
+            0, 0, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds, *([0] * 16)
+        )[16:40]
+        self._attr_validity = wire.FUSE_ATTR_OUT.pack(self._seconds, self._nanoseconds, 0, *([0] * 16))[:16]
         self._absent_header = functools.partial(wire.FUSE_OUT_HEADER.pack, size, error)
 
     def found(self, unique: int, a: Attributes | None) -> bytes:
@@ -68,11 +78,10 @@ class Replies:
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
         inode = a.inode
-        return wire.ENTRY_REPLY.pack(
-            wire.ENTRY_REPLY.size, 0, unique,
-            inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
+        return _pack_entry(
+            _ENTRY_HEADER, unique, inode, a.generation, self._validity,
             inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
         )  # fmt: skip
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
@@ -80,11 +89,10 @@ class Replies:
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
-        return wire.ATTR_REPLY.pack(
-            wire.ATTR_REPLY.size, 0, unique,
-            self._seconds, self._nanoseconds, 0,
+        return _pack_attributes(
+            _ATTR_HEADER, unique, self._attr_validity,
             a.inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
         )  # fmt: skip
 
     def entry_and_open(self, unique: int, a: Attributes) -> bytes:
@@ -118,9 +126,9 @@ class Replies:
         name, inode, mode, cookie = entry
         length = len(name)
         return _DIRENTPLUS[length](
-            inode, a.generation, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds,
+            inode, a.generation, self._validity,
             inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
-            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, BLOCK_SIZE, 0,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
             inode, cookie, length, mode >> 12, name,
         )  # fmt: skip
 

@@ -8,9 +8,10 @@ Source: include/uapi/linux/fuse.h, protocol 7.45.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum, IntFlag
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 FUSE_KERNEL_VERSION: Final = 7
 FUSE_KERNEL_MINOR_VERSION: Final = 45
@@ -126,6 +127,29 @@ FUSE_LSEEK_IN: Final = Struct("=QqII")  # fh, offset, whence, padding
 FUSE_COPY_FILE_RANGE_IN: Final = Struct("=QqQQqQQ")  # fh_in, off_in, nodeid_out, fh_out, off_out, len, flags
 FUSE_STATX_IN: Final = Struct("=IIQII")  # getattr_flags, reserved, fh, sx_flags, sx_mask
 
+
+class Named(dict[int, Callable[..., tuple[Any, ...]]]):
+    """What unpacks `fixed` and the name that follows it up to the end of a message, by the message's length.
+
+    From `start` on.  In one step, because to slice a bytearray and to copy the slice takes longer than all else.
+    """
+
+    def __init__(self, start: int, fixed: str) -> None:
+        self._fixed = fixed
+        self._before = start + Struct(fixed).size + 1  # the NUL is not part of the name
+
+    def __missing__(self, length: int) -> Callable[..., tuple[Any, ...]]:
+        unpack = self[length] = Struct(f"{self._fixed}{length - self._before}s").unpack_from
+        return unpack
+
+
+NAME: Final = Named(IN_HEADER_BYTES, "=")
+# From the caller in the header on: uid, gid, pid, then what the request's own struct has.
+CALLER_AT: Final = 24
+MKNOD_FROM_CALLER: Final = Named(CALLER_AT, "=III4xIII4x")  # uid, gid, pid, mode, rdev, umask, name
+MKDIR_FROM_CALLER: Final = Named(CALLER_AT, "=III4xII")  # uid, gid, pid, mode, umask, name
+GETXATTR_NAME: Final = Named(IN_HEADER_BYTES, "=I4x")  # size, name
+
 # fuse_setattr_in.valid
 FATTR_MODE: Final = 1 << 0
 FATTR_UID: Final = 1 << 1
@@ -151,9 +175,13 @@ FUSE_ATTR: Final = Struct("=QQQqqq10I")
 # nodeid, generation, entry_valid, attr_valid, entry_valid_nsec, attr_valid_nsec; then a fuse_attr
 FUSE_ENTRY_OUT: Final = Struct("=QQQQII" + FUSE_ATTR.format[1:])
 FUSE_ATTR_OUT: Final = Struct("=QII" + FUSE_ATTR.format[1:])  # attr_valid, attr_valid_nsec, dummy; a fuse_attr
-# With the header in front, as one struct: what most replies are.
-ENTRY_REPLY: Final = Struct(FUSE_OUT_HEADER.format + FUSE_ENTRY_OUT.format[1:])
-ATTR_REPLY: Final = Struct(FUSE_OUT_HEADER.format + FUSE_ATTR_OUT.format[1:])
+# The same with the header in front, and what no inode changes in one piece each: what most replies are.
+# size, blocks, times, their nanoseconds, mode, nlink, uid, gid, rdev; then blksize and flags
+_ATTR_IN_PIECES: Final = "QQQqqq8I8s"
+# len and error; unique, nodeid, generation; the validities
+ENTRY_REPLY: Final = Struct("=8sQQQ24s" + _ATTR_IN_PIECES)
+# len and error; unique; the validity
+ATTR_REPLY: Final = Struct("=8sQ16s" + _ATTR_IN_PIECES)
 FUSE_OPEN_OUT: Final = Struct("=QII")  # fh, open_flags, padding
 FUSE_WRITE_OUT: Final = Struct("=II")  # size, padding
 WRITE_REPLY: Final = Struct(FUSE_OUT_HEADER.format + FUSE_WRITE_OUT.format[1:])
@@ -169,7 +197,8 @@ FUSE_INIT_OUT: Final = Struct("=IIIIHHIIHHI28x")
 # rdev_major, rdev_minor, dev_major, dev_minor, spare
 FUSE_STATX_OUT: Final = Struct("=QII16x" + "IIQIIIH2xQQQQ" + "qI4x" * 4 + "IIII112x")
 FUSE_DIRENT: Final = Struct("=QQII")  # ino, off, namelen, type; then the name, padded to 8 bytes
-FUSE_DIRENTPLUS: Final = Struct(FUSE_ENTRY_OUT.format + FUSE_DIRENT.format[1:])
+# nodeid, generation; the validities; a fuse_attr in pieces; ino, off, namelen, type; then the name
+FUSE_DIRENTPLUS: Final = Struct("=QQ24s" + _ATTR_IN_PIECES + FUSE_DIRENT.format[1:])
 
 # -- notifications (unique 0, the code in place of an error) -------------------------------------
 FUSE_NOTIFY_INVAL_INODE: Final = 2

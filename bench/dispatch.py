@@ -1,0 +1,198 @@
+"""What a request costs in the engine and the memory volume: nothing is mounted, and replies go to /dev/null.
+
+    python -m bench.dispatch [--count N] [--rounds N] [--snapshot] [--profile OPERATION]
+
+Each request is put into the engine's buffer and answered as the loop would.  The clock is the thread's CPU time, the
+fastest of the rounds; where the machine counts instructions (perf_event_open(2)) those stand beside it, the median.
+What the driver itself needs (copying the request, the write to /dev/null) is measured with an unknown opcode and is not
+taken off: it is shown as "driver".
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import ctypes
+import os
+import pstats
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from protocol.backends.memory import MemoryVolume
+from vfsd import interpreter
+from vfsd.engines.base import EngineSettings
+from vfsd.engines.native import NativeEngine, wire
+from vfsd.engines.native.negotiation import negotiate
+from vfsd.engines.native.wire import Opcode
+
+Message = bytes
+_PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}  # system call numbers
+_PERF_COUNT_HW_INSTRUCTIONS = 1
+_EXCLUDE_KERNEL_AND_HYPERVISOR = 1 << 5 | 1 << 6
+
+
+class Instructions:
+    """Counts this thread's instructions in user space, if the machine can."""
+
+    def __init__(self) -> None:
+        attributes = struct.pack(
+            "=IIQQQQQ", 0, 112, _PERF_COUNT_HW_INSTRUCTIONS, 0, 0, 0, _EXCLUDE_KERNEL_AND_HYPERVISOR
+        )
+        call = _PERF_EVENT_OPEN.get(os.uname().machine)
+        self.descriptor = -1
+        if call is not None:
+            buffer = ctypes.create_string_buffer(attributes, 112)
+            self.descriptor = ctypes.CDLL(None, use_errno=True).syscall(call, buffer, 0, -1, -1, 0)
+
+    def now(self) -> int:
+        return int.from_bytes(os.read(self.descriptor, 8), sys.byteorder) if self.descriptor >= 0 else 0
+
+
+def message(opcode: int, node: int, body: bytes = b"", unique: int = 8) -> Message:
+    length = wire.IN_HEADER_BYTES + len(body)
+    return wire.FUSE_IN_HEADER.pack(length, opcode, unique, node, 1000, 1000, 4711, 0, 0) + body
+
+
+class Driver:
+    """An engine over a fresh volume, and requests for it."""
+
+    def __init__(self, count: int, snapshot: bool) -> None:
+        self.count = count
+        self.volume = MemoryVolume()
+        self.engine = NativeEngine(self.volume, EngineSettings("/nowhere", "dispatch"))
+        init = message(Opcode.INIT, 0, struct.pack("=IIIII44x", 7, 44, 131072, 0xFFFFFFFF, 0xFF))
+        self.engine._agreement = negotiate(init, len(init), cache_timeout_s=float("inf"), acl=True)
+        self.engine._operations = self.engine._operations_over(self.volume, self.engine._replies)
+        self.null = os.open(os.devnull, os.O_WRONLY)
+        self.snapshot = snapshot
+        self.first = 0
+
+    def close(self) -> None:
+        os.close(self.null)
+
+    def steps(self) -> Iterator[tuple[str, list[Message]]]:
+        """The requests of one round, each kind with its name; what one makes the next finds."""
+        numbers = range(self.count)
+        names = [b"file%06d" % n for n in numbers]
+        yield "driver", [message(4000, 1)] * self.count
+        yield "lookup absent", [message(Opcode.LOOKUP, 1, name + b"\0") for name in names]
+        mknod = wire.FUSE_MKNOD_IN.pack(0o100644, 0, 0o022, 0)
+        self.first = self.volume._state.next_inode
+        yield "mknod", [message(Opcode.MKNOD, 1, mknod + name + b"\0") for name in names]
+        files = range(self.first, self.first + self.count)
+        if self.snapshot:
+            self.volume.take_snapshot("s")
+        capability = wire.FUSE_GETXATTR_IN.pack(0, 0) + b"security.capability\0"
+        yield "getxattr capability", [message(Opcode.GETXATTR, node, capability) for node in files]
+        write = wire.FUSE_WRITE_IN.pack(0, 0, 1024, 0, 0, 1, 0) + bytes(1024)
+        yield "write 1 KB, new", [message(Opcode.WRITE, node, write) for node in files]
+        yield "getattr", [message(Opcode.GETATTR, node, bytes(16)) for node in files]
+        yield "lookup", [message(Opcode.LOOKUP, 1, name + b"\0") for name in names]
+        block = bytes(4096)
+        yield (
+            "write 4 KB, appended",
+            [
+                message(Opcode.WRITE, self.first, wire.FUSE_WRITE_IN.pack(0, n * 4096, 4096, 0, 0, 1, 0) + block)
+                for n in numbers
+            ],
+        )
+        yield (
+            "write 4 KB, over",
+            [
+                message(Opcode.WRITE, self.first, wire.FUSE_WRITE_IN.pack(0, n * 4096, 4096, 0, 0, 1, 0) + block)
+                for n in numbers
+            ],
+        )
+        read = wire.FUSE_READ_IN.pack(0, 0, 4096, 0, 0, 0, 0)
+        yield "read 1 KB", [message(Opcode.READ, node, read) for node in files[1:]]
+        chmod = wire.FUSE_SETATTR_IN.pack(wire.FATTR_MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o100600, 0, 0, 0, 0)
+        yield "setattr mode", [message(Opcode.SETATTR, node, chmod) for node in files]
+        times = wire.FUSE_SETATTR_IN.pack(
+            wire.FATTR_ATIME | wire.FATTR_MTIME, 0, 0, 0, 0, 1_700_000_000, 1_700_000_001, 0, 5, 6, 0, 0, 0, 0, 0, 0
+        )
+        yield "setattr times", [message(Opcode.SETATTR, node, times) for node in files]
+        plus = wire.FUSE_READDIR_IN.pack(0, 0, 4096, 0, 0, 0, 0)
+        yield "readdirplus 4 KB", [message(Opcode.READDIRPLUS, 1, plus)] * (self.count // 10)
+        rename = wire.FUSE_RENAME2_IN.pack(1, 0, 0)
+        yield "rename", [message(Opcode.RENAME2, 1, rename + name + b"\0r" + name + b"\0") for name in names]
+        yield "unlink", [message(Opcode.UNLINK, 1, b"r" + name + b"\0") for name in names]
+        # READDIRPLUS gave lookups too: more are taken than there can be.
+        yield "forget", [message(Opcode.FORGET, node, wire.FUSE_FORGET_IN.pack(1 << 40)) for node in files]
+        mkdir = wire.FUSE_MKDIR_IN.pack(0o755, 0o022)
+        yield "mkdir", [message(Opcode.MKDIR, 1, mkdir + name + b"\0") for name in names]
+        yield "rmdir", [message(Opcode.RMDIR, 1, name + b"\0") for name in names]
+        yield "symlink", [message(Opcode.SYMLINK, 1, name + b"\0target\0") for name in names]
+        yield "unlink symlink", [message(Opcode.UNLINK, 1, name + b"\0") for name in names]
+        after = range(self.first + self.count, self.first + 3 * self.count)
+        forgets = b"".join(wire.FUSE_FORGET_ONE.pack(node, 1 << 40) for node in after)
+        yield "batch forget", [message(Opcode.BATCH_FORGET, 0, wire.FUSE_BATCH_FORGET_IN.pack(len(after), 0) + forgets)]
+        if self.snapshot:
+            self.volume.drop_snapshot("s")
+
+    def answer(self, messages: list[Message]) -> None:
+        engine, null = self.engine, self.null
+        buffer, respond = engine._buffer, engine._respond
+        for request in messages:
+            length = len(request)
+            buffer[:length] = request
+            respond(null, length)
+
+    def rounds(self, rounds: int, around: Callable[[str, list[Message]], None]) -> None:
+        for _ in range(rounds):
+            for name, messages in self.steps():
+                around(name, messages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="requests of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--snapshot", action="store_true", help="a snapshot is taken once the files are made")
+    parser.add_argument("--profile", metavar="OPERATION", help="where one kind spends its calls, instead of the table")
+    options = parser.parse_args()
+    interpreter.set_up()
+    driver = Driver(options.count, options.snapshot)
+    try:
+        if options.profile:
+            profile(driver, options.rounds, options.profile)
+        else:
+            table(driver, options.rounds)
+    finally:
+        driver.close()
+
+
+def table(driver: Driver, rounds: int) -> None:
+    instructions = Instructions()
+    costs: dict[str, list[tuple[float, float]]] = {}
+
+    def measure(name: str, messages: list[Message]) -> None:
+        counted, started = instructions.now(), time.thread_time_ns()
+        driver.answer(messages)
+        cpu_ns, counted = time.thread_time_ns() - started, instructions.now() - counted
+        costs.setdefault(name, []).append((cpu_ns / len(messages), counted / len(messages)))
+
+    driver.rounds(rounds, measure)
+    print(f"{'request':24}{'us':>8}{'instructions':>14}")
+    for name, rows in costs.items():
+        fastest = min(cpu for cpu, _ in rows)
+        print(f"{name:24}{fastest / 1000:8.2f}{statistics.median(count for _, count in rows):14,.0f}")
+
+
+def profile(driver: Driver, rounds: int, wanted: str) -> None:
+    profiler = cProfile.Profile()
+
+    def watch(name: str, messages: list[Message]) -> None:
+        if name == wanted:
+            profiler.runcall(driver.answer, messages)
+        else:
+            driver.answer(messages)
+
+    driver.rounds(rounds, watch)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
