@@ -1,11 +1,10 @@
 """A helper without a container: the program that goes into containers, run by a Python of this machine.
 
-`LocalStream` stands for the stream into a container, `Agent` drives the volume behind it from a thread that has no loop.
+`LocalStream` stands for the stream into a container, `Agent` drives the volume behind it from a thread without a loop.
 """
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 class LocalStream:
-    """Standard input, output and error of a process on this machine, as `ExecStream` has those of one in a container."""
+    """Standard input, output and error of a process here, as `ExecStream` has those of one in a container."""
 
     def __init__(self, process: trio.Process) -> None:
         assert process.stdin is not None
@@ -127,7 +126,12 @@ def served(
         async with trio.open_nursery() as nursery:
             stream: HelperStream = await open_stream(nursery)
             link = AgentLink(stream, timeout_s=timeout_s)
-            async with link.running(program):
+            try:
+                await link.start(program)
+            except BaseException:
+                await stream.aclose()
+                raise
+            async with link.running():
                 volume = AgentVolume(link, **options)
                 ready.append(Agent(volume, link, trio.lowlevel.current_trio_token()))
                 event.set()
@@ -167,6 +171,3 @@ def local_agent(directory: str, *, python: str = sys.executable, **options: Any)
     command = helper_command(program, python)
     with served(lambda nursery: LocalStream.start(command, nursery), program, **options) as agent:
         yield agent
-
-
-FOREVER_S = math.inf

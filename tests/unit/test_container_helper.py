@@ -1,4 +1,4 @@
-"""The helper that goes into containers keeps the contract of protocol.volume, over a tmpfs and a Python of this machine."""
+"""The helper that goes into containers, run here over a tmpfs, keeps the contract of protocol.volume."""
 
 from __future__ import annotations
 

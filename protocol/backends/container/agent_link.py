@@ -77,7 +77,7 @@ class _Pending:
 
 
 class AgentLink:
-    """One helper.  `running` serves it; `call` and `forget` are for the same loop's tasks."""
+    """One helper.  `start`, then `running` serves it; `call` and `forget` are for the same loop's tasks."""
 
     def __init__(self, stream: HelperStream, *, timeout_s: float = TIMEOUT_S, start_s: float = _START_S) -> None:
         self.lost: Final = trio.Event()
@@ -96,11 +96,10 @@ class AgentLink:
         self._said = b""
 
     @asynccontextmanager
-    async def running(self, program: bytes) -> AsyncIterator[None]:
-        """Start the helper by sending it `program`; it serves inside the block.  OSError: it does not start."""
+    async def running(self) -> AsyncIterator[None]:
+        """The helper, once started, serves inside the block; the stream is closed with it."""
         try:
             async with trio.open_nursery() as nursery:
-                await self._start(program)
                 for task in (self._receive, self._send, self._watch):
                     nursery.start_soon(self._until_lost, task)
                 yield
@@ -110,7 +109,8 @@ class AgentLink:
             self.lose("closed")
             await self._stream.aclose()
 
-    async def _start(self, program: bytes) -> None:
+    async def start(self, program: bytes) -> None:
+        """Start the helper by sending it `program`.  OSError: it does not start; closing the stream is the caller's."""
         heard = b""
         try:
             with trio.fail_after(self._start_s):

@@ -5,13 +5,13 @@ Blocks; for a worker thread.  The connection is made by `Connection.attend`; her
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from protocol.backends.container.agent_transport import AgentTransport
 from protocol.backends.container.connection import Connection
 from protocol.backends.container.owned import create_owned
 from protocol.backends.container.podman import PIDS_LIMIT, Container, PodmanService
@@ -118,8 +118,10 @@ def _transport(
             _logger.info("not reached through /proc: %s", error, extra={"operation": "container"})
         else:
             return rootfs
-    return _agent(target, read_only=read_only)
+    return _agent(target, state, read_only=read_only)
 
 
-def _agent(target: ContainerTarget, *, read_only: bool) -> Transport:
-    raise OSError(errno.EOPNOTSUPP, f"the agent transport is to come (read-only: {read_only})", target.name)
+def _agent(target: ContainerTarget, state: ContainerState, *, read_only: bool) -> Transport:
+    agent = AgentTransport(target.service, target.workdir, read_only=read_only)
+    agent.probe(state)
+    return agent

@@ -1,7 +1,8 @@
 """The inodes that vfsd knows, and what is open of them.
 
 A node is an inode by (st_dev, st_ino), with the place at which it was seen last.  It lives while vfsd has lookups of
-it; and, if it has a name, for some time after, among a bounded number of idle ones.  Its number is st_ino wherever that is free, so that it is the same in the next helper too.
+it; and, if it has a name, for some time after, among a bounded number of idle ones.  Its number is st_ino wherever
+that is free, so that it is the same in the next helper too.
 
 Whatever is done to an inode goes by a descriptor: opened from its parent's by one name, never through a symlink,
 and proved to be that inode.  Few are kept; but one whose last name was removed is held on to (`pinned`), as nothing

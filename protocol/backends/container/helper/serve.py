@@ -54,15 +54,21 @@ class Server:
     def run(self) -> None:
         """Serve until the process ends."""
         self._write(MAGIC)
-        self._elect()
+        with self._lock:
+            self._elect()
+            if not self._term:
+                os._exit(5)
         self._watch()
 
     def _elect(self) -> None:
-        """Another thread leads from now on."""
+        """Another thread leads from now on; unless there may be no more (a fork bomb, say)."""
+        try:
+            threading.Thread(target=self._lead, args=(self._term + 1,), daemon=True).start()
+        except RuntimeError:
+            return
         self._term += 1
-        self._busy = False
         self._threads += 1
-        threading.Thread(target=self._lead, args=(self._term,), daemon=True).start()
+        self._busy = False
 
     def _watch(self) -> None:
         last, idle = -1, 0
@@ -80,6 +86,8 @@ class Server:
             self._awake.wait()
 
     def _lead(self, term: int) -> None:
+        with self._lock:
+            pass  # who elected this thread holds it until that is entered
         try:
             while True:
                 number, op, body = self._request()
