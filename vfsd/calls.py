@@ -223,6 +223,7 @@ def _applied(answer: messages.ApplyResult) -> results.Applied:
         changes=_changes(answer.changes),
         conflicts={_path(each.path): each.reason for each in answer.conflicts},
         truncated=answer.truncated,
+        recovered=answer.recovered,
     )
 
 

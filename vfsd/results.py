@@ -96,7 +96,8 @@ class Applied:
     """What was written into the directory below an overlay, or with `dry_run` would be.
 
     `conflicts` maps paths that others changed there to what they did; with any, and without `force`, `applied` is
-    False, and nothing was written.
+    False, and nothing was written.  `recovered`: what an apply that was killed had left, and this one finished or
+    undid first.
     """
 
     directory: str
@@ -105,6 +106,7 @@ class Applied:
     changes: tuple[Change, ...]
     conflicts: Mapping[str, str]
     truncated: bool = False
+    recovered: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Status:
     What a backend does not know without walking its tree, or has none of, is None.
     `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
     this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay;
-    `interrupted` tells of a restore that is half done, and how to finish or undo it.
+    `interrupted` tells of a restore or an apply that is half done, and how to finish or undo it.
     Of a container `container` is what Podman says of it, `transport` how it is reached, and `connected` whether it is:
     while it is not, everything in the mount fails with EIO.
     """

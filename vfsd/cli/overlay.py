@@ -30,14 +30,17 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     """Write what an overlay holds into the directory below it.
 
     Where others have changed a path there since it was looked at, nothing at all is written: the paths are named,
-    and the exit status is 1.  Each file is replaced at once, whole; deletions come last.  An apply that was
-    interrupted is finished by another one.
+    and the exit status is 1.  Each file is replaced at once, whole.  When it is killed before it has begun to write,
+    the directory stays as it was; when it is killed later, the next apply, or the next mount of the directory,
+    finishes it, and says so.
     """
     record = app.record()
     params = messages.ApplyParams(
         paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run, force=force
     )
     answer: messages.ApplyResult = app.call(record, "apply", params, label="applying")
+    if answer.recovered and not app.json:
+        output.note(answer.recovered)
     app.emit(answer, _show_dry_run if dry_run else _show_applied)
     if answer.conflicts and not (answer.applied or app.json):
         place = output.show_path(answer.directory)

@@ -122,7 +122,7 @@ class StatusResult(msgspec.Struct):
     requests: int  # served by the engine since it started
     changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
-    interrupted: str | None = None  # a restore that is half done, and how to finish or undo it
+    interrupted: str | None = None  # a restore or an apply that is half done, and how to finish or undo it
     # Of container:NAME and image:REF.
     container: str | None = None  # what Podman says of it: "running", "paused", "exited with status 137", ...
     transport: Literal["rootfs", "agent"] | None = None
@@ -286,6 +286,7 @@ class ApplyResult(msgspec.Struct):
     changes: list[ChangeRecord]
     conflicts: list[ConflictRecord]
     truncated: bool = False
+    recovered: str | None = None  # what an apply that was killed had left, and this one finished or undid first
 
 
 class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -155,7 +155,7 @@ class Methods:
             requests=self._served.engine.requests,
             changed_below=volume.changed_below if isinstance(volume, OverlayVolume) else None,
             engine_reason=self._served.engine.fallback_reason,
-            interrupted=None if interrupted is None else interrupted.describe(),
+            interrupted=_half_done_apply(volume) if interrupted is None else interrupted.describe(),
             container=None if container is None else await container.describe(),
             transport=None if container is None else container.transport.name,
             connected=None if container is None else container.volume.connected,
@@ -311,6 +311,12 @@ class Methods:
 async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Run it in a worker thread.  The loop waits for its end even when cancelled: it reads a tree that must stay."""
     return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+def _half_done_apply(volume: MemoryVolume | None) -> str | None:
+    if not isinstance(volume, OverlayVolume) or not volume.apply_interrupted:
+        return None
+    return "an apply into the directory below was killed: `vfsd apply` finishes it, or undoes it if it had not begun"
 
 
 def _created_ns(source_date_epoch: int | None) -> int:

@@ -66,4 +66,5 @@ def _result(options: MountOptions, done: Applied, *, written: bool) -> ApplyResu
         changes=found.records,
         conflicts=[ConflictRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
         truncated=found.truncated,
+        recovered=None if done.recovered is None else str(done.recovered),
     )
