@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ _UNFINISHED_PLAN: Final = b"plan.new"
 _DONE: Final = b"done"
 _ELSEWHERE: Final = b"elsewhere"  # what is staged in other directories: of other mounts
 _VERSION: Final = 1
+# Somebody may just look whether there is something to recover.
+_PATIENCE: Final = 10
+_PAUSE_S: Final = 0.05
 _REJECTED: Final = b".vfsd-new"
 _Step = Callable[[], None]
 
@@ -249,7 +253,7 @@ def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
         before()
         with contextlib.suppress(FileExistsError):
             os.mkdir(RESERVED, 0o700, dir_fd=root)
-        directory = _locked(root)
+        directory = _locked(root, _PATIENCE)
         if directory is not None:
             break
     found = Journal(root, directory, before)
@@ -261,16 +265,20 @@ def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
             os.rmdir(RESERVED, dir_fd=root)
 
 
-def _locked(root: int) -> Handle | None:
+def _locked(root: int, patience: int) -> Handle | None:
     """The journal's directory; None where it was removed meanwhile.  EBUSY."""
     try:
         directory = Handle(open_beneath(root, RESERVED, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OSError(errno.EBUSY, "another apply into the same directory is going on") from None
+    for attempt in range(patience):
+        try:
+            fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt == patience - 1:
+                raise OSError(errno.EBUSY, "another apply into the same directory is going on") from None
+            time.sleep(_PAUSE_S)
     try:
         there = os.stat(RESERVED, dir_fd=root, follow_symlinks=False)
     except FileNotFoundError:
@@ -281,7 +289,7 @@ def _locked(root: int) -> Handle | None:
 def is_interrupted(root: int) -> bool:
     """Whether an apply was killed there, and `recover` has something to do."""
     try:
-        directory = _locked(root)
+        directory = _locked(root, 1)
     except OSError as error:
         if error.errno == errno.EBUSY:
             return False

@@ -36,6 +36,7 @@ from protocol.backends.memory.view import SnapshotTree
 from protocol.backends.overlay.hiding import Hiding
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import check
+from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
 from protocol.backends.overlay.state import OverlayState
 from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
@@ -142,6 +143,11 @@ class OverlayVolume(MemoryVolume):
         """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
         with self._lock:
             return self._restore_epoch(self._base, paths)
+
+    @property
+    def apply_interrupted(self) -> bool:
+        """Whether an `apply` into the directory below was killed, and the next one has it to finish or to undo."""
+        return is_interrupted(self.lower.directory(b"").fd)
 
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """From here on the base has what `tree` has where `apply` has written it below.  The live state stays."""
