@@ -1,0 +1,167 @@
+"""`vfsd exec` and the `exec` methods, over the real control socket, with commands on this host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.exec_suite import ExecSuite, Where, run
+from tests.unit.fake_workspace import FakeDaemon
+from vfsd.commands.host import HostPlace
+from vfsd.commands.running import Commands
+from vfsd.control.client import ControlClient, ControlError
+from vfsd.control.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
+from vfsd.control.exec_methods import ExecMethods
+from vfsd.control.messages import INVALID_PARAMS
+from vfsd.control.server import ControlServer
+
+
+async def _ping(_params: object, _call: object) -> Nothing:
+    return Nothing()
+
+
+class ExecDaemon(FakeDaemon):
+    """A daemon with the `exec` methods only, whose commands run on this host, if anywhere."""
+
+    on_host = True
+
+    def __init__(self, name: str, mountpoint: str) -> None:
+        super().__init__(name, mountpoint)
+        self.tags_taken: list[str] = []
+
+    async def _take_snapshot(self, tag: str) -> str:
+        self.tags_taken.append(tag)
+        return f"exec-{len(self.tags_taken)}"
+
+    async def _serve(self, started: threading.Event) -> None:
+        place = HostPlace(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        commands = Commands(self.name, place=place, take_snapshot=self._take_snapshot)
+        methods = {**ExecMethods(commands).handlers(), "ping": _ping}
+        self._token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as self._scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(ControlServer(self.socket, methods).serve)
+                started.set()
+
+
+class DaemonWithNowhere(ExecDaemon):
+    on_host = False
+
+
+def running_here(text: str) -> int:
+    """The processes below this one with `text` in their command lines."""
+    shown = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = (line.split(None, 1) for line in shown.splitlines())
+    ours = [args for _, args in lines if text in args and "vfsd.cli" not in args and "supervisor.py" not in args]
+    return len(ours)
+
+
+@pytest.fixture
+def place(workdir: Path) -> Path:
+    place = workdir / "mnt"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def daemon(place: Path) -> Iterator[ExecDaemon]:
+    with ExecDaemon("demo", str(place)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def where(daemon: ExecDaemon, place: Path) -> Where:
+    return Where(daemon.name, daemon.socket, place, str(place), running_here)
+
+
+class TestOnThisHost(ExecSuite):
+    """Commands on this host, each under a supervisor."""
+
+
+def test_every_method_has_a_handler() -> None:
+    assert ExecMethods(Commands("m")).handlers().keys() == EXEC_METHODS.keys()
+
+
+def test_where_nothing_may_run_it_is_said_what_to_do(place: Path) -> None:
+    with DaemonWithNowhere("demo", str(place)) as daemon:
+        done = run(Where("demo", daemon.socket, place, "", running_here), "--", "touch", "made")
+    assert done.returncode == 125
+    assert b"--sandbox image:REF" in done.stderr
+    assert b"--on-host" in done.stderr
+    assert os.listdir(place) == []
+
+
+def test_a_dead_daemon_is_an_error_of_vfsd(where: Where, daemon: ExecDaemon) -> None:
+    daemon._end()
+    done = run(where, "--", "true")
+    assert done.returncode == 125
+    assert b"is dead" in done.stderr
+
+
+def test_another_user_is_for_containers(where: Where) -> None:
+    done = run(where, "--user", "nobody", "--", "true")
+    assert done.returncode == 125
+    assert b"--user" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [("--",), (), ("--env", "=x", "--", "true"), ("--timeout", "0", "--", "true"), ("--json", "--", "true")]
+)
+def test_wrong_usage_is_status_2_and_runs_nothing(where: Where, args: tuple[str, ...]) -> None:
+    assert run(where, *args).returncode == 2
+
+
+def test_words_after_the_command_are_its_own(where: Where) -> None:
+    assert run(where, "echo", "-i", "--cwd", "x", "--help").stdout == b"-i --cwd x --help\n"
+
+
+def test_a_variable_without_a_value_is_the_callers(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "a b")
+    done = run(where, "-e", "MINE", "-e", "NOT_SET_ANYWHERE", "--", "sh", "-c", 'echo "$MINE|${NOT_SET_ANYWHERE-no}"')
+    assert done.stdout == b"a b|no\n"
+
+
+def test_a_command_outside_of_the_workspace_is_refused(where: Where) -> None:
+    done = run(where, "--cwd", "/", "--", "true")
+    assert done.returncode == 125
+    assert b"not in the workspace" in done.stderr
+
+
+def test_a_snapshot_follows_each_command_that_ran(where: Where, daemon: ExecDaemon) -> None:
+    run(where, "--", "sh", "-c", "echo 'a  b'\nfalse")
+    run(where, "--", "no-such-program")
+    run(where, "--timeout", "0.5", "--", "sleep", "100")
+    assert daemon.tags_taken == ["""sh -c 'echo '"'"'a b'"'"' false'""", "sleep 100"]
+
+
+def test_who_did_not_start_a_command_cannot_reach_it_without_its_name(daemon: ExecDaemon) -> None:
+    with ControlClient(daemon.socket) as client:
+        with pytest.raises(ProcessLookupError):
+            client.call("exec.input", ExecInputParams(session="1", data=b"x"))
+        with pytest.raises(ControlError) as caught:
+            client.call("exec.signal", ExecSignalParams(session="1", signal="NONSENSE"))
+        assert caught.value.code == INVALID_PARAMS
+
+
+def test_the_result_tells_what_the_exit_status_of_vfsd_cannot(daemon: ExecDaemon) -> None:
+    with ControlClient(daemon.socket) as client:
+        ended = client.call("exec", ExecParams(argv=["sh", "-c", "kill -9 $$"]))
+        assert (ended.exit_status, ended.timed_out, ended.snapshot) == (-9, False, "exec-1")
+        ended = client.call("exec", ExecParams(argv=["sleep", "100"], timeout_s=0.5))
+        assert (ended.exit_status, ended.timed_out) == (-9, True)
+
+
+def test_help_shows_examples() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "vfsd.cli.main", "exec", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "vfsd exec -it -- bash" in shown
+    assert "--on-host" in shown
+    assert "128 + N" in shown
