@@ -12,8 +12,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from podman import PodmanClient
 from protocol.backends.container.podman import Container, PodmanService
 from tests.container.images import write_busybox_image, write_python_image
 from tests.leaks import mounts
+from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
+from vfsd.workspace import Workspace
 
 SERVICE_TIMEOUT_S = 60.0
 BUSYBOX = "localhost/vfsd-test-busybox:latest"
@@ -165,6 +167,48 @@ def start_container(podman: PodmanService, busybox_image: str, no_leaks: None) -
     yield start
     for container in made:
         container.remove()
+
+
+MountContainer = Callable[..., Workspace]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def mount_container(
+    engine: str, workdir: Path, podman: PodmanService, start_container: StartContainer
+) -> Iterator[MountContainer]:
+    """Mounts a container's directory: `mount_container(container, **Workspace.mount's)`; what `complaints` of its log
+    are expected is said by the test: `complaints=["it has stopped"]`."""
+    with ExitStack() as stack:
+
+        def mount(container: Container | None, *, complaints: Sequence[str] = (), **options: Any) -> Workspace:
+            if container is not None:
+                options.setdefault("backend", f"container:{container.name}")
+            number = next(_numbers)
+            place = workdir / f"m{number}"
+            options = {
+                "engine": engine,
+                "name": f"{workdir.name}-{number}",
+                "podman_url": podman.address.url,
+                **options,
+            }
+            return stack.enter_context(_mounted(place, complaints, **options))
+
+        yield mount
+
+
+@contextmanager
+def _mounted(place: Path, expected: Sequence[str], **options: Any) -> Iterator[Workspace]:
+    with Workspace.mount(place, **options) as workspace:
+        yield workspace
+        if os.path.exists(socket_of(workspace)):  # else the test has unmounted it
+            check_invariants(workspace)
+    unexpected = [line for line in complaints(workspace.name) if not any(part in line for part in expected)]
+    assert unexpected == []
 
 
 def attempt(container: Container, *argv: str, **options: Any) -> tuple[int, bytes, bytes]:

@@ -41,14 +41,23 @@ class Connection:
 
     async def attend(self, tell: Tell, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Connect, say `started`, and keep connected until cancelled.  OSError where the first connection fails."""
-        await self._attend_once(await self._running(), tell, task_status.started)
+
+        async def connected_first(_known: Coherence) -> None:
+            task_status.started()  # no kernel knows anything yet
+
+        async def connected_again(known: Coherence) -> None:
+            self._complaint = ""
+            _logger.info("container %s runs again, and is served", self.target.name, extra={"operation": "container"})
+            await tell(known)
+
+        await self._attend_once(await self._running(), tell, connected_first)
         delay_s = _RETRY_FIRST_S
         while True:
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RETRY_MOST_S)
             try:
                 state = await self._running()
-                await self._attend_once(state, tell, self._connected_again)
+                await self._attend_once(state, tell, connected_again)
             except OSError as error:
                 self._complain(error)
             else:
@@ -72,15 +81,13 @@ class Connection:
     async def _running(self) -> ContainerState:
         return check_running(await self.inspect())
 
-    async def _attend_once(self, state: ContainerState, tell: Tell, connected: Callable[[], None]) -> None:
+    async def _attend_once(self, state: ContainerState, tell: Tell, connected: Tell) -> None:
         """Serve one run of the container, until it is lost.  OSError where it cannot be connected to."""
         reason = "its transport failed"
         try:
             async with trio.open_nursery() as nursery:
                 volume = await self.transport.open(state, nursery)
-                told = await self.volume.connect(volume)
-                connected()
-                await tell(told)
+                await connected(await self.volume.connect(volume))
                 reason = await self.transport.wait_lost()
                 nursery.cancel_scope.cancel()
         except* Exception as group:
@@ -96,10 +103,6 @@ class Connection:
             extra={"operation": "container"},
         )  # fmt: skip
         await tell(forgotten)
-
-    def _connected_again(self) -> None:
-        self._complaint = ""
-        _logger.info("container %s runs again, and is served", self.target.name, extra={"operation": "container"})
 
     def _complain(self, error: OSError) -> None:
         """Once for each reason, however often it is met."""

@@ -285,7 +285,11 @@ def _network_options(network: str) -> dict[str, Any]:
 
 def _mount_option(mount: ContainerMount) -> dict[str, Any]:
     option: dict[str, Any] = {"type": mount.kind, "target": mount.destination, "read_only": mount.read_only}
-    return {**option, "source": mount.source} if mount.source else option
+    if mount.source:
+        option["source"] = mount.source
+    if mount.size_bytes is not None:
+        option["size"] = mount.size_bytes
+    return option
 
 
 # -- what went wrong ---------------------------------------------------------------------------------

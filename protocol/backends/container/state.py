@@ -11,12 +11,16 @@ __all__ = ["ContainerMount", "ContainerState", "state_of"]
 
 @dataclass(frozen=True, slots=True)
 class ContainerMount:
-    """What is mounted at `destination` in the container; `source` is a path on the service's host, "" for none."""
+    """What is mounted at `destination` in the container; `source` is a path on the service's host, "" for none.
+
+    `size_bytes` limits a tmpfs that is to be made.
+    """
 
     kind: str  # "bind", "volume", "tmpfs"
     source: str
     destination: str
-    read_only: bool
+    read_only: bool = False
+    size_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

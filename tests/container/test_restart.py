@@ -1,0 +1,240 @@
+"""A container that stops takes its files away, not the mount: everything is EIO until it runs again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.state import ContainerMount
+from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.mount.conftest import complaints
+from vfsd.launch import log_path
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+PATIENCE_S = 30.0
+STOPPED = ["it has stopped"]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "never seen"
+        time.sleep(0.01)
+
+
+def answers(path: Path) -> bool:
+    """Whether the mount answers otherwise than with EIO."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
+    return True
+
+
+def is_served_again(workspace: Workspace, times: int = 1) -> Callable[[], bool]:
+    """Whether the daemon has noticed that the container was started again, for the so manyth time."""
+    log = Path(log_path(workspace.name))
+    return lambda: log.read_text().count("runs again, and is served") >= times
+
+
+@pytest.fixture
+def container(start_container: StartContainer) -> Container:
+    return start_container()
+
+
+@pytest.fixture
+def workspace(mount_container: MountContainer, container: Container) -> Workspace:
+    return mount_container(container, transport="rootfs", complaints=STOPPED)
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    return Path(workspace.path)
+
+
+def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "f").write_text("before")
+    number = (root / "d" / "f").stat().st_ino
+
+    container.kill()
+    eventually(lambda: not answers(root))
+
+    for attempt in (
+        lambda: os.listdir(root),
+        (root / "d" / "f").read_text,
+        lambda: (root / "new").write_text("x"),
+        lambda: os.statvfs(root),
+    ):
+        with pytest.raises(OSError, match="Input/output error"):
+            attempt()
+    status = workspace.status()
+    assert (status.connected, status.transport) == (False, "rootfs")
+    eventually(lambda: workspace.status().container == "exited with status 137")
+    assert len([line for line in complaints(workspace.name) if "it has stopped" in line]) == 1
+
+    container.start()
+    eventually(is_served_again(workspace))
+
+    assert (root / "d" / "f").read_text() == "before"
+    assert (root / "d" / "f").stat().st_ino == number
+    assert (workspace.status().connected, workspace.status().container) == (True, "running")
+    (root / "d" / "f").write_text("after")
+    assert inside(container, "cat /workspace/d/f") == b"after"
+
+
+def test_what_changed_while_it_was_not_served_is_seen(
+    start_container: StartContainer, mount_container: MountContainer, workdir: Path
+) -> None:
+    volume = workdir / "volume"
+    volume.mkdir()
+    container = start_container(mounts=[ContainerMount("bind", str(volume), "/workspace", read_only=False)])
+    workspace = mount_container(container, transport="rootfs", complaints=STOPPED)
+    root = Path(workspace.path)
+    (root / "kept").write_text("old")
+    (root / "gone").write_text("old")
+    assert not (root / "new").exists()
+    container.kill()
+    eventually(lambda: not answers(root))
+
+    (volume / "kept").write_text("changed")
+    (volume / "gone").unlink()
+    (volume / "new").mkdir()
+    container.start()
+    eventually(is_served_again(workspace))
+
+    # Each of these the kernel knew otherwise.
+    assert (root / "kept").read_text() == "changed"
+    assert sorted(os.listdir(root)) == ["kept", "new"]
+    assert (root / "new").is_dir()
+
+
+def test_files_and_directories_that_were_open_go_on_after_a_restart(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "f").write_text("0123456789")
+    directory = os.open(root / "a" / "b", os.O_RDONLY | os.O_DIRECTORY)
+    with (root / "a" / "b" / "f").open("r+b", buffering=0) as file:
+        assert file.read(5) == b"01234"
+
+        container.restart(timeout_s=0)
+        eventually(is_served_again(workspace))
+
+        assert file.read() == b"56789"
+        file.write(b"!")
+        assert os.stat("f", dir_fd=directory).st_size == 11
+    os.close(directory)
+    assert inside(container, "cat /workspace/a/b/f") == b"0123456789!"
+
+
+def test_an_open_file_that_is_not_there_any_more_is_stale_and_never_another(
+    container: Container, workspace: Workspace, root: Path, start_container: StartContainer
+) -> None:
+    (root / "f").write_text("mine")
+    (root / "other").mkdir()
+    file = os.open(root / "f", os.O_RDWR)
+    directory = os.open(root / "other", os.O_RDONLY | os.O_DIRECTORY)
+    name = container.name
+    container.remove()
+    eventually(lambda: not answers(root))
+
+    command = ("/bin/sh", "-c", "mkdir -p /workspace/f; echo not yours > /workspace/other; exec sleep 86400")
+    start_container(name=name, command=command)
+    eventually(is_served_again(workspace))
+    eventually((root / "other").exists)
+
+    for attempt in (lambda: os.pread(file, 10, 0), lambda: os.write(file, b"x"), lambda: os.listdir(directory)):
+        with pytest.raises(OSError, match="Stale file handle"):
+            attempt()
+    assert (root / "f").is_dir()
+    assert (root / "other").read_text() == "not yours\n"
+    os.close(file)
+    os.close(directory)
+
+
+def test_a_container_removed_and_made_anew_under_its_name_is_served(
+    container: Container, root: Path, workspace: Workspace, start_container: StartContainer
+) -> None:
+    (root / "f").write_text("first")
+    container.remove()
+    eventually(lambda: not answers(root))
+    assert workspace.status().container == "removed"
+
+    anew = start_container(name=container.name)
+    eventually(is_served_again(workspace))
+
+    assert os.listdir(root) == []
+    (root / "f").write_text("second")
+    assert inside(anew, "cat /workspace/f") == b"second"
+
+
+def test_a_paused_container_is_read_and_written_through_proc(
+    container: Container, root: Path, workspace: Workspace
+) -> None:
+    (root / "f").write_text("x")
+    container.pause()
+
+    (root / "f").write_text("written while it stands still")
+    assert workspace.status().container == "paused"
+    assert workspace.status().connected
+
+    container.unpause()
+    assert inside(container, "cat /workspace/f") == b"written while it stands still"
+
+
+def test_it_is_unmounted_while_its_container_is_stopped(container: Container, workspace: Workspace) -> None:
+    container.stop(0)
+    eventually(lambda: not answers(Path(workspace.path)))
+
+    workspace.unmount()
+
+    assert os.listdir(workspace.path) == []
+
+
+def test_an_open_file_does_not_keep_a_stopped_container_from_being_removed(
+    container: Container, root: Path, podman: PodmanService
+) -> None:
+    with (root / "f").open("w") as file:
+        file.write("x" * 100)
+        file.flush()
+        container.remove()
+        with pytest.raises(FileNotFoundError):
+            podman.inspect(container.name)
+        eventually(lambda: not answers(root))
+
+
+def test_restarts_one_after_another_leave_a_mount_that_works(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    for number in range(3):
+        container.restart(timeout_s=0)
+        eventually(is_served_again(workspace, number + 1))
+        (root / f"f{number}").write_text("x")
+
+    assert len(os.listdir(root)) == 3
+    assert inside(container, "ls /workspace | wc -l").strip() == b"3"
+
+
+def test_a_daemon_ends_quickly_while_it_waits_for_its_container(container: Container, workspace: Workspace) -> None:
+    container.remove()
+    eventually(lambda: not answers(Path(workspace.path)))
+    pid = workspace.status().pid
+
+    os.kill(pid, 15)
+
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert subprocess.run(["mountpoint", "-q", workspace.path], check=False).returncode != 0

@@ -1,0 +1,327 @@
+"""A container's directory, mounted through /proc: edited outside and used inside, and the other way round."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.container.podman import Container
+from protocol.backends.container.state import ContainerMount
+from tests.container.conftest import MountContainer, StartContainer, inside
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+@pytest.fixture
+def container(start_container: StartContainer) -> Container:
+    return start_container()
+
+
+@pytest.fixture
+def workspace(mount_container: MountContainer, container: Container) -> Workspace:
+    return mount_container(container, transport="rootfs")
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    return Path(workspace.path)
+
+
+def test_what_is_edited_outside_runs_inside(container: Container, root: Path) -> None:
+    script = root / "bin" / "hello"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho hello, $1\n")
+    script.chmod(0o755)
+
+    assert inside(container, "/workspace/bin/hello", "you") == b"hello, you\n"
+
+
+def test_what_is_written_inside_is_read_outside(container: Container, root: Path) -> None:
+    inside(
+        container,
+        "mkdir -p /workspace/out && echo made inside > /workspace/out/result && ln -s result /workspace/out/link",
+    )
+
+    assert (root / "out" / "result").read_text() == "made inside\n"
+    assert (root / "out" / "link").read_text() == "made inside\n"
+
+
+def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container()
+
+    workspace = mount_container(container, workdir="/srv/app/work")
+
+    Path(workspace.path, "f").write_text("x")
+    assert inside(container, "cat /srv/app/work/f") == b"x"
+    assert (workspace.status().transport, workspace.status().container) == ("rootfs", "running")
+
+
+def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
+    origin = workdir / "origin"
+    git("init", "-q", "-b", "main", str(origin))
+    for number in range(30):
+        (origin / f"f{number}").write_text("line\n" * number)
+    git("-C", str(origin), "add", ".")
+    git("-C", str(origin), "commit", "-q", "-m", "first")
+
+    git("clone", "-q", str(origin), str(root / "clone"))
+    (root / "clone" / "f1").write_text("changed\n")
+    git("-C", str(root / "clone"), "commit", "-q", "-a", "-m", "second")
+
+    assert git("-C", str(root / "clone"), "status", "--porcelain") == ""
+    git("-C", str(root / "clone"), "fsck", "--strict")
+    assert inside(container, "cat /workspace/clone/f1; ls /workspace/clone | wc -l").split() == [b"changed", b"30"]
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+
+
+# -- the container changes beside the mount ----------------------------------------------------------
+def test_a_file_that_grows_inside_while_it_is_read_outside_shows_what_is_there(
+    container: Container, mount_container: MountContainer
+) -> None:
+    root = Path(mount_container(container, cache_timeout_s=0.05).path)
+    inside(container, "echo start > /workspace/log")
+    seen = b""
+    with (root / "log").open("rb", buffering=0) as file:
+        inside(
+            container,
+            "(for i in $(seq 200); do echo line $i; usleep 1000; done >> /workspace/log; echo end >> /workspace/log) &",
+        )
+        deadline_s = time.monotonic() + 30
+        while not seen.endswith(b"end\n"):
+            seen += file.read(4096) or b""
+            assert time.monotonic() < deadline_s, seen[-100:]
+
+    assert seen == b"start\n" + b"".join(b"line %d\n" % number for number in range(1, 201)) + b"end\n"
+
+
+def test_files_replaced_inside_while_they_are_read_outside_are_never_a_mixture(
+    container: Container, mount_container: MountContainer
+) -> None:
+    root = Path(mount_container(container, cache_timeout_s=0).path)
+    inside(container, "yes a | head -c 20000 > /workspace/f")
+    script = "for i in $(seq 60); do for l in a b; do yes $l | head -c 20000 > .f; mv .f f; done; done; touch done"
+    inside(container, f"(cd /workspace; {script}) &")
+
+    seen = set()
+    deadline_s = time.monotonic() + 30
+    while not (root / "done").exists():
+        assert time.monotonic() < deadline_s
+        with suppress(OSError):  # ESTALE: replaced between the look-up and the read
+            seen.add((root / "f").read_bytes())
+
+    assert seen == {b"a\n" * 10000, b"b\n" * 10000}
+
+
+# -- a hostile container ------------------------------------------------------------------------------
+def test_nothing_made_inside_leads_the_daemon_to_the_hosts_files(container: Container, root: Path) -> None:
+    """What is looked at is the container's own, or what the link says on this host to whoever follows it here."""
+    inside(
+        container,
+        "cd /workspace; echo inside > /secret; ln -s /secret absolute; ln -s ../secret up;"
+        "mkdir d; ln -s ../../../secret d/up; ln -s /proc/1/root proc; ln -s . loop",
+    )
+    assert os.readlink(root / "absolute") == "/secret"
+    assert not (root / "absolute").exists()  # on this host, where there is none
+    assert not (root / "d" / "up").exists()
+    assert inside(container, "cat /workspace/absolute /workspace/up") == b"inside\n" * 2
+    shutil.rmtree(root / "d")  # removes the link, not what it leads to
+    assert inside(container, "cat /secret") == b"inside\n"
+
+
+def test_a_working_directory_behind_links_is_the_containers_own(
+    start_container: StartContainer, mount_container: MountContainer, workdir: Path
+) -> None:
+    container = start_container()
+    host = workdir / "host"
+    host.mkdir()
+    (host / "secret").write_text("of the host")
+    inside(
+        container,
+        f"mkdir -p /data /a && ln -s /data /workspace && ln -s ../../../../../..{host} /a/w && ln -s {host} /b",
+    )
+
+    root = Path(mount_container(container).path)
+    (root / "f").write_text("x")
+    assert inside(container, "cat /data/f") == b"x"
+    for place in ("/a/w", "/b"):
+        with pytest.raises(OSError, match="leads nowhere"):
+            mount_container(container, workdir=place, transport="rootfs")
+    inside(container, f"mkdir -p {host}")
+    assert os.listdir(mount_container(container, workdir="/a/w", transport="rootfs").path) == []
+    assert os.listdir(host) == ["secret"]
+
+
+def test_a_working_directory_through_proc_is_refused(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container()
+    inside(container, "ln -s /proc/self/root/etc /x; ln -s /proc/1/cwd /workspace")
+
+    for place in ("/x", "/workspace", "/proc/1/root/etc"):
+        with pytest.raises(OSError, match=r"(?i)symbolic links|working directory"):
+            mount_container(container, workdir=place, transport="rootfs")
+
+
+def test_directories_moved_about_inside_lead_nowhere_else(
+    container: Container, mount_container: MountContainer
+) -> None:
+    """A rename while the mount walks: ".." is the volume's own, and a directory moved out is not gone through."""
+    root = Path(mount_container(container, cache_timeout_s=0).path)
+    inside(container, "mkdir -p /workspace/a/b/c /outside; echo in > /workspace/a/b/c/f; echo out > /outside/f")
+    script = "while [ ! -e /stop ]; do mv /workspace/a/b /outside/b; mv /outside/b /workspace/a/b; done; touch /stopped"
+    inside(container, f"({script}) &")
+
+    seen = set()
+    deadline_s = time.monotonic() + 3
+    while time.monotonic() < deadline_s and len(seen) < 3:
+        for path in ("a/b/c/f", "a/b/c/../../../f", "a/b/../../../outside/f"):
+            try:
+                seen.add((root / path).read_text())
+            except OSError as error:
+                seen.add(errno.errorcode[error.errno])
+
+    inside(container, "touch /stop; while [ ! -e /stopped ]; do usleep 1000; done")
+    assert seen <= {"in\n", "ENOENT", "ESTALE", "ENOTDIR", "EIO"}, seen
+    assert (root / "a/b/c/f").read_text() == "in\n"
+
+
+def test_set_uid_programs_and_devices_made_inside_do_nothing_on_this_host(container: Container, root: Path) -> None:
+    inside(container, "cp /bin/busybox /workspace/su; chmod 4755 /workspace/su; mknod /workspace/null c 1 3")
+
+    assert {"nosuid", "nodev"} <= mount_flags(root)
+    with pytest.raises(PermissionError):
+        (root / "null").read_bytes()
+
+
+def mount_flags(mountpoint: Path) -> set[str]:
+    """proc_pid_mountinfo(5): field 5 is the place, field 6 the mount's own options."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return {flag for row in rows if row[4] == str(mountpoint) for flag in row[5].split(",")}
+
+
+# -- what the container's file system is -------------------------------------------------------------
+def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container(mounts=[ContainerMount("tmpfs", "", "/workspace", size_bytes=2**20)])
+    root = Path(mount_container(container).path)
+
+    with pytest.raises(OSError, match="No space left"):
+        (root / "big").write_bytes(b"x" * 2**21)
+    assert os.statvfs(root).f_bavail == 0
+    (root / "big").unlink()
+    (root / "small").write_bytes(b"y" * 65536)
+
+    assert inside(container, "wc -c < /workspace/small").strip() == b"65536"
+
+
+def test_a_read_only_root_is_read_and_not_written(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container(read_only=True)
+
+    root = Path(mount_container(container, workdir="/etc").path)
+
+    assert (root / "passwd").read_text().startswith("root:")
+    for change in (lambda: (root / "passwd").write_text("x"), (root / "new").mkdir):
+        with pytest.raises(OSError, match="Read-only file system"):
+            change()
+    with pytest.raises(OSError, match="read-only; name a volume"):
+        mount_container(container, workdir="/workspace", transport="rootfs")
+
+
+def test_a_read_only_mount_changes_nothing_inside(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container()
+    inside(container, "mkdir /workspace; echo x > /workspace/f")
+
+    root = Path(mount_container(container, read_only=True).path)
+
+    assert (root / "f").read_text() == "x\n"
+    with pytest.raises(OSError, match="Read-only file system"):
+        (root / "f").unlink()
+
+
+def test_what_is_mounted_below_is_not_entered(start_container: StartContainer, mount_container: MountContainer) -> None:
+    container = start_container(mounts=[ContainerMount("tmpfs", "", "/workspace/below")])
+    root = Path(mount_container(container).path)
+
+    with pytest.raises(OSError, match="cross-device"):
+        os.listdir(root / "below")
+
+
+# -- whose files they are --------------------------------------------------------------------------------
+def test_owners_are_shown_as_the_container_shows_them(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    """Its users are others to the host: 0 is 200000 there."""
+    container = start_container(options=MAPPED)
+    root = Path(mount_container(container).path)
+    inside(
+        container,
+        "echo x > /workspace/root; echo y > /workspace/dev; chown dev:dev /workspace/dev; chmod 600 /workspace/*",
+    )
+
+    assert owner(root / "root") == (0, 0)
+    assert owner(root / "dev") == (1000, 1000)
+    (root / "made").write_text("by root here")
+    (root / "made-directory").mkdir()
+    os.symlink("x", root / "made-link")
+    os.chown(root / "made-link", 1000, 1000, follow_symlinks=False)
+    os.chown(root / "dev", 0, -1)
+
+    shown = (
+        inside(container, "cd /workspace; stat -c '%n %u:%g' dev made made-directory made-link").decode().split("\n")
+    )
+    assert shown[:-1] == ["dev 0:1000", "made 0:0", "made-directory 0:0", "made-link 1000:1000"]
+    inside(container, "cd /workspace; echo more >> made; touch made-directory/f")
+    assert (root / "made").read_text() == "by root heremore\n"
+    with pytest.raises(OSError, match="too large"):
+        os.chown(root / "made", 70000, -1)  # nobody in the container
+    refused = subprocess.run(["setfacl", "-m", "u:1000:r", root / "made"], check=False, capture_output=True, text=True)
+    assert "not supported" in refused.stderr  # ids in there would have to be translated
+
+
+def test_what_root_makes_here_is_the_containers_own_users(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container(user="dev")
+    root = Path(mount_container(container).path)
+
+    (root / "f").write_text("x")
+    (root / "d").mkdir()
+
+    assert owner(root) == owner(root / "f") == owner(root / "d") == (1000, 1000)
+    inside(container, "echo more >> /workspace/f; touch /workspace/d/new /workspace/new")
+    os.chown(root / "f", 0, 0)
+    assert owner(root / "f") == (0, 0)
+
+
+MAPPED = {
+    "userns_mode": "private",
+    "idmappings": {
+        "HostUIDMapping": False,
+        "HostGIDMapping": False,
+        "UIDMap": [{"container_id": 0, "host_id": 200000, "size": 65536}],
+        "GIDMap": [{"container_id": 0, "host_id": 300000, "size": 65536}],
+    },
+}
+
+
+def owner(path: Path) -> tuple[int, int]:
+    shown = path.lstat()
+    return shown.st_uid, shown.st_gid
