@@ -1,0 +1,335 @@
+"""ReconnectingVolume over volumes in memory: numbers stay true over a change of the volume, or become stale."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import trio
+
+from protocol.backends.container.known import Known
+from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller, Coherence, Volume
+
+ME = Caller(0, 0)
+
+
+def failing(code: int, call: Callable[[], object]) -> None:
+    with pytest.raises(OSError, match=r".+") as caught:
+        call()
+    assert caught.value.errno == code
+
+
+class Shifted:
+    """A volume in memory that gives other numbers than its neighbour for the same files."""
+
+    def __init__(self, by: int) -> None:
+        self.volume = MemoryVolume(2**20)
+        for number in range(by):
+            self.make(f"filler{number}".encode())
+
+    def make(self, path: bytes, data: bytes = b"", kind: int = stat.S_IFREG) -> int:
+        *above, name = path.split(b"/")
+        at = ROOT_INODE
+        for part in above:
+            at = self.volume.lookup(at, part).inode
+        if kind == stat.S_IFDIR:
+            return self.volume.mkdir(at, name, 0o755, ME).inode
+        made = self.volume.mknod(at, name, kind | 0o644, 0, ME).inode
+        self.volume.write(made, 0, data)
+        return made
+
+
+class Awaited:
+    """A volume whose every answer is awaited, and comes when `gate` opens."""
+
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+        self.gate = trio.Event()
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._volume, name)
+        if name in {"forget", "check_invariants"}:
+            return method
+
+        async def answer(*args: Any, **options: Any) -> Any:
+            self.asked += 1
+            await self.gate.wait()
+            return method(*args, **options)
+
+        return answer
+
+
+@pytest.fixture
+def reconnecting() -> Iterator[ReconnectingVolume]:
+    volume = ReconnectingVolume()
+    yield volume
+    volume.check_invariants()
+
+
+def connect(volume: ReconnectingVolume, beneath: Volume) -> Coherence:
+    return trio.run(volume.connect, beneath)
+
+
+def walk(volume: ReconnectingVolume, path: bytes) -> int:
+    at = ROOT_INODE
+    for name in path.split(b"/"):
+        at = volume.lookup(at, name).inode
+    return at
+
+
+def test_before_it_is_connected_everything_is_eio(reconnecting: ReconnectingVolume) -> None:
+    for call in (
+        lambda: reconnecting.getattr(ROOT_INODE),
+        lambda: reconnecting.lookup(ROOT_INODE, b"x"),
+        lambda: reconnecting.readdir(ROOT_INODE, 0),
+        reconnecting.statfs,
+    ):
+        failing(errno.EIO, call)
+
+
+def test_a_number_means_the_same_path_in_the_next_volume(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(5)
+    for shifted in (first, second):
+        shifted.make(b"d", kind=stat.S_IFDIR)
+        shifted.make(b"d/f", b"one" if shifted is first else b"two")
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"d/f")
+    assert reconnecting.read(number, 0, 10) == b"one"
+
+    reconnecting.disconnect()
+    failing(errno.EIO, lambda: reconnecting.read(number, 0, 10))
+    connect(reconnecting, second.volume)
+
+    assert reconnecting.read(number, 0, 10) == b"two"
+    assert reconnecting.getattr(number).inode == number
+    assert walk(reconnecting, b"d/f") == number
+
+
+def test_a_number_whose_file_is_gone_is_stale_and_is_given_to_no_other(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(0)
+    made = first.make(b"gone")
+    other = second.make(b"other", b"not yours")
+    assert made == other  # the new volume has another file under that very number
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"gone")
+
+    reconnecting.disconnect()
+    connect(reconnecting, second.volume)
+
+    failing(errno.ESTALE, lambda: reconnecting.read(number, 0, 10))
+    seen = walk(reconnecting, b"other")
+    assert seen != number
+    listed = {entry.name: entry.inode for entry in reconnecting.readdir(ROOT_INODE, 0)}
+    assert listed[b"other"] == seen
+    assert reconnecting.read(seen, 0, 10) == b"not yours"
+    failing(errno.ESTALE, lambda: reconnecting.getattr(number))
+
+
+def test_a_file_that_became_a_directory_is_another_file(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(1)
+    first.make(b"x")
+    second.make(b"x", kind=stat.S_IFDIR)
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"x")
+
+    reconnecting.disconnect()
+    connect(reconnecting, second.volume)
+
+    failing(errno.ESTALE, lambda: reconnecting.getattr(number))
+    assert walk(reconnecting, b"x") != number
+
+
+def test_names_are_followed_through_renames_links_and_removals(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(3)
+    connect(reconnecting, first.volume)
+    directory = reconnecting.mkdir(ROOT_INODE, b"d", 0o755, ME).inode
+    moved = reconnecting.mknod(ROOT_INODE, b"a", 0o100644, 0, ME).inode
+    linked = reconnecting.mknod(ROOT_INODE, b"b", 0o100644, 0, ME).inode
+    removed = reconnecting.mknod(ROOT_INODE, b"c", 0o100644, 0, ME).inode
+    one = reconnecting.mknod(ROOT_INODE, b"one", 0o100644, 0, ME).inode
+    two = reconnecting.mknod(ROOT_INODE, b"two", 0o100644, 0, ME).inode
+    replaced = reconnecting.mknod(ROOT_INODE, b"old", 0o100644, 0, ME).inode
+    reconnecting.rename(ROOT_INODE, b"a", directory, b"a")
+    reconnecting.link(linked, directory, b"b")
+    reconnecting.unlink(ROOT_INODE, b"b")
+    reconnecting.unlink(ROOT_INODE, b"c")
+    reconnecting.rename(ROOT_INODE, b"one", ROOT_INODE, b"two", RENAME_EXCHANGE)
+    reconnecting.rename(directory, b"a", ROOT_INODE, b"old")
+    second.make(b"d", kind=stat.S_IFDIR)
+    for path in (b"d/b", b"one", b"two", b"old", b"c"):
+        second.make(path, path)
+
+    reconnecting.disconnect()
+    connect(reconnecting, second.volume)
+
+    assert reconnecting.read(moved, 0, 9) == b"old"
+    assert reconnecting.read(linked, 0, 9) == b"d/b"
+    assert reconnecting.read(one, 0, 9) == b"two"
+    assert reconnecting.read(two, 0, 9) == b"one"
+    for number in (removed, replaced):
+        failing(errno.ESTALE, lambda number=number: reconnecting.getattr(number))
+
+
+def test_what_the_kernel_forgets_the_volume_forgets(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(1)
+    for shifted in (first, second):
+        shifted.make(b"f")
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"f")
+    walk(reconnecting, b"f")
+    reconnecting.disconnect()
+    connect(reconnecting, second.volume)
+    inner = second.volume.lookup(ROOT_INODE, b"f").inode
+    second.volume.forget(inner, 2)  # ours, and the one that `make` had
+    assert second.volume.getattr(inner).lookups == 1
+
+    reconnecting.forget(number, 1)
+    assert second.volume.getattr(inner).lookups == 1
+    reconnecting.forget(number, 1)
+
+    assert second.volume.getattr(inner).lookups == 0
+    failing(errno.ENOENT, lambda: reconnecting.getattr(number))
+
+
+def test_the_kernel_is_told_to_forget_every_name_and_every_inode(reconnecting: ReconnectingVolume) -> None:
+    first = Shifted(0)
+    first.make(b"d", kind=stat.S_IFDIR)
+    first.make(b"d/f")
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"d/f")
+    directory = walk(reconnecting, b"d")
+
+    for told in (reconnecting.disconnect(), connect(reconnecting, first.volume)):
+        assert {(change.parent, change.name) for change in told.entries} == {(ROOT_INODE, b"d"), (directory, b"f")}
+        assert {change.inode for change in told.inodes} == {ROOT_INODE, directory, number}
+        assert all(change.content for change in told.inodes)
+
+
+def test_a_volume_that_fails_while_it_is_looked_through_is_not_connected(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(1)
+    first.make(b"f", b"kept")
+    connect(reconnecting, first.volume)
+    number = walk(reconnecting, b"f")
+    reconnecting.disconnect()
+
+    class Failing(Awaited):
+        def lookup(self, *_: Any) -> Any:
+            raise OSError(errno.EPIPE, "the helper is gone")
+
+    with pytest.raises(BrokenPipeError):
+        connect(reconnecting, Failing(second.volume))
+    failing(errno.EIO, lambda: reconnecting.getattr(number))
+    reconnecting.check_invariants()
+    connect(reconnecting, first.volume)
+
+    assert reconnecting.read(number, 0, 9) == b"kept"
+
+
+def test_answers_that_are_awaited_come_under_the_kernels_numbers(reconnecting: ReconnectingVolume) -> None:
+    first, second = Shifted(0), Shifted(4)
+    for shifted in (first, second):
+        shifted.make(b"f", b"x")
+
+    async def body() -> None:
+        await reconnecting.connect(first.volume)
+        number = reconnecting.lookup(ROOT_INODE, b"f").inode
+        reconnecting.disconnect()
+        awaited = Awaited(second.volume)
+        awaited.gate.set()
+        await reconnecting.connect(awaited)
+        assert (await reconnecting.lookup(ROOT_INODE, b"f")).inode == number
+        assert (await reconnecting.getattr(number)).inode == number
+        assert await reconnecting.read(number, 0, 9) == b"x"
+        made = await reconnecting.mknod(ROOT_INODE, b"g", 0o100644, 0, ME)
+        await reconnecting.rename(ROOT_INODE, b"g", ROOT_INODE, b"h")
+        assert (await reconnecting.lookup(ROOT_INODE, b"h")).inode == made.inode
+
+    trio.run(body)
+
+
+def test_a_request_in_flight_when_the_volume_goes_is_eio_and_counts_for_nothing(
+    reconnecting: ReconnectingVolume,
+) -> None:
+    first, second = Shifted(0), Shifted(0)
+    first.make(b"f")
+    codes: list[int | None] = []
+
+    async def ask(awaited: Awaited) -> None:
+        try:
+            await reconnecting.lookup(ROOT_INODE, b"f")
+        except OSError as error:
+            codes.append(error.errno)
+
+    async def body() -> None:
+        awaited = Awaited(first.volume)
+        await reconnecting.connect(awaited)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, awaited)
+            while not awaited.asked:
+                await trio.lowlevel.checkpoint()
+            reconnecting.disconnect()
+            await reconnecting.connect(second.volume)
+            awaited.gate.set()
+
+    trio.run(body)
+    assert codes == [errno.EIO]
+    assert [change.inode for change in reconnecting.disconnect().inodes] == [ROOT_INODE]
+
+
+def test_what_is_forgotten_while_the_next_volume_is_looked_through_stays_forgotten(
+    reconnecting: ReconnectingVolume,
+) -> None:
+    first, second = Shifted(0), Shifted(2)
+    for shifted in (first, second):
+        shifted.make(b"f")
+
+    async def body() -> None:
+        await reconnecting.connect(first.volume)
+        number = reconnecting.lookup(ROOT_INODE, b"f").inode
+        reconnecting.disconnect()
+        awaited = Awaited(second.volume)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(reconnecting.connect, awaited)
+            while not awaited.asked:
+                await trio.lowlevel.checkpoint()
+            reconnecting.forget(number, 1)
+            awaited.gate.set()
+        failing(errno.ENOENT, lambda: reconnecting.getattr(number))
+
+    trio.run(body)
+    inner = second.volume.lookup(ROOT_INODE, b"f").inode
+    assert second.volume.getattr(inner).lookups == 2  # `make`'s and this one
+
+
+def test_a_chain_of_directories_deeper_than_pythons_stack_is_found_again(reconnecting: ReconnectingVolume) -> None:
+    first, second = MemoryVolume(2**20), MemoryVolume(2**20)
+    second.mknod(ROOT_INODE, b"filler", 0o100644, 0, ME)
+    connect(reconnecting, first)
+    at = inner = ROOT_INODE
+    for _ in range(1500):
+        at = reconnecting.mkdir(at, b"d", 0o755, ME).inode
+        inner = second.mkdir(inner, b"d", 0o755, ME).inode
+
+    reconnecting.disconnect()
+    connect(reconnecting, second)
+
+    assert reconnecting.mknod(at, b"deep", 0o100644, 0, ME).inode
+    assert second.lookup(inner, b"deep").inode
+
+
+def test_two_files_that_became_one_do_not_share_its_number() -> None:
+    known = Known()
+    one, two = known.enter(7, stat.S_IFREG), known.enter(8, stat.S_IFREG)
+    known.put(one, (ROOT_INODE, b"one"))
+    known.put(two, (ROOT_INODE, b"two"))
+    known.detach()
+
+    assert known.attach(one, 9, 1)
+    assert not known.attach(two, 9, 1)
+    known.check_invariants()
