@@ -17,7 +17,8 @@ from vfsd.launch import log_path
 from vfsd.workspace import Workspace
 
 ENGINES = ("native", "pyfuse3")
-PLACES = ("tmpfs", *ENGINES)  # the oracle first
+BACKENDS = ("memory", "overlay", "host")
+PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS))  # the oracle first
 MountIt = Callable[..., Workspace]
 
 
@@ -92,15 +93,32 @@ def root(workspace: Workspace) -> Path:
 
 # -- the same test on tmpfs and on mounts ---------------------------------------------------------------
 @contextmanager
-def provided(kind: str, path: Path, *, max_bytes: int | None = None, max_inodes: int | None = None) -> Iterator[Path]:
-    """A tmpfs or a workspace at `path`, which everybody may use as they may use /tmp."""
-    if kind != "tmpfs":
-        with mounted(
-            path, engine=kind, name=f"p-{path.name}", allow_other=True, max_bytes=max_bytes, max_inodes=max_inodes
-        ) as workspace:
-            path.chmod(0o1777)
-            yield Path(workspace.path)
+def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: int | None = None) -> Iterator[Path]:
+    """A tmpfs or a workspace (one of PLACES, or an engine) at `path`, which everybody may use as they may use /tmp."""
+    engine, _, backend = on.partition("-")
+    if engine == "tmpfs":
+        with _tmpfs(path, max_bytes, max_inodes):
+            yield path
         return
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"max_bytes": max_bytes, "max_inodes": max_inodes}
+        if backend in ("overlay", "host"):
+            below = path.with_name(f"{path.name}-below")
+            below.mkdir()
+            options["backend"] = f"{backend}:{below}"
+        if backend == "host":
+            # What is there is what is below: a tmpfs too, so that it shows what the oracle shows.
+            stack.enter_context(_tmpfs(below, max_bytes, max_inodes))
+            options = {"backend": options["backend"]}
+        workspace = stack.enter_context(
+            mounted(path, engine=engine, name=f"p-{path.name}", allow_other=True, **options)
+        )
+        path.chmod(0o1777)
+        yield Path(workspace.path)
+
+
+@contextmanager
+def _tmpfs(path: Path, max_bytes: int | None, max_inodes: int | None) -> Iterator[None]:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a tmpfs")
     limits = [f"size={max_bytes}"] if max_bytes else []
@@ -108,35 +126,41 @@ def provided(kind: str, path: Path, *, max_bytes: int | None = None, max_inodes:
     options = ",".join(["mode=1777", "nosuid", "nodev", *limits])
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
     try:
-        yield path
+        yield
     finally:
         subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def kind(request: pytest.FixtureRequest) -> str:
-    """What the test runs on: tmpfs, or an engine's name."""
+def on(request: pytest.FixtureRequest) -> str:
+    """What the test runs on, one of PLACES."""
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def kind(on: str) -> str:
+    """What serves that: tmpfs, or an engine's name."""
+    return on.partition("-")[0]
 
 
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared(kind: str, session_dir: str) -> Iterator[Path]:
-    """One mount for all tests of a module, on each kind."""
-    place = Path(session_dir, "work", f"{kind}{next(_numbers)}")
+def shared(on: str, session_dir: str) -> Iterator[Path]:
+    """One mount for all tests of a module, on each of PLACES."""
+    place = Path(session_dir, "work", f"{on}{next(_numbers)}")
     place.mkdir()
     for above in place.parents:
         if str(above).startswith(session_dir):
             above.chmod(0o755)  # other users come through
-    with provided(kind, place) as root:
+    with provided(on, place) as root:
         yield root
 
 
 @pytest.fixture
 def place(shared: Path) -> Path:
-    """A new directory that everybody may write in, on tmpfs and on each engine's mount."""
+    """A new directory that everybody may write in, on each of PLACES."""
     directory = shared / f"d{next(_numbers)}"
     directory.mkdir()
     directory.chmod(0o777)

@@ -22,14 +22,14 @@ Limited = Callable[..., Path]
 
 
 @pytest.fixture
-def limited(kind: str, workdir: Path) -> Iterator[Limited]:
+def limited(on: str, workdir: Path) -> Iterator[Limited]:
     """Makes a place of its own with limits: `limited(max_bytes=MIB)`."""
     with ExitStack() as stack:
 
         def make(**limits: int) -> Path:
             path = workdir / f"limited{next(_numbers)}"
             path.mkdir()
-            return stack.enter_context(provided(kind, path, **limits))
+            return stack.enter_context(provided(on, path, **limits))
 
         yield make
 

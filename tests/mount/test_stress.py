@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import check_invariants, provided
+from tests.mount.conftest import BACKENDS, check_invariants, provided
 from vfsd.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -27,11 +27,21 @@ STRESSORS = """
 MORE = """
     seek sendfile splice mmap mmapfork mmapfixed msync readahead revio rlimit fault
 """.split()  # noqa: SIM905
-# In every run: the ones with most to verify.
+# In every run: the ones with most to verify.  Over a directory those that the directory makes a difference to.
 BRIEF = """
     chmod chown copy-file dentry fallocate filename hdd iomix lockf mmap msync rename seek utime xattr
 """.split()  # noqa: SIM905
+OVER_A_DIRECTORY = "copy-file dentry fallocate hdd mmap rename xattr".split()  # noqa: SIM905
 FIO_ENGINES = ("psync", "mmap", "pvsync2", "io_uring", "libaio")
+
+
+@pytest.fixture(params=BACKENDS)
+def workspace(request: pytest.FixtureRequest, mount: MountIt, workdir: Path) -> Workspace:
+    """One of each backend."""
+    if request.param == "memory":
+        return mount()
+    (workdir / "below").mkdir()
+    return mount(backend=f"{request.param}:{workdir}/below")
 
 
 def stress(stressor: str, place: Path, seconds: int) -> tuple[int, str]:
@@ -64,7 +74,7 @@ def fio(place: Path, *options: str) -> None:
 
 @pytest.mark.slow
 def test_stress_ng_verifies_what_it_does_on_a_mount(workspace: Workspace) -> None:
-    for stressor in BRIEF:
+    for stressor in BRIEF if workspace.status().backend == "memory" else OVER_A_DIRECTORY:
         status, said = stress(stressor, Path(workspace.path), 1)
         assert status == 0, said
         check_invariants(workspace)

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -453,6 +454,18 @@ def test_a_very_deep_tree_needs_no_more_descriptors_than_others(inside: Path) ->
     assert fs.at(b"link") == made == fs.at(b"d/" * 200 + b"down")
     volume.check_invariants()
     volume.close()
+
+
+def test_a_place_a_thousand_levels_down_is_looked_at_once_more_after_a_while(
+    volume: HostVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = ROOT_INODE
+    for _ in range(sys.getrecursionlimit()):
+        at = volume.mkdir(at, b"d", 0o755, ME).inode
+    later_s = time.monotonic() + 2 * descriptors.RECHECK_S
+    monkeypatch.setattr(descriptors, "monotonic", lambda: later_s)
+    assert [entry.name for entry in volume.readdir(at, 0)] == [b".", b".."]
+    volume.check_invariants()
 
 
 def test_an_executable_that_was_written_can_be_executed_by_others_soon(

@@ -16,7 +16,7 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Final
 
@@ -95,6 +95,22 @@ class Descriptors:
             return node.fd
         if not node.is_dir:
             raise fail(errno.ENOTDIR)
+        self._check_above(node)
+        return self._directory(node)
+
+    def _check_above(self, node: Node) -> None:
+        """Look at the places above from the top down: each would ask for the one above it, a thousand times maybe."""
+        above = []
+        newest_s = monotonic() - RECHECK_S
+        at = node.parent
+        while at is not None and (at.fd < 0 or at.checked_s < newest_s):
+            above.append(at)
+            at = at.parent
+        with suppress(OSError):  # raised once more where it matters
+            for each in reversed(above):
+                self._directory(each)
+
+    def _directory(self, node: Node) -> int:
         if node.pin >= 0:
             return node.pin
         if node.fd >= 0:
