@@ -40,6 +40,17 @@ events_logger = "file"
 lock_type = "file"
 """
 
+# Options of `PodmanService.create` for a container whose users are others to the host: 0 is 200000 there.
+MAPPED = {
+    "userns_mode": "private",
+    "idmappings": {
+        "HostUIDMapping": False,
+        "HostGIDMapping": False,
+        "UIDMap": [{"container_id": 0, "host_id": 200000, "size": 65536}],
+        "GIDMap": [{"container_id": 0, "host_id": 300000, "size": 65536}],
+    },
+}
+
 StartContainer = Callable[..., Container]
 
 

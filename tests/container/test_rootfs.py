@@ -14,7 +14,7 @@ import pytest
 
 from protocol.backends.container.podman import Container
 from protocol.backends.container.state import ContainerMount
-from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
 from vfsd.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -309,17 +309,6 @@ def test_what_root_makes_here_is_the_containers_own_users(
     inside(container, "echo more >> /workspace/f; touch /workspace/d/new /workspace/new")
     os.chown(root / "f", 0, 0)
     assert owner(root / "f") == (0, 0)
-
-
-MAPPED = {
-    "userns_mode": "private",
-    "idmappings": {
-        "HostUIDMapping": False,
-        "HostGIDMapping": False,
-        "UIDMap": [{"container_id": 0, "host_id": 200000, "size": 65536}],
-        "GIDMap": [{"container_id": 0, "host_id": 300000, "size": 65536}],
-    },
-}
 
 
 def owner(path: Path) -> tuple[int, int]:

@@ -61,6 +61,11 @@ class Known:
             return file.number
         return inner if inner not in self._by_number else inner ^ _FIRST_SPARE
 
+    def inner_of(self, number: int) -> int:
+        """The other way round, for the number of a file that is not held, which lives while it has a name."""
+        inner = number & ~_FIRST_SPARE
+        return inner if self.number_of(inner) == number else 0
+
     # -- files come and go ---------------------------------------------------------------------
     def enter(self, inner: int, mode: int) -> File:
         """The file that the present volume calls `inner`, with one lookup more; both here and there."""

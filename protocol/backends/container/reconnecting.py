@@ -156,11 +156,10 @@ class ReconnectingVolume:
     def _inner(self, inode: int) -> int:
         """What the present volume calls `inode`."""
         file = self._known.get(inode)
-        if file is None:
-            raise fail(errno.ENOENT, f"inode {inode}")
-        if not file.inner:
+        inner = self._known.inner_of(inode) if file is None else file.inner
+        if not inner:
             raise fail(errno.ESTALE if self._volume is not None else errno.EIO)
-        return file.inner
+        return inner
 
     def _then(self, answer: Answer[T], change: Callable[[T], R]) -> Answer[R]:
         """`change` of the answer, now or when it is there."""

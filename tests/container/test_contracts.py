@@ -1,0 +1,124 @@
+"""The rootfs transport keeps the contracts: of volumes below a container's root, of filesystems on its mount."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import trio
+
+from protocol import Filesystem, HostFilesystem
+from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.rootfs import RootfsTransport
+from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
+from protocol.volume import Volume
+from tests.contract import test_host_volume
+from tests.host_directories import HostClock
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc")
+
+
+@pytest.fixture(scope="module")
+def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
+    made = podman.create(busybox_image, name="contract", options={"privileged": True})
+    try:
+        made.start()
+        yield made
+    finally:
+        made.remove()
+
+
+def mount_tmpfs(pid: int, place: str, max_bytes: int | None, max_inodes: int | None) -> None:
+    """Mount a tmpfs inside, as the host's root: the container's own may not."""
+    limits = [f"size={max_bytes}"] if max_bytes else []
+    limits += [f"nr_inodes={max_inodes}"] if max_inodes else []
+    options = ",".join(["mode=755", *limits])
+    enter = ["nsenter", f"--target={pid}", "--mount"]
+    subprocess.run([*enter, "/bin/mkdir", "-p", place], check=True)
+    subprocess.run([*enter, "/bin/mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)
+
+
+class TestVolume(test_host_volume.TestHostVolume):
+    """As the host backend's, through /proc/PID/root, and behind the volume that outlives the container's runs."""
+
+    @pytest.fixture
+    def container_of(self, container: Container) -> Container:
+        return container
+
+    @pytest.fixture
+    def volume(self, container_of: Container, tmp_path: Path) -> Iterator[MakeVolume]:
+        state = container_of.inspect()
+        made: list[ReconnectingVolume] = []
+        with ExitStack() as stack:
+
+            def make(
+                *,
+                max_bytes: int | None = None,
+                max_inodes: int | None = None,
+                clock: Callable[[], int] | None = None,
+            ) -> Volume:
+                place = f"/w/{tmp_path.name}-{len(made)}"
+                mount_tmpfs(state.pid, place, max_bytes, max_inodes)
+                stack.callback(unmount, state.pid, place)
+                transport = RootfsTransport(place)
+                transport.probe(state)
+                volume = ReconnectingVolume(supports_acl=transport.supports_acl)
+
+                async def connect() -> None:
+                    async with trio.open_nursery() as nursery:
+                        await volume.connect(await transport.open(state, nursery))
+
+                trio.run(connect)
+                stack.callback(trio.run, transport.close)
+                made.append(volume)
+                return volume
+
+            yield make
+            for volume in made:
+                volume.check_invariants()
+
+    @pytest.fixture
+    def clock(self, tmp_path: Path) -> Clock:
+        return HostClock(tmp_path / "probe")
+
+
+def unmount(pid: int, place: str) -> None:
+    subprocess.run(["nsenter", f"--target={pid}", "--mount", "/bin/umount", "-l", place], check=True)
+
+
+# -- filesystems ---------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["native", "pyfuse3"])
+def shared(
+    request: pytest.FixtureRequest, container: Container, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """One mount for all tests: some hundred of them need no daemon each."""
+    place = tmp_path_factory.mktemp("shared") / "mount"
+    backend, url = f"container:{container.name}", container.service.address.url
+    name = f"container-contract-{request.param}"
+    with Workspace.mount(place, backend, engine=request.param, name=name, podman_url=url, workdir=f"/{name}"):
+        yield place
+
+
+class OnMount:
+    @pytest.fixture
+    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
+        # A directory of the test's own, with a name that no other test has.
+        root = shared / tmp_path_factory.mktemp("test").name
+        root.mkdir()
+        return HostFilesystem(root)
+
+
+@pytest.mark.fuse
+class TestFilesystem(OnMount, FilesystemContract):
+    pass
+
+
+@pytest.mark.fuse
+class TestStreaming(OnMount, StreamingContract):
+    pass
