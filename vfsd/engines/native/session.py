@@ -26,7 +26,7 @@ import trio
 from protocol.errors import errno_of
 from protocol.volume import Volume
 from vfsd.engines.base import EngineSettings, Impersonator
-from vfsd.engines.native import held, mounting, permissions, wire
+from vfsd.engines.native import mounting, permissions, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
 from vfsd.engines.native.operations import Handler, Operations
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
@@ -77,7 +77,6 @@ class NativeEngine:
         self._replies = Replies(Validity(settings.cache_timeout_s))
         self._operations = Operations(volume, self._replies, drop=self._interrupt)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
-        self._write: Callable[[int, bytes], int] = os.write  # or one that keeps the interpreter's lock
         self._requests = 0
         self._emptied = 0  # how often the device was found empty
         self._postponed: list[bytes] = []  # requests for which there was no room, to be tried once more
@@ -183,20 +182,11 @@ class NativeEngine:
 
     async def _serve(self, device: io.FileIO, wait: Callable[[int], object]) -> None:
         descriptor = device.fileno()
-        threads = trio.to_thread.current_default_thread_limiter()
         slices_waited = 0
-
-        def read_held(buffer: bytearray) -> int | None:
-            return held.read_into(descriptor, buffer, device.readinto)
 
         while True:
             try:
-                if threads.borrowed_tokens:  # somebody computes, or may
-                    self._write = held.write
-                    empty = self._answer_some(read_held, descriptor, wait)
-                else:
-                    self._write = os.write
-                    empty = self._answer_some(device.readinto, descriptor, wait)
+                empty = self._answer_some(device.readinto, descriptor, wait)
             except OSError as error:
                 if error.errno == errno.ENODEV:  # unmounted
                     return
@@ -263,7 +253,7 @@ class NativeEngine:
         try:  # `_send`, of which the call would be a tenth of the rest
             if isinstance(message, bytes):
                 if message:
-                    self._write(descriptor, message)
+                    os.write(descriptor, message)
             else:
                 os.writev(descriptor, message)
         except OSError as error:
@@ -292,7 +282,7 @@ class NativeEngine:
         try:
             if isinstance(message, bytes):
                 if message:
-                    self._write(descriptor, message)
+                    os.write(descriptor, message)
             else:
                 os.writev(descriptor, message)
         except OSError as error:
