@@ -16,6 +16,7 @@ import trio
 
 from protocol.backends.container.agent_link import AgentLink, HelperStream
 from protocol.backends.container.agent_start import helper_command, helper_program
+from protocol.backends.container.agent_tree import AgentTree
 from protocol.backends.container.agent_volume import AgentVolume
 from protocol.backends.container.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import DirectoryEntry
@@ -89,6 +90,10 @@ class Agent:
         if not callable(method):
             return method
         return lambda *args, **options: self.run(lambda: method(*args, **options))
+
+    def tree(self) -> AgentTree:
+        """The live state, for the thread that asks."""
+        return AgentTree(self.agent_link, self._token)
 
     def run(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers, once it is there."""

@@ -479,8 +479,8 @@ def test_what_is_slow_in_the_container_does_not_hold_up_others(tmp_path: Path) -
                     quick = await result(volume.lookup(1, b"quick"))
                     for _ in range(200):
                         assert await volume.read(quick.inode, 0, 100) == b"at once"
-                    made = await volume.mknod(1, b"go", 0o100644, 0, ME)
                     assert read == []
+                    made = await volume.mknod(1, b"go", 0o100644, 0, ME)
                     volume.forget(made.inode, 1)
                 assert read == [b"at last"] * 40
             nursery.cancel_scope.cancel()

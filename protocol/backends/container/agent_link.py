@@ -33,7 +33,7 @@ from protocol.backends.container.helper.wire import (
 )
 from protocol.errors import fail
 
-__all__ = ["AgentLink", "HelperStream", "Reply"]
+__all__ = ["AgentLink", "HelperStream", "Pending", "Reply"]
 
 Reply: TypeAlias = tuple[tuple[int, ...], list[bytes]]
 
@@ -61,7 +61,7 @@ class HelperStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class _Pending:
+class Pending:
     """A request that was sent."""
 
     __slots__ = ("code", "deadline_s", "done", "most_bytes", "op", "reply", "undo")
@@ -86,7 +86,7 @@ class AgentLink:
         self._timeout_s = timeout_s
         self._start_s = start_s
         self._decoder = FrameDecoder(self._limit)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._last = 0
         self._outgoing: list[bytes] = []
         self._queued = 0
@@ -160,18 +160,34 @@ class AgentLink:
         """
         while len(self._pending) >= _MOST_IN_FLIGHT or self._queued >= _MOST_QUEUED_BYTES:
             await self._room.park()
+        return await self.answer(self.post(op, numbers, strings, most_bytes=most_bytes, undo=undo))
+
+    def post(
+        self,
+        op: int,
+        numbers: tuple[int, ...] = (),
+        strings: tuple[bytes, ...] = (),
+        *,
+        most_bytes: int = 0,
+        undo: Callable[[Reply], None] | None = None,
+    ) -> Pending:
+        """Ask, as `call` does, and wait later, by `answer`.  Who asks so bounds by himself how much is under way."""
         if self.lost.is_set():
             raise fail(errno.EIO)
         number = self._last = (self._last + 1) & 0xFFFFFFFF
         timeout_s = self._timeout_s * _SLOW_TIMES if op in SLOW else self._timeout_s
-        pending = _Pending(op, trio.current_time() + timeout_s, _REPLY_BYTES + most_bytes, undo)
-        done = pending.done
-        assert done is not None
+        pending = Pending(op, trio.current_time() + timeout_s, _REPLY_BYTES + most_bytes, undo)
         frame = pack(number, op, numbers, strings)
         self._pending[number] = pending
         self._queued += len(frame)
         self._outgoing.append(frame)
         self._work.set()
+        return pending
+
+    async def answer(self, pending: Pending) -> Reply:
+        """What the helper replies to a request that was posted.  OSError, as `call`."""
+        done = pending.done
+        assert done is not None
         try:
             await done.wait()
         except trio.Cancelled:

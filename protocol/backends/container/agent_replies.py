@@ -11,16 +11,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from protocol.backends.container.helper.wire import ATTRIBUTE_COUNT, ENTRY, NAME_MAX, WireError
+from protocol.backends.container.helper.wire import ATTRIBUTE_COUNT, ENTRY, NAME_MAX, TREE_ENTRY, XATTR, WireError
+from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
 
-__all__ = ["IDENTITY", "Listed", "Owners", "Seen", "attributes_in", "entries_in", "number_in", "statfs_in", "string_in"]
+__all__ = [
+    "IDENTITY",
+    "Listed",
+    "Owners",
+    "Seen",
+    "attributes_in",
+    "entries_in",
+    "number_in",
+    "statfs_in",
+    "string_in",
+    "tree_entries_in",
+]
 
 _MOST_INODE: Final = 1 << 62  # beyond are the numbers of `known` and the flags of engines
 _KINDS: Final = frozenset(
     {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
 )
 _MOST_32: Final = 0xFFFFFFFF
+_PATH_BYTES: Final = 64 * 1024
+_TARGET_BYTES: Final = 4095
 _DOTS: Final = {1: b".", 2: b".."}  # by their cookies
 
 
@@ -121,6 +135,48 @@ def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[
             raise WireError(f"name {name!r}")
         seen = attributes_in(tuple(fields), owners)
         yield Listed(DirectoryEntry(name, seen.inode, seen.mode, cookie), seen)
+
+
+def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntry]:
+    """The entries that a page of a walk has.  Their order is the caller's to check."""
+    at = 0
+    while at < len(blob):
+        if len(blob) - at < TREE_ENTRY.size:
+            raise WireError("half an entry")
+        mode, size, mtime_ns, uid, gid, nlink, inode, rdev, *lengths = TREE_ENTRY.unpack_from(blob, at)
+        at += TREE_ENTRY.size
+        parts = []
+        for length in lengths:
+            parts.append(blob[at : at + length])
+            at += length
+        path, target, xattrs = parts
+        if at > len(blob) or len(path) > _PATH_BYTES or b"\0" in path or mode & ~0o7777 not in _KINDS:
+            raise WireError(f"entry {path[:100]!r} of mode {mode:o}")
+        counts = (nlink, uid, gid, rdev)
+        if min(counts) < 0 or max(counts) > _MOST_32 or size < 0 or not 0 < inode < _MOST_INODE:
+            raise WireError(f"entry {path!r} of {counts}, {size} bytes, inode {inode}")
+        if stat.S_ISLNK(mode) != bool(target) or len(target) > _TARGET_BYTES or b"\0" in target:
+            raise WireError(f"entry {path!r} with the target {target[:100]!r}")
+        if not stat.S_ISREG(mode):
+            size = len(target)
+        yield TreeEntry(
+            path, mode, size, mtime_ns, owners.user(uid), owners.group(gid), nlink, inode, rdev, target,
+            dict(_xattrs_in(xattrs)),
+        )  # fmt: skip
+
+
+def _xattrs_in(blob: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 0
+    while at < len(blob):
+        if len(blob) - at < XATTR.size:
+            raise WireError("half an attribute")
+        of_name, of_value = XATTR.unpack_from(blob, at)
+        at += XATTR.size
+        name, value = blob[at : at + of_name], blob[at + of_name : at + of_name + of_value]
+        at += of_name + of_value
+        if at > len(blob) or not 0 < of_name <= NAME_MAX or b"\0" in name:
+            raise WireError(f"attribute {name!r}")
+        yield name, value
 
 
 def statfs_in(numbers: tuple[int, ...]) -> StatFs:

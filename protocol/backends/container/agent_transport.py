@@ -22,11 +22,13 @@ import trio
 from protocol.backends.container.agent_link import TIMEOUT_S, AgentLink
 from protocol.backends.container.agent_replies import IDENTITY, Owners
 from protocol.backends.container.agent_start import PYTHONS, helper_command, helper_program
+from protocol.backends.container.agent_tree import AgentTree
 from protocol.backends.container.agent_volume import AgentVolume
 from protocol.backends.container.exec_stream import ExecStream, open_exec
 from protocol.backends.container.helper.wire import VERSION, Op
 from protocol.backends.container.podman import PodmanService
 from protocol.backends.container.state import ContainerState
+from protocol.errors import fail
 
 __all__ = ["AgentTransport"]
 
@@ -62,6 +64,7 @@ class AgentTransport:
         self._timeout_s = timeout_s
         self._python = ""
         self._link: AgentLink | None = None
+        self._shown_as = IDENTITY
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
 
@@ -85,14 +88,20 @@ class AgentTransport:
         link: AgentLink = await nursery.start(self._serve, state.id)
         self._link = link
         hello = await _hello(link)
-        owners = self._owners(hello)
+        self._shown_as = self._owners(hello)
         return AgentVolume(
             link,
             read_only=self._read_only,
-            owners=IDENTITY if owners.is_identity else owners,
+            owners=self._shown_as,
             user=hello.user,
             supports_acl=self.supports_acl,
         )
+
+    def tree(self) -> AgentTree:
+        """The live state as a tree, for another thread than this one, which serves it.  EIO while nothing is open."""
+        if self._link is None:
+            raise fail(errno.EIO)
+        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_as)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""
@@ -149,9 +158,8 @@ class AgentTransport:
 
     @staticmethod
     def _owners(hello: _Hello) -> Owners:
-        if os.geteuid() == 0:
-            return IDENTITY
-        return Owners((hello.uid, os.geteuid()), (hello.gid, os.getegid()))
+        owners = Owners((hello.uid, os.geteuid()), (hello.gid, os.getegid()))
+        return IDENTITY if os.geteuid() == 0 or owners.is_identity else owners
 
 
 async def _hello(link: AgentLink) -> _Hello:
