@@ -183,9 +183,11 @@ def start_container(podman: PodmanService, busybox_image: str, no_leaks: None) -
 MountContainer = Callable[..., Workspace]
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What a container does is the same on both engines: pyfuse3 has those tests that are marked `both_engines`."""
+    if "engine" in metafunc.fixturenames:
+        both = metafunc.definition.get_closest_marker("both_engines")
+        metafunc.parametrize("engine", ENGINES if both else ["native"])
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
+@pytest.mark.both_engines
 def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_stopped_container_is_eio_and_comes_back_when_it_is_started_again(
     assert inside(container, "cat /workspace/d/f") == b"after"
 
 
+@pytest.mark.both_engines
 def test_what_changed_while_it_was_not_served_is_seen(
     start_container: StartContainer, mount_container: MountContainer, workdir: Path
 ) -> None:
@@ -122,6 +124,7 @@ def test_what_changed_while_it_was_not_served_is_seen(
     assert (root / "new").is_dir()
 
 
+@pytest.mark.both_engines
 def test_files_and_directories_that_were_open_go_on_after_a_restart(
     container: Container, workspace: Workspace, root: Path
 ) -> None:

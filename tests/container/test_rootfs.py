@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.backends.container.opening import open_container
 from protocol.backends.container.podman import Container
 from protocol.backends.container.state import ContainerMount
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
@@ -35,6 +36,7 @@ def root(workspace: Workspace) -> Path:
     return Path(workspace.path)
 
 
+@pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside(container: Container, root: Path) -> None:
     script = root / "bin" / "hello"
     script.parent.mkdir()
@@ -44,6 +46,7 @@ def test_what_is_edited_outside_runs_inside(container: Container, root: Path) ->
     assert inside(container, "/workspace/bin/hello", "you") == b"hello, you\n"
 
 
+@pytest.mark.both_engines
 def test_what_is_written_inside_is_read_outside(container: Container, root: Path) -> None:
     inside(
         container,
@@ -66,6 +69,7 @@ def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
     assert (workspace.status().transport, workspace.status().container) == ("rootfs", "running")
 
 
+@pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
     origin = workdir / "origin"
     git("init", "-q", "-b", "main", str(origin))
@@ -88,6 +92,7 @@ def git(*args: str) -> str:
 
 
 # -- the container changes beside the mount ----------------------------------------------------------
+@pytest.mark.both_engines
 def test_a_file_that_grows_inside_while_it_is_read_outside_shows_what_is_there(
     container: Container, mount_container: MountContainer
 ) -> None:
@@ -157,22 +162,25 @@ def test_a_working_directory_behind_links_is_the_containers_own(
     (root / "f").write_text("x")
     assert inside(container, "cat /data/f") == b"x"
     for place in ("/a/w", "/b"):
-        with pytest.raises(OSError, match="leads nowhere"):
-            mount_container(container, workdir=place, transport="rootfs")
+        assert refused(container, place) == "the working directory is a symlink in the container that leads nowhere"
     inside(container, f"mkdir -p {host}")
     assert os.listdir(mount_container(container, workdir="/a/w", transport="rootfs").path) == []
     assert os.listdir(host) == ["secret"]
 
 
-def test_a_working_directory_through_proc_is_refused(
-    start_container: StartContainer, mount_container: MountContainer
-) -> None:
+def refused(container: Container, workdir: str) -> str:
+    """Why the rootfs transport does not serve `workdir`."""
+    with pytest.raises(OSError, match=r".+") as caught:
+        open_container(container.name, podman_url=container.service.address.url, workdir=workdir, transport="rootfs")
+    return str(caught.value.strerror)
+
+
+def test_a_working_directory_through_proc_is_refused(start_container: StartContainer) -> None:
     container = start_container()
-    inside(container, "ln -s /proc/self/root/etc /x; ln -s /proc/1/cwd /workspace")
+    inside(container, "ln -s /proc/1/root/etc /x; ln -s /proc/1/cwd /workspace")
 
     for place in ("/x", "/workspace", "/proc/1/root/etc"):
-        with pytest.raises(OSError, match=r"(?i)symbolic links|working directory"):
-            mount_container(container, workdir=place, transport="rootfs")
+        assert "symbolic links" in refused(container, place)
 
 
 def test_directories_moved_about_inside_lead_nowhere_else(
@@ -185,8 +193,7 @@ def test_directories_moved_about_inside_lead_nowhere_else(
     inside(container, f"({script}) &")
 
     seen = set()
-    deadline_s = time.monotonic() + 3
-    while time.monotonic() < deadline_s and len(seen) < 3:
+    for _ in range(200):
         for path in ("a/b/c/f", "a/b/c/../../../f", "a/b/../../../outside/f"):
             try:
                 seen.add((root / path).read_text())
@@ -213,6 +220,7 @@ def mount_flags(mountpoint: Path) -> set[str]:
 
 
 # -- what the container's file system is -------------------------------------------------------------
+@pytest.mark.both_engines
 def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
@@ -239,8 +247,7 @@ def test_a_read_only_root_is_read_and_not_written(
     for change in (lambda: (root / "passwd").write_text("x"), (root / "new").mkdir):
         with pytest.raises(OSError, match="Read-only file system"):
             change()
-    with pytest.raises(OSError, match="read-only; name a volume"):
-        mount_container(container, workdir="/workspace", transport="rootfs")
+    assert "read-only; name a volume" in refused(container, "/workspace")
 
 
 def test_a_read_only_mount_changes_nothing_inside(

@@ -267,6 +267,8 @@ class Container:
 
     def remove(self) -> None:
         """Kill it, and remove it with its anonymous volumes; nothing where it is gone already."""
+        with contextlib.suppress(OSError):  # it does not run
+            self.kill()  # removing would first ask it to end, and give it ten seconds
         with contextlib.suppress(ContainerNotFoundError):
             self._do("removing", lambda one: one.remove(v=True, force=True))
 
