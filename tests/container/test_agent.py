@@ -1,0 +1,364 @@
+"""A container's directory, mounted through a helper inside it: as through /proc, wherever the container is."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import Filesystem, HostFilesystem
+from protocol.backends.container.podman import Container, PodmanService
+from protocol.testing import FilesystemContract, StreamingContract
+from tests.container.conftest import MountContainer, StartContainer, attempt, inside
+from vfsd.launch import log_path
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+PATIENCE_S = 60.0
+LOST = ["the helper in it is lost"]
+
+
+@pytest.fixture
+def container(start_container: StartContainer, python_image: str) -> Container:
+    return start_container(python_image)
+
+
+@pytest.fixture
+def workspace(mount_container: MountContainer, container: Container) -> Workspace:
+    return mount_container(container, transport="agent", complaints=LOST)
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    return Path(workspace.path)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "never seen"
+        time.sleep(0.01)
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+
+
+# -- inside and outside ------------------------------------------------------------------------------
+def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_outside(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    assert (workspace.status().transport, workspace.status().container) == ("agent", "running")
+    (root / "bin").mkdir()
+    for text in ("hello", "changed"):  # a program that is written to cannot be executed, one that was can
+        (root / "bin" / "program").write_text(f"#!/bin/sh\necho {text}, $1 > /workspace/said\n")
+        (root / "bin" / "program").chmod(0o755)
+        inside(container, "/workspace/bin/program", "you")
+        assert (root / "said").read_text() == f"{text}, you\n"
+        (root / "said").unlink()
+    shutil.copy("/bin/true", root / "bin" / "true")
+    with (root / "bin" / "true").open("r+b") as program:
+        program.write(b"\x7fELF")
+    assert attempt(container, "/workspace/bin/true")[0] != 126, "its file is still open for writing (ETXTBSY)"
+
+    inside(container, "cd /workspace; mkdir out; echo made inside > out/result; ln -s result out/link; mkfifo out/fifo")
+    assert (root / "out" / "link").read_text() == "made inside\n"
+    assert stat.S_ISFIFO((root / "out" / "fifo").lstat().st_mode)
+
+
+def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
+    origin = workdir / "origin"
+    git("init", "-q", "-b", "main", str(origin))
+    for number in range(30):
+        (origin / f"f{number}").write_text("line\n" * number)
+    git("-C", str(origin), "add", ".")
+    git("-C", str(origin), "commit", "-q", "-m", "first")
+
+    git("clone", "-q", str(origin), str(root / "clone"))
+    (root / "clone" / "f1").write_text("changed\n")
+    git("-C", str(root / "clone"), "commit", "-q", "-a", "-m", "second")
+
+    assert git("-C", str(root / "clone"), "status", "--porcelain") == ""
+    git("-C", str(root / "clone"), "fsck", "--strict")
+    assert inside(container, "cat /workspace/clone/f1; ls /workspace/clone | wc -l").split() == [b"changed", b"30"]
+    shutil.rmtree(root / "clone")
+    assert os.listdir(root) == []
+
+
+def test_files_of_every_kind_keep_what_they_are(root: Path, container: Container) -> None:
+    (root / "f").write_text("content")
+    os.link(root / "f", root / "hard")
+    os.symlink("f", root / "soft")
+    os.mkfifo(root / "fifo", 0o640)
+    os.mknod(root / "null", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(root / "socket"))
+    os.setxattr(root / "f", "user.note", b"kept")
+    os.chown(root / "f", 1234, 567)
+    os.chmod(root / "f", 0o4711)
+    os.utime(root / "f", ns=(10**18 + 1, 10**18 + 2))
+
+    shown = inside(container, "cd /workspace; stat -c '%n %a %u %g %h %t,%T %F' *").decode().splitlines()
+    assert shown == [
+        "f 4711 1234 567 2 0,0 regular file",
+        "fifo 640 0 0 1 0,0 fifo",
+        "hard 4711 1234 567 2 0,0 regular file",
+        "null 600 0 0 1 1,3 character special file",
+        "socket 755 0 0 1 0,0 socket",
+        "soft 777 0 0 1 0,0 symbolic link",
+    ]
+    assert os.getxattr(root / "hard", "user.note") == b"kept"
+    assert (root / "hard").stat().st_mtime_ns == 10**18 + 2
+    assert os.readlink(root / "soft") == "f"
+
+
+def test_an_unlinked_file_and_a_removed_directory_stay_while_they_are_open(root: Path) -> None:
+    (root / "d").mkdir()
+    directory = os.open(root / "d", os.O_RDONLY | os.O_DIRECTORY)
+    with (root / "f").open("w+b", buffering=0) as file:
+        file.write(b"before")
+        (root / "f").unlink()
+        (root / "d").rmdir()
+        file.write(b" and after")
+        assert os.pread(file.fileno(), 100, 0) == b"before and after"
+        assert os.fstat(file.fileno()).st_nlink == 0
+        assert os.listdir(root) == os.listdir(directory) == []
+    os.close(directory)
+
+
+def test_a_read_only_mount_of_it_changes_nothing(container: Container, mount_container: MountContainer) -> None:
+    inside(container, "mkdir /workspace; echo x > /workspace/f")
+    root = Path(mount_container(container, transport="agent", read_only=True).path)
+
+    assert (root / "f").read_text() == "x\n"
+    for change in ((root / "f").unlink, (root / "d").mkdir, lambda: (root / "f").write_text("y")):
+        with pytest.raises(OSError, check=lambda error: error.errno == errno.EROFS):
+            change()
+
+
+# -- many at once --------------------------------------------------------------------------------------
+def test_a_thousand_files_made_read_and_removed_by_many_at_once_are_all_right(root: Path, container: Container) -> None:
+    def work(number: int) -> bytes:
+        file = root / f"d{number % 7}" / f"f{number}"
+        file.write_bytes(b"%d " % number * number)
+        file.rename(file.with_suffix(".done"))
+        return file.with_suffix(".done").read_bytes()
+
+    for number in range(7):
+        (root / f"d{number}").mkdir()
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(work, range(1000))) == [b"%d " % number * number for number in range(1000)]
+
+        assert int(inside(container, "find /workspace -name '*.done' -type f | wc -l")) == 1000
+        list(pool.map(os.unlink, [path for path in root.rglob("*.done")]))  # noqa: C416
+    assert inside(container, "find /workspace -type f | wc -l") == b"0\n"
+
+
+def test_a_large_file_goes_in_and_out_unchanged(root: Path, container: Container) -> None:
+    content = os.urandom(1 << 20) * 24
+    (root / "large").write_bytes(content)
+    copy = shutil.copyfile(root / "large", root / "copy")
+
+    assert Path(copy).read_bytes() == content
+    assert inside(container, "cmp /workspace/large /workspace/copy && wc -c < /workspace/copy") == b"%d\n" % len(
+        content
+    )
+
+
+# -- what is interrupted, and what ends ------------------------------------------------------------------
+def helper_pids() -> list[int]:
+    """The helpers that run in containers of this machine."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                command = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if (
+                command[1:4] == [b"-I", b"-S", b"-c"]
+                and f"NSpid:\t{name}\t" in Path("/proc", name, "status").read_text()
+            ):
+                found.append(int(name))
+    return found
+
+
+def helper_of(container: Container) -> int:
+    (pid,) = [pid for pid in helper_pids() if container.id.encode() in Path("/proc", str(pid), "cgroup").read_bytes()]
+    return pid
+
+
+def test_a_helper_that_is_killed_is_replaced_and_open_files_go_on(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "f").write_text("0123456789")
+    with (root / "d" / "f").open("r+b", buffering=0) as file:
+        assert file.read(5) == b"01234"
+        for times in (1, 2):
+            os.kill(helper_of(container), signal.SIGKILL)
+            log = Path(log_path(workspace.name))
+            eventually(lambda: log.read_text().count("runs again, and is served") == times)  # noqa: B023
+        assert file.read() == b"56789"
+        file.write(b"!")
+    assert inside(container, "cat /workspace/d/f") == b"0123456789!"
+    assert workspace.status().connected
+
+
+def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
+    container: Container, workspace: Workspace, root: Path
+) -> None:
+    (root / "f").write_text("x")
+    os.kill(helper_of(container), signal.SIGSTOP)  # it does not even end
+    failed: list[int] = []
+
+    def ask() -> None:
+        try:
+            os.stat(root / "not cached")
+        except OSError as error:
+            failed.append(error.errno or 0)
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    container.kill()  # takes the stopped helper along
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failed == [errno.EIO] * 5
+
+    container.start()
+    log = Path(log_path(workspace.name))
+    eventually(lambda: "runs again, and is served" in log.read_text())
+    assert (root / "f").read_text() == "x"
+
+
+def test_a_program_that_waits_for_a_helper_that_does_not_answer_can_be_killed(container: Container, root: Path) -> None:
+    pid = helper_of(container)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", "import os, sys; print('go', flush=True); os.stat(sys.argv[1])", str(root / "x")],
+            stdout=subprocess.PIPE,
+        )
+        assert waiting.stdout is not None
+        assert waiting.stdout.read(2) == b"go"
+        waiting.kill()
+        assert waiting.wait(PATIENCE_S) == -signal.SIGKILL
+        waiting.stdout.close()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    (root / "y").write_text("and it goes on")
+
+
+def test_no_helper_stays_when_the_mount_ends(container: Container, workspace: Workspace, root: Path) -> None:
+    pid = helper_of(container)
+    workspace.unmount()
+    eventually(lambda: not Path("/proc", str(pid)).exists())
+
+
+# -- images and helpers that are none ----------------------------------------------------------------------
+def test_an_image_without_python_is_refused_with_what_to_do(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    with pytest.raises(OSError, match=r"no Python 3.*--transport rootfs"):
+        mount_container(start_container(), transport="agent")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("cat > /dev/null & head -c 100000000 /dev/zero", "no helper"),
+        ("exec cat", "no helper"),
+        ("echo no python today >&2; exit 1", "no python today"),
+        ("printf 'vfsd-helper 1\\n'; head -c 200000000 /dev/urandom", "."),
+    ],
+    ids=["zeros", "echo", "an error", "noise"],
+)
+def test_a_hostile_helper_is_refused_and_costs_the_host_nothing(
+    start_container: StartContainer, mount_container: MountContainer, script: str, said: str
+) -> None:
+    container = start_container()
+    inside(
+        container,
+        "mkdir -p /usr/bin && cat > /usr/bin/python3 <<'END'\n#!/bin/sh\n"
+        + script
+        + "\nEND\nchmod 755 /usr/bin/python3",
+    )
+
+    with pytest.raises(OSError, match=said):
+        mount_container(container, transport="agent")
+
+
+def test_symlinks_to_the_hosts_files_are_the_containers_own(root: Path, container: Container) -> None:
+    inside(
+        container,
+        "echo inside > /secret; cd /workspace; ln -s /secret absolute; ln -s ../secret up; ln -s /proc/1/root proc",
+    )
+
+    assert os.readlink(root / "absolute") == "/secret"
+    assert not (root / "absolute").exists()  # on this host, where there is none
+    for name in ("absolute", "up", "proc"):
+        (root / name).unlink()
+    assert inside(container, "cat /secret") == b"inside\n"
+
+
+def test_a_fork_bomb_at_its_limit_leaves_the_mount_served(
+    start_container: StartContainer, python_image: str, mount_container: MountContainer
+) -> None:
+    container = start_container(python_image, pids_limit=64)
+    root = Path(mount_container(container, transport="agent").path)
+    (root / "f").write_text("x")
+    inside(container, "b() { while :; do sleep 1000 & done; }; (b; b) > /dev/null 2>&1 &")
+    eventually(lambda: attempt(container, "/bin/true")[0] != 0)
+
+    for number in range(50):
+        (root / f"f{number}").write_text("y")
+    assert (root / "f").read_text() == "x"
+    with (root / "f").open("a") as file:
+        os.fsync(file.fileno())
+
+
+# -- the contract ------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def shared(podman: PodmanService, python_image: str, session_dir: str) -> Iterator[Path]:
+    """One mount for all tests of the contract."""
+    container = podman.create(python_image, name="agent-contract")
+    place = Path(session_dir, "work", "agent-contract")
+    try:
+        container.start()
+        with Workspace.mount(
+            place, backend=f"container:{container.name}", transport="agent", podman_url=podman.address.url,
+            name="agent-contract",
+        ):  # fmt: skip
+            yield place
+    finally:
+        container.remove()
+
+
+class OnMount:
+    @pytest.fixture
+    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
+        root = shared / tmp_path_factory.mktemp("test").name
+        root.mkdir()
+        return HostFilesystem(root)
+
+
+class TestFilesystem(OnMount, FilesystemContract):
+    pass
+
+
+class TestStreaming(OnMount, StreamingContract):
+    pass
