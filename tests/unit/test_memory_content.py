@@ -80,14 +80,17 @@ class ContentMachine(RuleBasedStateMachine):
     def pick(self, which: int) -> tuple[Content, PlainContent]:
         return self.pairs[which % len(self.pairs)]
 
-    @rule(which=st.integers(0, 3), offset=offsets, length=lengths)
-    def write(self, which: int, offset: int, length: int) -> None:
+    @rule(which=st.integers(0, 3), offset=offsets, length=lengths, plainly=st.booleans())
+    def write(self, which: int, offset: int, length: int, plainly: bool) -> None:
         content, model = self.pick(which)
         self.stamp = self.stamp % 255 + 1
         data = bytes([self.stamp]) * length
         growth = content.growth(offset, length)
         model.write(offset, data)
-        content.write(offset, data, growth)
+        done = content.write_plainly(offset, offset + length, memoryview(data)) if plainly else -1
+        assert done in {-1, growth}
+        if done < 0:
+            content.write(offset, data, growth)
 
     @rule(which=st.integers(0, 3), size=offsets)
     def truncate(self, which: int, size: int) -> None:
@@ -188,3 +191,16 @@ def test_a_block_is_copied_once_for_many_writes() -> None:
     twin.write(1, b"y", 0)
     assert twin.blocks[0] is block
     assert content.blocks[0] is not block
+
+
+def test_what_most_writes_are_is_done_in_one_step() -> None:
+    content = Content()
+    assert content.write_plainly(0, 1024, memoryview(bytes(1024))) == 1  # a new file
+    assert content.write_plainly(1024, 5120, b"x" * 4096) == 1  # its end
+    assert content.write_plainly(100, 200, b"y" * 100) == 0  # within
+    assert content.write_plainly(0, 8192, b"z" * 8192) == 0  # over all of it
+    assert content.write_plainly(8193, 8194, b"z") == -1  # would leave a gap
+    assert content.write_plainly(BLOCK_BYTES - 1, BLOCK_BYTES + 1, b"zz") == -1  # two blocks
+    assert content.read(0, 8192) == b"z" * 8192
+    twin = content.share()
+    assert content.write_plainly(0, 1, b"a") == twin.write_plainly(0, 1, b"a") == -1  # somebody else's block

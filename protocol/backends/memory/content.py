@@ -241,10 +241,17 @@ class Content:
             growth = (end - offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
         else:
             length = len(block)
-            if start > length or type(block) is not bytearray:
+            if start > length:
                 return -1
-            block[start : start + end - offset] = data
-            growth = ((len(block) - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT)
+            stop = start + end - offset
+            if not start and stop >= length:
+                blocks[index] = bytes(data)
+            elif type(block) is bytearray:
+                block[start:stop] = data
+            else:
+                block = blocks[index] = bytearray(block)
+                block[start:stop] = data
+            growth = ((stop - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT) if stop > length else 0
         self.pages += growth
         return growth
 

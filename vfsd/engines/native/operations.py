@@ -288,26 +288,28 @@ class Operations:
         self, node: int, entries: Iterator[DirectoryEntry], size: int
     ) -> bytes | Coroutine[Any, Any, bytes]:
         """The entries that fit into `size` bytes, each with its attributes and a lookup of its own."""
-        lookup, pack = self._volume.lookup, self.replies.direntplus
+        pack = self.replies.direntplus
+        lookup = self._volume.find if self._finds else self._volume.lookup  # type: ignore[attr-defined]
         parts: list[bytes] = []
         waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]] = []
         for entry in entries:
-            name = entry.name
-            size -= wire.aligned(wire.FUSE_DIRENTPLUS.size + len(name))
+            name = entry[0]
+            size -= (_ROOM_BUT_FOR_NAME + len(name)) & ~7
             if size < 0:
                 break
-            packed = None
+            found = None
             if name not in _DOTS:
                 try:
                     found = lookup(node, name)
                 except OSError:
                     pass  # it goes without attributes, and whoever asks for them learns why
-                else:
-                    if hasattr(found, "__await__"):
-                        waiting.append((len(parts), entry, cast("Awaitable[Attributes]", found)))
-                    else:
-                        packed = pack(found, entry)
-            parts.append(packed or self.replies.direntplus_bare(entry))
+            if found is None:
+                parts.append(self.replies.direntplus_bare(entry))
+            elif hasattr(found, "__await__"):
+                waiting.append((len(parts), entry, cast("Awaitable[Attributes]", found)))
+                parts.append(self.replies.direntplus_bare(entry))
+            else:
+                parts.append(pack(found, entry))
         return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
 
     async def _await_lookups(
@@ -425,7 +427,8 @@ class Operations:
         """Nothing to do, and that is well."""
 
 
-_DOTS: Final = (b".", b"..")
+_DOTS: Final = frozenset({b".", b".."})
+_ROOM_BUT_FOR_NAME: Final = wire.FUSE_DIRENTPLUS.size + 7  # entries are aligned to 8 bytes
 
 
 def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
