@@ -15,11 +15,13 @@ from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.journal import recover
+from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.volume import Volume
 from vfsd.extras import lacking
 from vfsd.logs import log_failure
 from vfsd.options import MountOptions
 from vfsd.snapshots.archives import read_archive
+from vfsd.snapshots.stored import Stored, interrupted
 
 if TYPE_CHECKING:
     from protocol.backends.container.opening import ContainerWorkspace
@@ -42,6 +44,7 @@ class Backend:
     `cache_timeout_s`: how long a kernel may go by what it was told; infinite where nobody else changes the volume.
     `tidy` is to be called on the loop about once a second, `close` when nobody serves it any more.
     `container`: the one that the volume is in; its connection has to be attended while it is served.
+    `stored`: where its snapshots are kept, if the volume does not hold them itself.
     `recovered`: a sentence on what an apply that was killed had left in the directory, if any had.
     """
 
@@ -51,6 +54,7 @@ class Backend:
     close: Callable[[], None] = _nothing
     container: ContainerWorkspace | None = None
     recovered: str | None = None
+    stored: Stored | None = None
 
 
 def open_backend(options: MountOptions) -> Backend:
@@ -105,11 +109,44 @@ def _recover(options: MountOptions, directory: str) -> str | None:
 
 
 def _host(options: MountOptions, directory: str) -> Backend:
-    recovered = _recover(options, directory)
+    stored = _stored_host(options, directory)
+    found = filter(None, (_recover(options, directory), _half_done(stored)))
+    recovered = "; ".join(found) or None
     _allow_open_files()
     volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
-    return Backend(volume, timeout_s, volume.tidy, volume.close, recovered=recovered)
+    return Backend(volume, timeout_s, volume.tidy, volume.close, recovered=recovered, stored=stored)
+
+
+def _stored_host(options: MountOptions, directory: str) -> Stored:
+    """The snapshots of a directory.  ValueError for a store that would be part of what it keeps."""
+    place = os.path.realpath(directory)
+    store = Store(options.store)
+    source = DirectorySource(place)
+    if options.store is not None:
+        # Where the user's own store is inside, only snapshots are refused: one can do without.
+        try:
+            store.check_apart(source.identity)
+        except OSError as error:
+            raise ValueError(f"the store {options.store} is inside {directory}, which it is to keep") from error
+    mountpoint = os.path.realpath(options.mountpoint)
+    if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
+        raise ValueError(f"the store {store.directory} is inside the mountpoint {options.mountpoint}")
+    return Stored(store, f"host:{place}", source, DirectoryTarget(place))
+
+
+def _half_done(stored: Stored) -> str | None:
+    """What a restore has left that did not come to its end, and how to finish or undo it."""
+    try:
+        found = interrupted(stored)
+    except (OSError, ValueError) as error:
+        # A store that cannot be read is in the way of snapshots only.
+        _logger.warning("the snapshot store cannot be read: %s", error, extra={"path": stored.store.directory})
+        return None
+    if found is None:
+        return None
+    _logger.warning("%s", found.describe(), extra={"operation": "mount"})
+    return found.describe()
 
 
 def _overlay(options: MountOptions, directory: str) -> Backend:

@@ -158,6 +158,7 @@ def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
             total_bytes=answer.total_bytes,
             safety_snapshot=answer.safety_snapshot,
             counts=_counts(answer.counts),
+            problems=_problems(answer.problems),
         ),
     )
 
@@ -212,6 +213,8 @@ def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
         kind=record.kind,
         tag=record.tag,
         changes=None if record.changes is None else _counts(record.changes),
+        unstable=tuple(map(_path, record.unstable)),
+        unreadable=tuple(map(_path, record.unreadable)),
     )
 
 
@@ -234,7 +237,12 @@ def _restored(answer: messages.RestoreResult) -> results.Restored:
         counts=_counts(answer.counts),
         changes=_changes(answer.changes),
         truncated=answer.truncated,
+        problems=_problems(answer.problems),
     )
+
+
+def _problems(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:
+    return {_path(record.path): record.reason for record in records}
 
 
 def _diff(answer: messages.DiffResult) -> results.Diff:

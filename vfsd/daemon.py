@@ -128,7 +128,7 @@ class _Daemon:
                     await nursery.start(container.attend, functools.partial(tell_kernel, self._engine))
                 volume, engine, place = self._backend.volume, self._engine, options.mountpoint
                 served = Served(volume, engine, self._replay, place, nursery, container)
-                snapshots = open_snapshots(served)
+                snapshots = open_snapshots(served, self._backend.stored)
                 runs_at = choose_place(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
                 self._commands = commands = Commands(options.name, place=runs_at, take_snapshot=each)

@@ -7,7 +7,7 @@ they open the file, whatever bytes its name has.  Sizes are in bytes, times awar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
@@ -61,7 +61,8 @@ class Change:
 class Snapshot:
     """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import.
 
-    `changes` is what changed since the snapshot before it, None where that was not asked for.
+    `changes` is what changed since the snapshot before it, None where that was not asked for.  Of a directory of the
+    host, `unstable` are files that changed while they were read, `unreadable` what it lacks for want of permission.
     """
 
     name: str
@@ -72,6 +73,8 @@ class Snapshot:
     kind: Literal["user", "safety"] = "user"
     tag: str | None = None
     changes: Counts | None = None
+    unstable: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,8 @@ class Restored:
     """What a restore changed, or with `dry_run` would change.
 
     `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run.
-    `changes` and `truncated` are as in `Diff`.
+    `changes` and `truncated` are as in `Diff`.  `problems` maps paths that are not as they were to be to the reason:
+    what others changed at the same moment is left to them, say.
     """
 
     source: str
@@ -122,6 +126,7 @@ class Restored:
     counts: Counts
     changes: tuple[Change, ...]
     truncated: bool = False
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +141,14 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import brought in; `safety_snapshot` holds the state before it."""
+    """What an import brought in; `safety_snapshot` holds the state before it, `problems` are as in `Restored`."""
 
     path: str
     files: int
     total_bytes: int
     safety_snapshot: str | None
     counts: Counts
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import click
 from vfsd.calls import source_date_epoch
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words
+from vfsd.cli.changes import count_words, show_problems
 from vfsd.cli.names import complete_snapshot
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
@@ -72,7 +72,9 @@ def import_command(app: App, file: str) -> None:
     The state before is kept as a safety snapshot.
     """
     params = messages.ImportParams(path=_absolute(file))
-    app.emit(app.call(app.record(), "import", params, label="importing"), _show_import)
+    answer = app.call(app.record(), "import", params, label="importing")
+    app.emit(answer, _show_import)
+    show_problems(answer.problems)
 
 
 def _show_import(answer: messages.ImportResult) -> None:

@@ -8,9 +8,9 @@ from typing import Final
 import click
 
 from vfsd.cli import output
-from vfsd.control.messages import ChangeCounts, ChangeRecord
+from vfsd.control.messages import ChangeCounts, ChangeRecord, ProblemRecord
 
-__all__ = ["LETTERS", "count_words", "show_changes", "show_stat"]
+__all__ = ["LETTERS", "count_words", "show_changes", "show_problems", "show_stat"]
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 LETTERS_HELP: Final = (
@@ -19,6 +19,7 @@ LETTERS_HELP: Final = (
 )
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
+_PROBLEMS_SHOWN: Final = 20
 
 
 def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) -> None:
@@ -28,6 +29,16 @@ def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) ->
         output.say(f"{letter} {_path(change)}")
     if truncated:
         output.note("not all are listed; name paths, or use --json for the counts of all")
+
+
+def show_problems(problems: Sequence[ProblemRecord]) -> None:
+    """What could not be done, on standard error; then the command has failed (status 1)."""
+    for problem in problems[:_PROBLEMS_SHOWN]:
+        output.note(f"{problem.path}: {problem.reason}")
+    if problems:
+        more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
+        output.report(f"{len(problems):,} paths are not as they were to be{more}")
+        click.get_current_context().exit(1)
 
 
 def count_words(counts: ChangeCounts) -> str:

@@ -9,7 +9,7 @@ import click
 
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_changes
+from vfsd.cli.changes import count_words, show_changes, show_problems
 from vfsd.cli.names import complete_restore, complete_snapshot
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
@@ -39,6 +39,13 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     params = messages.SnapshotParams(name=name, tag=tag)
     record = app.call(app.record(), "snapshot", params, label="taking a snapshot")
     app.emit(record, _say_snapshot)
+    for paths, what in ((record.unreadable, "could not be read, and is not in it"), (record.unstable, _UNSTABLE)):
+        if paths and not app.json:
+            more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+            output.note(f"{paths[0]}{more}: {what}")
+
+
+_UNSTABLE = "was being changed, and may be in it as it never was"
 
 
 def _say_snapshot(record: messages.SnapshotRecord) -> None:
@@ -167,6 +174,7 @@ def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: b
             raise
         raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
     app.emit(answer, _show_dry_run if dry_run else _show_restore)
+    show_problems(answer.problems)
 
 
 def _may_be_archive(argument: str) -> bool:

@@ -144,6 +144,8 @@ class SnapshotRecord(msgspec.Struct):
     kind: Literal["user", "safety"]
     tag: str | None = None
     changes: ChangeCounts | None = None  # against the snapshot before it; None where not asked for
+    unstable: list[str] = []  # files that changed while they were read: they may be of more than one moment
+    unreadable: list[str] = []  # what could not be read, and is not in it
 
 
 class SnapshotParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -193,14 +195,22 @@ class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class ProblemRecord(msgspec.Struct):
+    """A path that is not as it was to be, and why."""
+
+    path: str
+    reason: str
+
+
 class RestoreResult(msgspec.Struct):
-    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all."""
+    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all.  `problems` are of what could not be done."""
 
     source: str
     safety_snapshot: str | None
     counts: ChangeCounts
     changes: list[ChangeRecord]
     truncated: bool = False
+    problems: list[ProblemRecord] = []
 
 
 CHANGES_LISTED: Final = 10_000
@@ -259,6 +269,7 @@ class ImportResult(msgspec.Struct):
     total_bytes: int
     safety_snapshot: str | None
     counts: ChangeCounts
+    problems: list[ProblemRecord] = []
 
 
 class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -26,6 +26,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
 from protocol.diff import Change, Counts, changes
 from protocol.patch import write_patch
+from protocol.store import StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
@@ -44,6 +45,7 @@ from vfsd.control.messages import (
     ExportResult,
     ImportParams,
     ImportResult,
+    ProblemRecord,
     RestoreParams,
     RestoreResult,
     SnapshotParams,
@@ -205,7 +207,9 @@ class Methods:
 
     async def _restored(self, source: str, outcome: Outcome, call: Call) -> RestoreResult:
         found = await self._changed(outcome, call)
-        return RestoreResult(source, outcome.safety, found.counts, found.records, found.truncated)
+        return RestoreResult(
+            source, outcome.safety, found.counts, found.records, found.truncated, _problems(outcome.problems)
+        )
 
     async def _changed(self, outcome: Outcome, call: Call) -> Differences:
         if outcome.changes is None:
@@ -286,7 +290,14 @@ class Methods:
         async with self._snapshots.staged(_absolute(params.path), call) as staged:
             outcome = await self._snapshots.put(staged, (), call, replace=False)
         found = await self._changed(outcome, call)
-        return ImportResult(params.path, staged.files, staged.total_bytes, outcome.safety, found.counts)
+        return ImportResult(
+            params.path,
+            staged.files,
+            staged.total_bytes,
+            outcome.safety,
+            found.counts,
+            _problems(outcome.problems),
+        )
 
     # -- the end -----------------------------------------------------------------------------------------
     async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
@@ -370,7 +381,13 @@ def _record(info: SnapshotInfo, changes: Counts | None = None) -> SnapshotRecord
         kind=kind,
         tag=info.tag,
         changes=None if changes is None else ChangeCounts(changes.added, changes.modified, changes.removed),
+        unstable=[wire_path(path) for path in info.unstable] if isinstance(info, StoredSnapshot) else [],
+        unreadable=[wire_path(path) for path in info.unreadable] if isinstance(info, StoredSnapshot) else [],
     )
+
+
+def _problems(problems: Mapping[bytes, str]) -> list[ProblemRecord]:
+    return [ProblemRecord(wire_path(path), reason) for path, reason in problems.items()]
 
 
 def _check_snapshot_name(name: str) -> None:

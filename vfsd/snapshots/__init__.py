@@ -5,11 +5,17 @@ from __future__ import annotations
 from protocol.backends.memory import MemoryVolume
 from vfsd.served import Served
 from vfsd.snapshots.base import Snapshots
+from vfsd.snapshots.stored import Changeable, Stored, StoreSnapshots
 from vfsd.snapshots.volume import VolumeSnapshots
 
 __all__ = ["open_snapshots"]
 
 
-def open_snapshots(served: Served) -> Snapshots | None:
-    """Those of what is served; None where its backend has none."""
-    return VolumeSnapshots(served, served.volume) if isinstance(served.volume, MemoryVolume) else None
+def open_snapshots(served: Served, stored: Stored | None) -> Snapshots | None:
+    """Those of what is served: the volume's own, or those in a store; None where its backend has none."""
+    volume = served.volume
+    if isinstance(volume, MemoryVolume):
+        return VolumeSnapshots(served, volume)
+    if stored is not None and isinstance(volume, Changeable):
+        return StoreSnapshots(served, volume, stored)
+    return None

@@ -18,9 +18,10 @@ in worker threads.  Nobody waiting any more ends the work, where that tears noth
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from protocol.archive import Progress
@@ -44,6 +45,7 @@ __all__ = [
     "in_bytes",
     "is_reserved",
     "is_staged",
+    "nothing_below",
 ]
 
 BASE: Final = ""  # the name of what is below an overlay; no snapshot has an empty one
@@ -67,10 +69,12 @@ class Outcome:
     """A restore or an import that is done: `safety` names the state before.
 
     `changes` is what leads from that to the state now; None where comparing the two costs no more.
+    `problems` says of paths that are not as they were to be why that is.
     """
 
     safety: str
     changes: Sequence[Change] | None = None
+    problems: Mapping[bytes, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ class Snapshots(Protocol):
         """Put what is staged in place, as `SnapshotableVolume.import_tree` does."""
         ...
 
-    def tree(self, name: str | None) -> AbstractAsyncContextManager[Tree]:
+    def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AbstractAsyncContextManager[Tree]:
         """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it."""
         ...
 
@@ -171,6 +175,11 @@ def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
     """The prefix with a number above all that are there."""
     ends = [info.name[len(prefix) :] for info in taken if info.name.startswith(prefix)]
     return f"{prefix}{max((int(end) for end in ends if end.isascii() and end.isdigit()), default=0) + 1}"
+
+
+def nothing_below() -> OSError:
+    """The error for BASE where there is none."""
+    return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
 
 
 def is_reserved(name: str) -> bool:

@@ -5,7 +5,6 @@ So the mount sees a change whole or not at all, and a call that is cancelled bef
 
 from __future__ import annotations
 
-import errno
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -24,12 +23,14 @@ from vfsd.snapshots.base import (
     SAFETY_PREFIX,
     SAFETY_SNAPSHOTS_KEPT,
     SNAPSHOT_PREFIX,
+    UNWATCHED,
     Interrupted,
     Outcome,
     Staged,
     Watch,
     free_name,
     in_bytes,
+    nothing_below,
 )
 
 __all__ = ["VolumeSnapshots", "overlay_of"]
@@ -39,7 +40,7 @@ def overlay_of(volume: Volume) -> OverlayVolume:
     """The volume, as an overlay.  OSError (EOPNOTSUPP) where it is none."""
     if isinstance(volume, OverlayVolume):
         return volume
-    raise OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
+    raise nothing_below()
 
 
 class VolumeSnapshots:
@@ -119,7 +120,7 @@ class VolumeSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None) -> AsyncIterator[Tree]:
+    async def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AsyncIterator[Tree]:  # noqa: ARG002
         volume = self._volume
         with overlay_of(volume).base_tree() if name == BASE else volume.tree(name) as tree:
             yield tree

@@ -1,0 +1,708 @@
+"""Snapshots of a host directory: taken, restored, compared and carried away while programs work, on each engine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import stat
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.host_directories import mounted_tmpfs
+from tests.mount.conftest import MountIt, complaints, mounted
+from tests.mount.engine_child import Watcher
+from tests.mount.programs import Program, failed, succeeded, vfsd
+from tests.mount.test_host_backend import rich_tree, run, tree_of
+from vfsd.ending import daemon_end
+from vfsd.launch import Ready, launch
+from vfsd.mounting import mount_options
+from vfsd.workspace import Workspace
+
+
+@pytest.fixture
+def directory(workdir: Path) -> Path:
+    place = workdir / "host"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def workspace(mount: MountIt, directory: Path) -> Workspace:
+    # Of the kernel's caches nothing shall expire by itself while a test looks whether it was told.
+    return mount(backend=f"host:{directory}", cache_timeout_s=3600.0)
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    return Path(workspace.path)
+
+
+@pytest.fixture
+def program(root: Path) -> Iterator[Program]:
+    with Program() as program:
+        program("pass", root=str(root))
+        yield program
+
+
+def without_directory_times(tree: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
+    return {
+        path: fields[:6] + fields[7:] if stat.S_ISDIR(fields[0]) else fields  # type: ignore[arg-type]
+        for path, fields in tree.items()
+    }
+
+
+# -- the cycle ---------------------------------------------------------------------------------------
+def test_a_restore_brings_back_everything_that_was_there_and_nothing_else(
+    workspace: Workspace, root: Path, directory: Path
+) -> None:
+    rich_tree(directory / "tree")
+    (directory / "tree" / ".git").mkdir()
+    (directory / "tree" / ".gitignore").write_text("ignored\n")
+    (directory / "tree" / "ignored").write_text("kept all the same")
+    expected = tree_of(directory)
+    workspace.snapshot("one")
+    shutil.rmtree(root / "tree" / "dir")
+    (root / "tree" / "plain").write_text("changed")
+    (root / "tree" / "empty").chmod(0o600)
+    (root / "tree" / "script").unlink()
+    (root / "tree" / "script").mkdir()
+    (root / "tree" / "new").mkdir()
+    (root / "tree" / "new" / "file").write_text("x")
+    restored = workspace.restore("one")
+    assert tree_of(directory) == expected
+    assert tree_of(root) == expected
+    assert restored.counts.total
+    assert {change.path: change.change for change in restored.changes}["tree/script"] == "type"
+    # Hard links are one file again.
+    assert os.stat(root / "tree" / "plain").st_ino == os.stat(root / "tree" / "dir" / "hard").st_ino
+
+
+def test_what_is_the_same_is_not_touched(workspace: Workspace, root: Path, directory: Path) -> None:
+    for number in range(50):
+        (root / f"f{number}").write_text(f"{number}")
+    workspace.snapshot("one")
+    before = {path.name: (path.stat().st_ino, path.stat().st_ctime_ns) for path in directory.iterdir()}
+    (root / "f7").write_text("changed")
+    workspace.restore("one")
+    after = {path.name: (path.stat().st_ino, path.stat().st_ctime_ns) for path in directory.iterdir()}
+    assert {name for name in before if before[name] != after[name]} == {"f7"}
+
+
+def test_a_snapshot_after_each_tool_call_and_back_to_any_of_them(
+    workspace: Workspace, root: Path, directory: Path, workdir: Path
+) -> None:
+    git = ("git", "-c", "user.email=a@b", "-c", "user.name=n")
+    calls = [
+        ["git", "init", "-q"],
+        ["sh", "-c", "mkdir -p src/deep; for i in 1 2 3 4 5 6 7 8 9; do echo $i > src/deep/f$i; done"],
+        [*git, "add", "-A"],
+        [*git, "commit", "-qm", "one"],
+        ["sh", "-c", "rm -r src/deep; echo new > src/new; ln -s new src/link"],
+        [*git, "commit", "-qam", "two"],
+        ["sed", "-i", "s/new/newer/", "src/new"],
+        ["mv", "src", "source"],
+    ]
+    states = []
+    for number, call in enumerate(calls):
+        run(*call, cwd=root)
+        workspace.snapshot(f"call-{number}", tag=call[0])
+        states.append(tree_of(directory))
+    assert [info.tag for info in workspace.snapshots()][:2] == ["git", "sh"]
+    for number in (3, 7, 0, 5, 4, 7):
+        workspace.restore(f"call-{number}")
+        assert tree_of(directory) == states[number]
+        assert without_directory_times(tree_of(root)) == without_directory_times(states[number])
+    workspace.restore("call-5")
+    run("git", "fsck", "--strict", cwd=root)
+    assert run("git", "log", "--format=%s", cwd=root).split() == ["two", "one"]
+
+
+def test_undo_takes_a_restore_back_and_undoing_that_brings_it_again(workspace: Workspace, root: Path) -> None:
+    (root / "file").write_text("one")
+    workspace.snapshot("one")
+    (root / "file").write_text("two")
+    (root / "more").write_text("two")
+    restored = workspace.restore("one")
+    assert restored.safety_snapshot == "safety-1"
+    assert (root / "file").read_text() == "one"
+    undone = workspace.undo()
+    assert (undone.source, undone.safety_snapshot) == ("safety-1", "safety-2")
+    assert ((root / "file").read_text(), (root / "more").read_text()) == ("two", "two")
+    workspace.undo()
+    assert (root / "file").read_text() == "one"
+    assert not (root / "more").exists()
+    assert [info.kind for info in workspace.snapshots()] == ["user", "safety", "safety", "safety"]
+
+
+def test_single_paths_come_back_and_the_rest_stays(workspace: Workspace, root: Path, directory: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "a").write_text("a")
+    (root / "d" / "b").write_text("b")
+    (root / "c").write_text("c")
+    workspace.snapshot("one")
+    shutil.rmtree(root / "d")
+    (root / "c").write_text("changed")
+    (root / "new").write_text("new")
+    restored = workspace.restore("one", ["d/a", "new"])
+    assert {(change.path, change.change) for change in restored.changes} >= {("d/a", "added"), ("new", "removed")}
+    assert sorted(os.listdir(directory)) == ["c", "d"]
+    assert (os.listdir(root / "d"), (root / "c").read_text()) == (["a"], "changed")
+    with pytest.raises(FileNotFoundError):
+        workspace.restore("one", ["nowhere"])
+    assert [info.kind for info in workspace.snapshots()].count("safety") == 1
+
+
+def test_a_dry_run_says_what_a_restore_does_and_does_nothing(workspace: Workspace, root: Path, directory: Path) -> None:
+    (root / "a").write_text("a")
+    (root / "d").mkdir()
+    workspace.snapshot("one")
+    (root / "a").write_text("changed")
+    (root / "d").rmdir()
+    (root / "new").write_text("new")
+    before = tree_of(directory)
+    planned = workspace.restore("one", dry_run=True)
+    assert tree_of(directory) == before
+    assert planned.safety_snapshot is None
+    assert [(change.path, change.change) for change in planned.changes] == [
+        ("a", "modified"),
+        ("d", "added"),
+        ("new", "removed"),
+    ]
+    done = workspace.restore("one")
+    assert done.changes == planned.changes
+
+
+def test_the_names_of_snapshots_are_kept_apart(workspace: Workspace) -> None:
+    assert workspace.snapshot().name == "snap-1"
+    assert workspace.snapshot().name == "snap-2"
+    workspace.snapshot("mine", tag="a remark")
+    with pytest.raises(FileExistsError):
+        workspace.snapshot("mine")
+    with pytest.raises(FileNotFoundError):
+        workspace.restore("nothing")
+    with pytest.raises(FileNotFoundError):
+        workspace.drop("nothing")
+    workspace.drop("snap-1")
+    assert [(info.name, info.tag) for info in workspace.snapshots()] == [("snap-2", None), ("mine", "a remark")]
+    assert workspace.status().snapshots == 2
+
+
+def test_snapshots_count_what_each_changed(workspace: Workspace, root: Path) -> None:
+    (root / "a").write_text("a")
+    (root / "b").write_text("b")
+    workspace.snapshot("one")
+    (root / "a").write_text("changed")
+    (root / "b").unlink()
+    (root / "c").write_text("c")
+    workspace.snapshot("two")
+    two = workspace.snapshots()[1]
+    assert two.changes is not None
+    assert (two.changes.added, two.changes.modified, two.changes.removed) == (1, 1, 1)
+    assert (two.files, two.size_bytes) == (2, 8)
+
+
+def test_old_safety_snapshots_are_let_go(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    for number in range(12):
+        (root / "file").write_text(str(number))
+        workspace.restore("one")
+    kept = [info.name for info in workspace.snapshots() if info.kind == "safety"]
+    assert kept == [f"safety-{number}" for number in range(3, 13)]
+
+
+# -- beside and behind the mount -----------------------------------------------------------------------
+def test_what_was_changed_behind_the_mount_is_in_a_snapshot_and_comes_back(
+    workspace: Workspace, root: Path, directory: Path
+) -> None:
+    (root / "file").write_text("one")
+    assert (root / "file").read_text() == "one"
+    (directory / "file").write_text("behind the mount")
+    (directory / "unseen").write_text("never looked up")
+    workspace.snapshot("one")
+    (directory / "file").unlink()
+    (directory / "unseen").write_text("changed unseen")
+    workspace.restore("one")
+    assert (directory / "file").read_text() == "behind the mount"
+    assert (directory / "unseen").read_text() == "never looked up"
+
+
+def test_what_was_written_through_a_mapping_and_never_synced_is_in_a_snapshot(
+    workspace: Workspace, root: Path, program: Program
+) -> None:
+    (root / "file").write_bytes(b"x" * 100_000)
+    program("fd = os.open(root + '/file', os.O_RDWR); m = mmap.mmap(fd, 0)")
+    program("m[0:3] = b'one'; m[90000:90003] = b'one'")
+    workspace.snapshot("one")
+    (root / "file").write_bytes(b"y")
+    workspace.restore("one")
+    content = (root / "file").read_bytes()
+    assert (len(content), content[:3], content[90000:90003]) == (100_000, b"one", b"one")
+
+
+def test_no_reader_sees_what_was_there_before_the_restore(workspace: Workspace, root: Path, directory: Path) -> None:
+    (root / "d").mkdir()
+    for name in ("same-size", "d/deep", "removed", "mode"):
+        (root / name).write_text("one")
+    for name in ("same-size", "mode"):
+        os.utime(root / name, ns=(10**18, 10**18))
+    workspace.snapshot("one")
+    (root / "same-size").write_text("two")
+    os.utime(root / "same-size", ns=(10**18, 10**18))  # neither size nor mtime tells it apart
+    (root / "d" / "deep").write_text("changed")
+    (root / "removed").unlink()
+    (root / "mode").chmod(0o600)
+    (root / "new").write_text("new")
+    # The kernel knows all of it, and what is not there, for an hour.
+    for name in ("same-size", "d/deep", "new"):
+        (root / name).read_text()
+    os.listdir(root)
+    assert not (root / "removed").exists()
+    assert stat.S_IMODE((root / "mode").stat().st_mode) == 0o600
+    workspace.restore("one")
+    assert (root / "same-size").read_text() == "one"
+    assert (root / "d" / "deep").read_text() == "one"
+    assert (root / "removed").read_text() == "one"
+    assert stat.S_IMODE((root / "mode").stat().st_mode) == 0o644
+    assert not (root / "new").exists()
+    assert sorted(os.listdir(root)) == sorted(os.listdir(directory))
+
+
+def test_open_files_go_on_as_if_the_restore_had_renamed_others_over_them(
+    workspace: Workspace, root: Path, program: Program
+) -> None:
+    (root / "changed").write_text("one")
+    (root / "kept").write_text("kept")
+    workspace.snapshot("one")
+    program("changed = os.open(root + '/changed', os.O_RDWR); os.pwrite(changed, b'two', 0)")
+    program("kept = os.open(root + '/kept', os.O_RDWR)")
+    program("os.mkdir(root + '/d'); new = os.open(root + '/d/new', os.O_RDWR | os.O_CREAT); os.write(new, b'mine')")
+    program("os.chdir(root + '/d')")
+    workspace.restore("one")
+    assert program("os.pread(changed, 9, 0), os.fstat(changed).st_nlink") == (b"two", 0)
+    assert program("os.pwrite(changed, b'three', 0), os.pread(changed, 9, 0)") == (5, b"three")
+    assert (root / "changed").read_text() == "one"
+    assert program("os.pwrite(new, b'MINE', 0), os.pread(new, 9, 0), os.fstat(new).st_nlink") == (4, b"MINE", 0)
+    assert program("os.pwrite(kept, b'K', 0), os.fstat(kept).st_nlink") == (1, 1)
+    assert (root / "kept").read_text() == "Kept"
+    assert sorted(os.listdir(root)) == ["changed", "kept"]
+    assert program("os.listdir('.')") == []
+    # The same again, now that what is open has no name.
+    workspace.undo()
+    assert (root / "changed").read_text() == "two"
+    assert program("os.pread(changed, 9, 0)") == b"three"
+
+
+def test_many_files_are_restored_under_a_program_that_reads_them(
+    workspace: Workspace, root: Path, program: Program
+) -> None:
+    for number in range(300):
+        (root / f"f{number}").write_text(f"one {number}")
+    workspace.snapshot("one")
+    for number in range(0, 300, 2):
+        (root / f"f{number}").write_text(f"two {number}")
+    workspace.snapshot("two")
+    program(
+        "seen = set(); stop = threading.Event()\n"
+        "def read():\n"
+        "    while not stop.is_set():\n"
+        "        for number in range(300):\n"
+        "            with open(f'{root}/f{number}') as file: seen.add((number, file.read()))\n"
+        "thread = threading.Thread(target=read); thread.start()"
+    )
+    for name in ("one", "two", "one", "two", "one"):
+        workspace.restore(name)
+        for number in range(300):
+            word = "two" if name == "two" and number % 2 == 0 else "one"
+            assert (root / f"f{number}").read_text() == f"{word} {number}"
+    program("stop.set(); thread.join()")
+    torn = {f"{word} {number}" for word in ("one", "two") for number in range(300)}
+    assert {content for _, content in program("seen")} <= torn
+
+
+def test_watchers_are_told_what_a_restore_changed(workspace: Workspace, root: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "back").write_text("x")
+    (root / "d" / "changed").write_text("one")
+    workspace.snapshot("one")
+    (root / "d" / "back").unlink()
+    (root / "d" / "changed").write_text("two")
+    (root / "d" / "new").write_text("x")
+    watcher = Watcher()
+    try:
+        watcher.add(str(root / "d"), "d")
+        workspace.restore("one")
+        expected = {"DELETE d/new", "CREATE d/back", "DELETE d/changed", "CREATE d/changed"}
+        seen: set[str] = set()
+        while not expected <= seen:
+            found = watcher.events()
+            assert found, f"missing: {expected - seen}, seen: {seen}"
+            seen |= set(found)
+    finally:
+        os.close(watcher.fd)
+
+
+# -- comparing ---------------------------------------------------------------------------------------
+def test_a_diff_as_a_patch_makes_the_old_state_the_new_one(
+    workspace: Workspace, root: Path, directory: Path, workdir: Path
+) -> None:
+    (root / "src").mkdir()
+    (root / "src" / "main.py").write_text("one\ntwo\nthree\n")
+    (root / "gone").write_text("gone\n")
+    workspace.snapshot("one")
+    shutil.copytree(directory, workdir / "copy", symlinks=True)
+    (root / "src" / "main.py").write_text("one\n2\nthree\nfour\n")
+    (root / "gone").unlink()
+    (root / "new").write_text("new\n")
+    found = workspace.diff()
+    assert [(change.path, change.change) for change in found.changes] == [
+        ("gone", "removed"),
+        ("new", "added"),
+        ("src/main.py", "modified"),
+    ]
+    assert found.a == "one"
+    patch = workspace.patch("one")
+    (workdir / "patch").write_bytes(patch)
+    run("patch", "-p1", "-i", workdir / "patch", cwd=workdir / "copy")
+    for name in ("src/main.py", "new"):
+        assert (workdir / "copy" / name).read_text() == (directory / name).read_text()
+    assert not (workdir / "copy" / "gone").exists()
+    workspace.snapshot("two")
+    assert workspace.patch("one", "two") == patch
+    assert not workspace.diff("two")
+    shown = succeeded(vfsd("diff", "one", "--stat", "-w", workspace.name))
+    assert "3 paths changed, 3 insertions(+), 2 deletions(-)" in shown
+
+
+def test_a_file_of_the_same_size_and_time_is_found_changed(workspace: Workspace, root: Path) -> None:
+    (root / "file").write_text("one")
+    workspace.snapshot("one")
+    seen = (root / "file").stat()
+    (root / "file").write_text("two")
+    os.utime(root / "file", ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert [(change.path, change.change) for change in workspace.diff("one").changes] == [("file", "modified")]
+
+
+# -- archives ----------------------------------------------------------------------------------------
+def test_a_snapshot_and_the_live_state_are_exported(
+    workspace: Workspace, root: Path, directory: Path, workdir: Path
+) -> None:
+    (root / "a").write_text("one")
+    (root / "d").mkdir()
+    workspace.snapshot("one")
+    (root / "a").write_text("two")
+    (root / "b").write_text("b")
+    assert workspace.export(workdir / "one.zip", snapshot="one").files == 1
+    assert workspace.export(workdir / "live.zip").files == 2
+    with zipfile.ZipFile(workdir / "one.zip") as archive:
+        assert archive.read("files/a") == b"one"
+        assert "files/d/" in archive.namelist()
+    with zipfile.ZipFile(workdir / "live.zip") as archive:
+        assert archive.read("files/a") == b"two"
+
+
+def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
+    mount: MountIt, workspace: Workspace, root: Path, directory: Path, workdir: Path
+) -> None:
+    rich_tree(directory / "tree")
+    expected = tree_of(directory)
+    workspace.snapshot("one")
+    workspace.export(workdir / "one.zip", snapshot="one")
+    memory = mount(archive=workdir / "one.zip")
+    assert tree_of(Path(memory.path)) == expected
+    below = workdir / "below"
+    below.mkdir()
+    overlay = mount(backend=f"overlay:{below}")
+    overlay.restore(workdir / "one.zip")
+    assert tree_of(Path(overlay.path)) == expected
+    memory.export(workdir / "two.zip")
+    shutil.rmtree(root / "tree")
+    (root / "since").write_text("x")
+    restored = workspace.restore(workdir / "two.zip")
+    assert tree_of(directory) == expected
+    assert ("since", "removed") in {(change.path, change.change) for change in restored.changes}
+    workspace.undo()
+    assert os.listdir(directory) == ["since"]
+    # Two of safety, and no trace of the archive.
+    assert [info.name for info in workspace.snapshots()] == ["one", "safety-1", "safety-2"]
+
+
+def test_an_import_is_laid_over_what_is_there(workspace: Workspace, root: Path, directory: Path, workdir: Path) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "a").write_text("from the archive")
+    (root / "e" / "f").mkdir(parents=True)
+    (root / "e" / "f" / "g").write_text("deep")
+    (root / "kind").write_text("a file")
+    workspace.export(workdir / "x.zip")
+    shutil.rmtree(root / "e")
+    (root / "d" / "a").write_text("changed")
+    (root / "d" / "own").write_text("own")
+    (root / "kind").unlink()
+    (root / "kind").mkdir()
+    (root / "kind" / "in").write_text("x")
+    (root / "other").write_text("other")
+    imported = workspace.import_archive(workdir / "x.zip")
+    assert (imported.files, imported.counts.added, imported.counts.modified) == (3, 3, 2)
+    assert (root / "d" / "a").read_text() == "from the archive"
+    assert (root / "e" / "f" / "g").read_text() == "deep"
+    assert (root / "kind").read_text() == "a file"
+    assert ((root / "d" / "own").read_text(), (root / "other").read_text()) == ("own", "other")
+    workspace.undo()
+    assert (root / "kind" / "in").read_text() == "x"
+    assert not (directory / "e").exists()
+
+
+def test_a_damaged_archive_changes_nothing(workspace: Workspace, root: Path, directory: Path, workdir: Path) -> None:
+    (root / "a").write_bytes(os.urandom(10_000))
+    workspace.export(workdir / "x.zip")
+    data = bytearray((workdir / "x.zip").read_bytes())
+    at = data.index(b"files/a") + 2000
+    data[at] ^= 255
+    (workdir / "x.zip").write_bytes(data)
+    (root / "a").write_text("changed")
+    before = tree_of(directory)
+    for attempt in (workspace.import_archive, workspace.restore):
+        with pytest.raises(OSError, match="files/a"):
+            attempt(workdir / "x.zip")
+    assert tree_of(directory) == before
+    assert workspace.snapshots() == []
+
+
+# -- when it fails -----------------------------------------------------------------------------------
+def test_what_a_restore_may_not_change_is_named_and_the_rest_is_done(
+    workspace: Workspace, root: Path, directory: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: chattr")
+    (root / "a").write_text("one")
+    (root / "d").mkdir()
+    (root / "d" / "b").write_text("one")
+    workspace.snapshot("one")
+    (root / "a").write_text("two")
+    (root / "d" / "b").write_text("two")
+    run("chattr", "+i", directory / "d")
+    try:
+        restored = workspace.restore("one")
+        assert "d/b" in restored.problems
+        assert [change.path for change in restored.changes] == ["a"]
+        assert ((root / "a").read_text(), (root / "d" / "b").read_text()) == ("one", "two")
+        again = vfsd("restore", "one", "-w", workspace.name)
+        assert again.returncode == 1
+        assert "d/b: " in again.stderr
+    finally:
+        run("chattr", "-i", directory / "d")
+    assert workspace.restore("one").problems == {}
+    assert (root / "d" / "b").read_text() == "one"
+    assert workspace.status().interrupted is None
+
+
+def test_a_restore_that_fails_leaves_the_state_before_and_no_safety_snapshot(
+    workdir: Path, directory: Path, engine: str
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    root = workdir / "m"
+    root.mkdir()
+    with (
+        mounted_tmpfs(workdir / "small", max_bytes=2 << 20) as small,
+        mounted(root, backend=f"host:{small}", cache_timeout_s=3600.0, engine=engine, name=workdir.name) as workspace,
+    ):
+        (root / "a").write_text("one")
+        (root / "big").write_bytes(os.urandom(1 << 20))
+        workspace.snapshot("one")
+        (root / "a").write_text("two")
+        (root / "big").unlink()
+        (root / "other").write_bytes(os.urandom(1536 << 10))
+        before = tree_of(small)
+        with pytest.raises(OSError, match="No space") as caught:
+            workspace.restore("one")
+        assert caught.value.errno == errno.ENOSPC
+        assert tree_of(small) == before
+        assert tree_of(root) == before
+        assert [info.name for info in workspace.snapshots()] == ["one"]
+        assert workspace.status().interrupted is None
+        (root / "other").unlink()
+        workspace.restore("one")
+        assert (root / "a").read_text() == "one"
+
+
+def test_a_read_only_mount_is_compared_and_exported_and_never_restored(
+    mount: MountIt, directory: Path, workdir: Path
+) -> None:
+    (directory / "a").write_text("one")
+    workspace = mount(backend=f"host:{directory}", read_only=True)
+    workspace.snapshot("one")
+    (directory / "a").write_text("changed")
+    assert workspace.diff("one").counts.modified == 1
+    workspace.export(workdir / "x.zip", snapshot="one")
+    for attempt in (lambda: workspace.restore("one"), lambda: workspace.import_archive(workdir / "x.zip")):
+        with pytest.raises(OSError, match="read-only") as caught:
+            attempt()
+        assert caught.value.errno == errno.EROFS
+    assert (directory / "a").read_text() == "changed"
+
+
+def test_progress_is_told_and_a_client_that_goes_ends_the_work(workspace: Workspace, root: Path) -> None:
+    for number in range(64):
+        (root / f"f{number}").write_bytes(os.urandom(256 * 1024))
+    steps: list[int] = []
+    workspace.snapshot("one", on_progress=lambda step: steps.append(step.done))
+    assert steps
+    for number in range(64):
+        (root / f"f{number}").write_bytes(os.urandom(256 * 1024))
+
+    class Gone(Exception):
+        pass
+
+    def leave(_: object) -> None:
+        raise Gone
+
+    with contextlib.suppress(Gone):
+        workspace.snapshot("two", on_progress=leave)
+    # Taken as a whole, or not at all.
+    assert {info.name for info in workspace.snapshots()} <= {"one", "two"}
+    workspace.snapshot("three")
+    steps.clear()
+    workspace.restore("one", on_progress=lambda step: steps.append(step.done))
+    assert steps
+
+
+# -- the daemon's end ----------------------------------------------------------------------------------
+def started(place: Path, backend: str, **options: object) -> Ready:
+    return launch(mount_options(place, backend, name=place.parent.name, **options))  # type: ignore[arg-type]
+
+
+def kill(ready: Ready) -> None:
+    with daemon_end(ready.pid) as wait_ended:
+        os.kill(ready.pid, signal.SIGKILL)
+        wait_ended()
+
+
+def test_snapshots_outlive_the_daemon(workdir: Path, directory: Path, engine: str) -> None:
+    (workdir / "m").mkdir()
+    (workdir / "elsewhere").mkdir()
+    with Workspace.mount(workdir / "m", f"host:{directory}", name=f"{workdir.name}a", engine=engine) as first:  # type: ignore[arg-type]
+        (Path(first.path) / "file").write_text("one")
+        first.snapshot("one", tag="kept")
+        (Path(first.path) / "file").write_text("two")
+    (directory / "since").write_text("x")
+    os.symlink(directory, workdir / "alias")
+    second = Workspace.mount(workdir / "elsewhere", f"host:{workdir}/alias", name=f"{workdir.name}b", engine=engine)  # type: ignore[arg-type]
+    with second:
+        assert [(info.name, info.tag) for info in second.snapshots()] == [("one", "kept")]
+        second.restore("one")
+        assert (Path(second.path) / "file").read_text() == "one"
+        assert sorted(os.listdir(directory)) == ["file"]
+        second.undo()
+        assert (directory / "file").read_text() == "two"
+
+
+def interrupted(workdir: Path, directory: Path, engine: str) -> tuple[dict[str, object], dict[str, object]]:
+    """A restore to "one" whose daemon is killed in the middle; the states of "one" and of before."""
+    for number in range(400):
+        (directory / f"d{number % 20}").mkdir(exist_ok=True)
+        (directory / f"d{number % 20}" / f"f{number}").write_text(f"one {number}")
+    place = workdir / "m"
+    place.mkdir()
+    ready = started(place, f"host:{directory}", engine=engine)
+    workspace = Workspace.attach(ready.name)
+    workspace.snapshot("one")
+    one = tree_of(directory)
+    for number in range(400):
+        (place / f"d{number % 20}" / f"f{number}").write_text(f"two, and longer {number}")
+    shutil.rmtree(place / "d3")
+    (place / "new").write_text("new")
+    two = tree_of(directory)
+    failure: list[BaseException] = []
+
+    def restore() -> None:
+        try:
+            workspace.restore("one")
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=restore)
+    thread.start()
+    while (directory / "d0" / "f0").read_text().startswith("two"):
+        assert thread.is_alive()
+    kill(ready)
+    thread.join()
+    assert failure
+    assert isinstance(failure[0], ConnectionError)
+    return one, two  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("way", ["finish", "undo"])
+def test_a_restore_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
+    workdir: Path, directory: Path, engine: str, way: str
+) -> None:
+    one, two = interrupted(workdir, directory, engine)
+    name = workdir.name
+    remounted = vfsd("mount", workdir / "m", "--backend", f"host:{directory}", "--name", name, "--engine", engine)
+    assert succeeded(remounted)
+    try:
+        [said] = [line for line in remounted.stderr.splitlines() if "was interrupted" in line]
+        assert "vfsd restore one" in said
+        assert "--undo" in said
+        workspace = Workspace.attach(name)
+        assert "'one'" in (workspace.status().interrupted or "")
+        if way == "finish":
+            workspace.restore("one")
+        else:
+            workspace.undo()
+        expected = one if way == "finish" else two
+        assert tree_of(directory) == expected
+        assert tree_of(workdir / "m") == expected
+        assert workspace.status().interrupted is None
+        assert any("was interrupted" in line for line in complaints(name))
+        assert not [path for path in directory.rglob("*") if "vfsd" in path.name]
+    finally:
+        succeeded(vfsd("unmount", name))
+
+
+# -- the store ---------------------------------------------------------------------------------------
+def test_a_store_inside_the_directory_is_refused(workdir: Path, directory: Path) -> None:
+    (workdir / "m").mkdir()
+    os.symlink(directory, workdir / "alias")
+    for store in (directory / "store", workdir / "alias" / "deep" / "store", directory):
+        refused = vfsd("mount", workdir / "m", "--backend", f"host:{directory}", "--store", store)
+        assert "inside" in failed(refused)
+    assert os.listdir(directory) == []
+
+
+def test_a_store_of_ones_own_holds_the_snapshots(mount: MountIt, directory: Path, workdir: Path) -> None:
+    workspace = mount(backend=f"host:{directory}", store=workdir / "own")
+    (directory / "a").write_text("x")
+    workspace.snapshot("one")
+    assert (workdir / "own").is_dir()
+    assert stat.S_IMODE((workdir / "own").stat().st_mode) == 0o700
+
+
+def test_the_command_line_as_in_memory(workspace: Workspace, root: Path, workdir: Path) -> None:
+    picked = ("-w", workspace.name)
+    (root / "README").write_text("notes\n")
+    assert succeeded(vfsd("snapshot", "before", *picked)) == "before\n"
+    (root / "README").write_text("oops\n")
+    (root / "junk").touch()
+    assert succeeded(vfsd("diff", *picked)) == "M README\nA junk\n"
+    assert succeeded(vfsd("restore", "before", "--dry-run", *picked)) == "M README\nD junk\n"
+    assert succeeded(vfsd("restore", "before", *picked)) == (
+        "restored before: 1 modified, 1 removed\nthe state before is safety-1; `vfsd restore --undo` brings it back\n"
+    )
+    assert (root / "README").read_text() == "notes\n"
+    succeeded(vfsd("restore", "--undo", *picked))
+    assert (root / "README").read_text() == "oops\n"
+    succeeded(vfsd("export", workdir / "x.zip", "--snapshot", "before", *picked))
+    (root / "README").unlink()
+    assert "imported 1 files" in succeeded(vfsd("import", workdir / "x.zip", *picked))
+    assert (root / "README").read_text() == "notes\n"
+    succeeded(vfsd("drop", "before", *picked))
+    names = [line.split("\t")[0] for line in succeeded(vfsd("snapshots", *picked)).splitlines()]
+    assert names == ["safety-1", "safety-2", "safety-3"]
+    assert "snapshots\t3\n" in succeeded(vfsd("status", *picked))

@@ -1,0 +1,325 @@
+"""StoreSnapshots: those that are kept in a content-addressed store on disk, of whatever files can be read and written.
+
+A host directory has them, and so may any backend whose files a `Source` reads and a `Target` writes: these two, and a
+key by which the store knows the workspace, are all that it gives (`Stored`), beside a volume that is `Changeable`.
+Snapshots outlive the daemon: who serves the same files later, under the same key, has them too.
+
+Work is done in a thread, while the mount goes on: a snapshot holds each file as it was at one moment, and a restore
+gives each its old content in one moment, but who looks meanwhile sees some of it done.  In a restore the store keeps
+the safety snapshot and finds out what is to be changed; of that the volume holds on to what programs have open; the
+store makes the changes, by a journal; the kernel is told.  When it fails, the safety snapshot is restored in turn.
+Where that fails too, and where the daemon dies, the journal stays, and `interrupted` tells of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+
+import trio
+
+from protocol.archive import open_archive
+from protocol.diff import Change, Counts, changes, count
+from protocol.store import RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
+from protocol.tree import Tree
+from protocol.volume import Coherence, SnapshotInfo
+from vfsd.logs import log_failure
+from vfsd.served import Served
+from vfsd.snapshots.base import (
+    BASE,
+    SAFETY_PREFIX,
+    SAFETY_SNAPSHOTS_KEPT,
+    SNAPSHOT_PREFIX,
+    STAGED_PREFIX,
+    UNWATCHED,
+    Interrupted,
+    Outcome,
+    Staged,
+    Watch,
+    free_name,
+    in_bytes,
+    is_staged,
+    nothing_below,
+)
+from vfsd.snapshots.counted import CountedTree
+
+__all__ = ["Changeable", "StoreSnapshots", "Stored", "interrupted"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Changeable(Protocol):
+    """A volume whose files a restore changes beside the mount, as the volume has to take it.  The serving loop."""
+
+    def hold(self, paths: Iterable[bytes]) -> None:
+        """What is at `paths` is about to be changed: who has it open goes on."""
+        ...
+
+    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
+        """`changes`, or part of them, have been made; what the kernel must be told.  Lets go of what `hold` holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a backend's snapshots are kept, and how its files are read and written.
+
+    `key` names the workspace in the store: the same for the same files, whoever serves them.
+    """
+
+    store: Store
+    key: str
+    source: Source
+    target: Target
+
+
+def interrupted(stored: Stored) -> Interrupted | None:
+    """The restore that is half done, if there is one.  Any thread."""
+    found = stored.store.interrupted(stored.key)
+    return None if found is None else Interrupted(found.snapshot, found.safety)
+
+
+class StoreSnapshots:
+    """Implements `vfsd.snapshots.base.Snapshots` for what `served` serves, which is `volume`."""
+
+    def __init__(self, served: Served, volume: Changeable, stored: Stored) -> None:
+        self._served = served
+        self._volume = volume
+        self._stored = stored
+        self._store = stored.store
+        self._key = stored.key
+        self._source = stored.source
+        self._target = stored.target
+        self._counts: dict[tuple[int, int], Counts] = {}
+
+    @property
+    def has_base(self) -> bool:
+        """See `Snapshots`, as for all that follow."""
+        return False
+
+    async def interrupted(self) -> Interrupted | None:
+        return await _in_thread(interrupted, self._stored)
+
+    async def infos(self) -> Sequence[SnapshotInfo]:
+        return [info for info in await self._all() if not is_staged(info.name)]
+
+    async def _all(self) -> Sequence[StoredSnapshot]:
+        return await _in_thread(self._store.snapshots, self._key)
+
+    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:
+        async with self._served.changing:
+            await self._served.settle()
+            name = name or free_name(SNAPSHOT_PREFIX, await self._all())
+            return await self._take(name, self._source, tag, watch)
+
+    async def _take(self, name: str, source: Source, tag: str | None, watch: Watch) -> StoredSnapshot:
+        taken = await _in_thread(
+            self._store.take,
+            self._key,
+            name,
+            source,
+            tag=tag,
+            unreadable="skip",
+            progress=_looking(watch),
+        )
+        for path in taken.unreadable:
+            _logger.warning("a snapshot lacks what cannot be read", extra={"operation": "snapshot", "path": path})
+        return taken
+
+    async def drop(self, name: str) -> None:
+        async with self._served.changing:
+            await _in_thread(self._store.drop, self._key, name)
+
+    async def change_counts(self) -> Mapping[str, Counts]:
+        return await _in_thread(self._count_changes, await self.infos())
+
+    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, Counts]:
+        found = {info.name: Counts(info.files + info.directories) for info in infos[:1]}
+        for before, after in itertools.pairwise(infos):
+            key = before.serial, after.serial
+            if key not in self._counts:
+                with self._store.tree(self._key, before.name) as old, self._store.tree(self._key, after.name) as new:
+                    self._counts[key] = count(changes(old, new))
+            found[after.name] = self._counts[key]
+        return found
+
+    # -- what changes the live state -----------------------------------------------------------------
+    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
+        if name == BASE:
+            raise nothing_below()
+        async with self._served.changing:
+            return await self._restore(name, paths, watch, remove=True)
+
+    async def _restore(self, name: str, paths: Sequence[bytes], watch: Watch, *, remove: bool) -> Outcome:
+        await self._served.settle()
+        half_done = await self.interrupted()
+        safety = free_name(SAFETY_PREFIX, await self._all())
+        run = _Restore(self._volume, watch, functools.partial(self._touched, safety, name))
+        try:
+            done: RestoredChanges = await _in_thread(
+                self._store.restore,
+                self._key,
+                name,
+                self._target,
+                paths,
+                safety=safety,
+                remove=remove,
+                planned=run.planned,
+                progress=run.tell,
+            )
+        except BaseException as error:
+            with trio.CancelScope(shield=True):
+                await self._put_back(safety, error, was_whole=half_done is None)
+            raise
+        finally:
+            # The state is what it is: whoever waits, the kernel must know of it.
+            with trio.CancelScope(shield=True):
+                await self._served.changed(self._volume.changed_beside(run.changes))
+        await self._forget_old_safeties(keep={name, safety})
+        return Outcome(safety, done.changes, {problem.path: problem.reason for problem in done.problems})
+
+    def _touched(self, safety: str, name: str) -> list[Change]:
+        """What the kernel must be told of beside the changes: directories of which only the times differ."""
+        with self._store.tree(self._key, safety) as old, self._store.tree(self._key, name) as new:
+            found = []
+            for path in new.touched(old) or ():
+                try:
+                    before, after = old.entry(path), new.entry(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                if before.is_dir and after.is_dir:
+                    found.append(Change(path, "metadata", before, after))
+        return found
+
+    async def _put_back(self, safety: str, error: BaseException, *, was_whole: bool) -> None:
+        """After a restore that failed: the state before, and no safety snapshot for what did not happen."""
+        try:
+            if was_whole:
+                if await self.interrupted() is not None:
+                    await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
+                await self._drop_if_there(safety)
+        except OSError as again:
+            log_failure(_logger, "restore", again, level=logging.ERROR)
+            if isinstance(error, OSError):
+                error.strerror = (
+                    f"{error.strerror}; the state before could not be put back ({again.strerror}): "
+                    "`vfsd restore --undo` tries that again"
+                )
+
+    async def _drop_if_there(self, name: str) -> None:
+        try:
+            await _in_thread(self._store.drop, self._key, name)
+        except FileNotFoundError:
+            pass
+
+    async def _forget_old_safeties(self, keep: set[str]) -> None:
+        old = [info.name for info in await self._all() if info.kind == "safety"]
+        for name in old[:-SAFETY_SNAPSHOTS_KEPT]:
+            if name not in keep:
+                await self._drop_if_there(name)
+
+    # -- archives ------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def staged(self, path: str, watch: Watch) -> AsyncIterator[Staged]:
+        async with _entered(open_archive(path, progress=in_bytes(watch))) as tree:
+            yield await _in_thread(_counted, tree)
+
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
+        # By way of the store: so it is restored as a snapshot is, and can be finished or undone after a death too.
+        async with self._served.changing:
+            await self._forget_staged()
+            name = free_name(STAGED_PREFIX, await self._all())
+            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), None, UNWATCHED)
+            try:
+                return await self._restore(name, paths, watch, remove=replace)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._forget_staged()
+
+    async def _forget_staged(self) -> None:
+        """Drop what archives left, but for what is needed to finish."""
+        half_done = await self.interrupted()
+        for info in await self._all():
+            if is_staged(info.name) and (half_done is None or info.name != half_done.source):
+                await self._drop_if_there(info.name)
+
+    # -- states --------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AsyncIterator[Tree]:
+        if name == BASE:
+            raise nothing_below()
+        tree: AbstractContextManager[Tree] = (
+            self._store.live_tree(self._key, self._source, progress=_looking(watch))
+            if name is None
+            else self._store.tree(self._key, name)
+        )
+        async with _entered(tree) as entered:
+            yield entered
+
+
+class _Restore:
+    """One restore, as the store's thread tells of it.
+
+    `changes` are what it is about to make; before there are any, nobody waiting any more ends it.
+    """
+
+    def __init__(self, volume: Changeable, watch: Watch, touched: Callable[[], list[Change]]) -> None:
+        self.changes: list[Change] = []
+        self._volume = volume
+        self._watch = watch
+        self._touched = touched
+        self._is_planned = False
+        self._loop = trio.lowlevel.current_trio_token()
+
+    def planned(self, found: Sequence[Change]) -> None:
+        self._watch.raise_if_cancelled()
+        self.changes = [*found, *self._touched()]
+        trio.from_thread.run_sync(self._volume.hold, [change.path for change in found], trio_token=self._loop)
+        self._is_planned = True
+
+    def tell(self, done: int, total: int) -> None:
+        if self._is_planned:
+            self._watch.progress_nowait(done, total, "files")
+        else:
+            self._watch.raise_if_cancelled()
+            self._watch.progress_nowait(done, 0, "files")
+
+
+def _looking(watch: Watch) -> Callable[[int, int], None]:
+    def tell(files: int, read_bytes: int) -> None:  # noqa: ARG001 -- the store's
+        watch.raise_if_cancelled()
+        watch.progress_nowait(files, 0, "files")
+
+    return tell
+
+
+def _counted(tree: Tree) -> Staged:
+    files = [entry for entry in tree.walk() if not entry.is_dir]
+    return Staged(tree, len(files), sum(entry.size for entry in files if entry.is_file))
+
+
+@asynccontextmanager
+async def _entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """`manager`, entered in a thread, since that may wait for others or read a whole archive."""
+    value = await _in_thread(manager.__enter__)
+    error: BaseException | None = None
+    try:
+        yield value
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run it in a worker thread.  The loop waits for its end even when cancelled."""
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
