@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from protocol.backends.container.address import default_address
 from vfsd import runtime
 from vfsd.mountinfo import mounts, vfsd_mounts
 from vfsd.mounts import is_dead
@@ -259,6 +261,9 @@ def _mounts_of_users(host: Host) -> Iterator[Finding]:
 
 
 # -- what can be had besides ------------------------------------------------------------------------
+_CONTAINER_RUNTIMES: Final = ("crun", "runc")  # what Podman starts containers with, by its own preference
+
+
 def _check_podman(host: Host) -> Iterator[Finding]:
     path = host.which("podman")
     if path is None:
@@ -266,28 +271,39 @@ def _check_podman(host: Host) -> Iterator[Finding]:
         yield Finding("podman", ok=False, optional=True, what=what, advice=_install("podman", "podman"))
         return
     yield Finding("podman", ok=True, optional=True, what=path)
-    where = _podman_socket(host)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.settimeout(1)
-            client.connect(where)
-    except OSError as error:
-        advice = f"systemctl {'' if host.uid == 0 else '--user '}enable --now podman.socket"
-        what = f"{where}: {error.strerror or error}"
-        yield Finding("podman socket", ok=False, optional=True, what=what, advice=advice)
-    else:
-        yield Finding("podman socket", ok=True, optional=True, what=where)
+    if not any(host.which(runtime) for runtime in _CONTAINER_RUNTIMES):
+        what = f"none of {', '.join(_CONTAINER_RUNTIMES)}: containers are made, but do not start"
+        yield Finding("container runtime", ok=False, optional=True, what=what, advice=_install("crun", "crun"))
+    yield from _podman_service(host)
     if importlib.util.find_spec("podman") is None:
         advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
         yield Finding("podman client", ok=False, optional=True, what="the Python package is missing", advice=advice)
+    else:
+        what = f"version {importlib.metadata.version('podman')}"
+        yield Finding("podman client", ok=True, optional=True, what=what)
 
 
-def _podman_socket(host: Host) -> str:
-    named = host.environ.get("CONTAINER_HOST", "")
-    if named.startswith("unix://"):
-        return named.removeprefix("unix://")
-    directory = "/run" if host.uid == 0 else host.environ.get("XDG_RUNTIME_DIR", f"/run/user/{host.uid}")
-    return os.path.join(directory, "podman/podman.sock")
+def _podman_service(host: Host) -> Iterator[Finding]:
+    try:
+        address = default_address(host.environ, host.uid)
+    except ValueError as error:
+        advice = "unset CONTAINER_HOST, or name a service"
+        yield Finding("podman socket", ok=False, optional=True, what=f"$CONTAINER_HOST: {error}", advice=advice)
+        return
+    if address.kind != "unix":
+        what = f"$CONTAINER_HOST is {address}, which is not tried here"
+        yield Finding("podman socket", ok=True, optional=True, what=what)
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(1)
+            client.connect(address.path)
+    except OSError as error:
+        advice = f"systemctl {'' if host.uid == 0 else '--user '}enable --now podman.socket"
+        what = f"{address.path}: {error.strerror or error}"
+        yield Finding("podman socket", ok=False, optional=True, what=what, advice=advice)
+    else:
+        yield Finding("podman socket", ok=True, optional=True, what=address.path)
 
 
 # -- what is left of the dead -----------------------------------------------------------------------

@@ -143,8 +143,10 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     @property
     def what_a_death_costs(self) -> str:
         """What became of the content when the daemon died: a clause."""
-        kind, _, directory = self.backend.partition(":")
-        return f"what it held is in {directory}" if kind == "host" else "what it held is lost"
+        kind, _, place = self.backend.partition(":")
+        if kind in {"host", "container"}:
+            return f"what it held is in {'the container ' if kind == 'container' else ''}{place}"
+        return "what it held is lost"
 
 
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket")

@@ -202,7 +202,7 @@ def mount_container(
             if container is not None:
                 options.setdefault("backend", f"container:{container.name}")
             number = next(_numbers)
-            place = workdir / f"m{number}"
+            place = options.pop("place", workdir / f"m{number}")
             options = {
                 "engine": engine,
                 "name": f"{workdir.name}-{number}",

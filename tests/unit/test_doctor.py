@@ -156,6 +156,32 @@ def test_the_podman_socket_is_connected_to(machine: Path) -> None:
     assert not found("podman socket", as_user(machine)).ok  # the file is there, nobody listens
 
 
+@pytest.mark.parametrize(
+    ("url", "ok", "what"),
+    [
+        ("ssh://me@there/run/podman.sock", True, "not tried"),
+        ("tcp://there:8080", True, "not tried"),
+        ("nonsense", False, "no address"),
+    ],
+)
+def test_a_podman_of_another_machine_is_named_and_nonsense_is_told(
+    machine: Path, url: str, ok: bool, what: str
+) -> None:
+    host = as_user(machine)
+    host.environ["CONTAINER_HOST"] = url
+
+    finding = found("podman socket", host)
+
+    assert (finding.ok, finding.optional) == (ok, True)
+    assert what in finding.what
+
+
+def test_a_podman_without_a_runtime_is_found(machine: Path) -> None:
+    assert "crun" in found("container runtime", as_user(machine)).advice
+    (machine / "bin/runc").touch(0o755)
+    assert "container runtime" not in topics(as_user(machine))
+
+
 def test_a_runtime_directory_that_is_a_strangers_is_found(machine: Path, runtime: Path) -> None:
     (runtime / "vfsd").mkdir()
     os.chown(runtime / "vfsd", 65534, 65534)

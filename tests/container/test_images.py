@@ -1,0 +1,157 @@
+"""`image:REF`: a container that is made for a workspace, and gone with it, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.container.opening import open_container, open_image
+from protocol.backends.container.owned import WORKSPACE_LABEL, create_owned, remove_orphans
+from protocol.backends.container.podman import PodmanService
+from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.mount.conftest import socket_of
+from vfsd.ending import daemon_end
+from vfsd.mounts import clear_dead_mount
+from vfsd.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+
+def ours(podman: PodmanService, workspace: str) -> list[str]:
+    """The ids of the containers made for a workspace."""
+    return [state.id for state in podman.labelled({WORKSPACE_LABEL: workspace})]
+
+
+@pytest.fixture
+def killed(busybox_image: str, podman: PodmanService, workdir: Path) -> Iterator[str]:
+    """The name of a workspace whose daemon was killed, and whose mount is cleared away; its container is left."""
+    place = workdir / "killed"
+    workspace = Workspace.mount(place, f"image:{busybox_image}", podman_url=podman.address.url, name=workdir.name)
+    pid = workspace.status().pid
+    with daemon_end(pid) as wait_ended:
+        os.kill(pid, signal.SIGKILL)
+        wait_ended()
+    clear_dead_mount(str(place))
+    yield workdir.name
+    os.unlink(socket_of(workspace))
+    os.unlink(socket_of(workspace).removesuffix(".sock") + ".json")
+
+
+def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounted(
+    mount_container: MountContainer, podman: PodmanService, busybox_image: str
+) -> None:
+    workspace = mount_container(None, backend=f"image:{busybox_image}")
+    (made,) = ours(podman, workspace.name)
+    state = podman.inspect(made)
+    Path(workspace.path, "f").write_text("x")
+
+    assert (state.network, state.image, workspace.status().container) == ("none", busybox_image, "running")
+    assert state.pids_limit
+    assert inside(podman.container(made), "cat /workspace/f") == b"x"
+    workspace.unmount()
+    assert ours(podman, workspace.name) == []
+
+
+def test_a_signal_ends_the_container_too(
+    mount_container: MountContainer, podman: PodmanService, busybox_image: str
+) -> None:
+    workspace = mount_container(None, backend=f"image:{busybox_image}")
+    pid = workspace.status().pid
+
+    with daemon_end(pid) as wait_ended:
+        os.kill(pid, signal.SIGTERM)
+        wait_ended()
+
+    assert ours(podman, workspace.name) == []
+
+
+def test_what_a_killed_daemon_left_goes_with_the_next_start_and_nothing_else_does(
+    killed: str,
+    mount_container: MountContainer,
+    start_container: StartContainer,
+    podman: PodmanService,
+    busybox_image: str,
+) -> None:
+    users_own = start_container()
+    assert len(ours(podman, killed)) == 1
+
+    first = mount_container(None, backend=f"image:{busybox_image}")
+    assert ours(podman, killed) == []
+    second = mount_container(None, backend=f"image:{busybox_image}")
+
+    assert len(ours(podman, first.name)) == len(ours(podman, second.name)) == 1
+    assert users_own.inspect().running
+
+
+def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
+    start_container: StartContainer, podman: PodmanService
+) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + ":" + os.readlink("/proc/self/ns/pid")
+    machine = create_labels(podman)["vfsd.machine"]
+    dead = f"{2**22 + 1}:1"  # no process has such a number: kernel/pid_max
+    labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon": dead}
+    elsewhere = start_container(labels={**labels, "vfsd.machine": "another:0"})
+    other_boot = start_container(labels={**labels, "vfsd.boot": "another"})
+    stopped = start_container(labels={**labels, "vfsd.boot": "another"})
+    stopped.kill()
+    orphan = start_container(labels=labels)
+
+    assert remove_orphans(podman) == ["w", "w"]
+
+    left = {state.id for state in podman.labelled({WORKSPACE_LABEL: "w"})}
+    assert left == {elsewhere.id, other_boot.id}
+    assert orphan.id not in left
+    assert stopped.id not in left
+
+
+def create_labels(podman: PodmanService) -> dict[str, str]:
+    """The labels of a container of this process's."""
+    container = create_owned(podman, "localhost/vfsd-test-busybox:latest", "labels")
+    try:
+        assert remove_orphans(podman) == []  # this process lives
+        return dict(container.inspect().labels)
+    finally:
+        container.remove()
+
+
+def test_a_start_that_fails_leaves_no_container(
+    mount_container: MountContainer, podman: PodmanService, busybox_image: str, workdir: Path
+) -> None:
+    for options in ({"workdir": "/etc/passwd"}, {"network": "no-such-network"}):
+        with pytest.raises(OSError, match=r"(?i)no directory|no-such-network"):
+            open_image(busybox_image, "w", podman_url=podman.address.url, transport="rootfs", **options)
+    (workdir / "full" / "x").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        mount_container(None, backend=f"image:{busybox_image}", place=workdir / "full")
+
+    assert podman.labelled({WORKSPACE_LABEL: ""}) == []
+
+
+def test_an_image_without_a_shell_is_an_error_that_says_what_it_lacks(podman: PodmanService, workdir: Path) -> None:
+    with tarfile.open(workdir / "empty.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("file"))
+    command = ["podman", "--url", podman.address.url, "import", workdir / "empty.tar", "localhost/empty:1"]
+    subprocess.run(command, check=True, capture_output=True)
+
+    with pytest.raises(OSError, match="lacks /bin/sh"):
+        open_image("localhost/empty:1", "w", podman_url=podman.address.url)
+
+    assert podman.labelled({WORKSPACE_LABEL: ""}) == []
+
+
+def test_a_container_that_does_not_run_is_an_error_that_says_how_to_start_it(
+    mount_container: MountContainer, start_container: StartContainer, podman: PodmanService
+) -> None:
+    container = start_container()
+    container.kill()
+
+    with pytest.raises(OSError, match=f"exited with status 137.*podman start {container.name}"):
+        mount_container(container)
+    with pytest.raises(FileNotFoundError, match="podman ps -a"):
+        open_container("nobody", podman_url=podman.address.url)
