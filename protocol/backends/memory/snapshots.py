@@ -116,10 +116,13 @@ class Snapshots:
         pinned = state.open_epoch(None)
         state.log.pin()
         try:
-            yield SnapshotTree(state, target or pinned, pinned)
+            yield self._tree(target or pinned, pinned)
         finally:
             state.log.close(pinned)
             state.log.release()
+
+    def _tree(self, epoch: Epoch, pinned: Epoch) -> SnapshotTree:
+        return SnapshotTree(self._state, epoch, pinned)
 
     def change_counts(self) -> dict[str, tuple[int, int, int]]:
         """For each snapshot, the inodes (added, modified, removed) since the one before it; O(all changes)."""

@@ -36,6 +36,7 @@ __all__ = ["MemoryVolume"]
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 _UNLIMITED_INODES: Final = 2**31 - 1
 _KIND: Final = 0o170000  # S_IFMT as a mask
+_REGULAR: Final = stat.S_IFREG
 _DAY_NS: Final = 24 * 3600 * 10**9
 _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
@@ -204,7 +205,7 @@ class MemoryVolume(Entries):
         node = self._inodes.get(inode) or self.getattr(inode)
         length = len(data)
         end = offset + length
-        if not 0 <= offset < end <= MAX_FILE_BYTES or node.content is None:
+        if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & _KIND != _REGULAR:
             self._check_write(node, offset, end)
             if not length:
                 return 0

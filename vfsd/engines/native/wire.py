@@ -128,27 +128,29 @@ FUSE_COPY_FILE_RANGE_IN: Final = Struct("=QqQQqQQ")  # fh_in, off_in, nodeid_out
 FUSE_STATX_IN: Final = Struct("=IIQII")  # getattr_flags, reserved, fh, sx_flags, sx_mask
 
 
-class Named(dict[int, Callable[..., tuple[Any, ...]]]):
-    """What unpacks `fixed` and the name that follows it up to the end of a message, by the message's length.
+class Tailed(dict[int, Callable[..., tuple[Any, ...]]]):
+    """What unpacks `fixed` and the bytes that follow it to the end of a message, by the message's length.
 
-    From `start` on.  In one step, because to slice a bytearray and to copy the slice takes longer than all else.
+    From `start` on, and but for the last `dropped` bytes.  In one step, because to slice a bytearray and to copy the
+    slice takes longer than all else.
     """
 
-    def __init__(self, start: int, fixed: str) -> None:
+    def __init__(self, start: int, fixed: str, *, dropped: int = 1) -> None:
         self._fixed = fixed
-        self._before = start + Struct(fixed).size + 1  # the NUL is not part of the name
+        self._before = start + Struct(fixed).size + dropped
 
     def __missing__(self, length: int) -> Callable[..., tuple[Any, ...]]:
         unpack = self[length] = Struct(f"{self._fixed}{length - self._before}s").unpack_from
         return unpack
 
 
-NAME: Final = Named(IN_HEADER_BYTES, "=")
+NAME: Final = Tailed(IN_HEADER_BYTES, "=")  # without its NUL, as all
 # From the caller in the header on: uid, gid, pid, then what the request's own struct has.
 CALLER_AT: Final = 24
-MKNOD_FROM_CALLER: Final = Named(CALLER_AT, "=III4xIII4x")  # uid, gid, pid, mode, rdev, umask, name
-MKDIR_FROM_CALLER: Final = Named(CALLER_AT, "=III4xII")  # uid, gid, pid, mode, umask, name
-GETXATTR_NAME: Final = Named(IN_HEADER_BYTES, "=I4x")  # size, name
+MKNOD_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xIII4x")  # uid, gid, pid, mode, rdev, umask, name
+MKDIR_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xII")  # uid, gid, pid, mode, umask, name
+GETXATTR_NAME: Final = Tailed(IN_HEADER_BYTES, "=I4x")  # size, name
+WRITE_DATA: Final = Tailed(IN_HEADER_BYTES, "=8xqII16x", dropped=0)  # offset, size, write_flags, data
 
 # fuse_setattr_in.valid
 FATTR_MODE: Final = 1 << 0
