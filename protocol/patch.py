@@ -5,7 +5,8 @@ bits: no newline at the end, CRLF, empty files, any name (quoted as git does).  
 in a line of its own, which both tools skip:
 
 - binary files (as for git: a NUL in the first 8,000 bytes) and files over `TEXT_LIMIT_BYTES` or `TEXT_LIMIT_LINES`;
-- fifos, sockets and devices, and directories that are empty on the side where they exist.
+- fifos, sockets and devices, and directories that are empty on the side where they exist;
+- files of which others changed what an overlay was made over (ESTALE).
 
 Left out without a word: owner, mtime, xattrs, permissions but the owner's execute bit (git knows no others), and
 metadata of directories.
@@ -18,6 +19,7 @@ Source: git's Documentation/diff-generate-patch.txt and quote.c; GNU diffutils m
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import stat
@@ -138,6 +140,16 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side | _Uncarried | None:
 
 
 def _file_side(tree: Tree, entry: TreeEntry) -> _Side | _Uncarried:
+    try:
+        return _readable_side(tree, entry)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        # What there was is lost: others wrote over it.  The other files are of use all the same.
+        return _Uncarried(b"# Not in this patch: %(here)s, which others changed below the overlay", binary=True)
+
+
+def _readable_side(tree: Tree, entry: TreeEntry) -> _Side | _Uncarried:
     if b"\0" in tree.read(entry.path, 0, min(BINARY_PROBE_BYTES, entry.size)):
         return _Uncarried(b"Binary files %(old)s and %(new)s differ", binary=True)
     if entry.size > TEXT_LIMIT_BYTES:

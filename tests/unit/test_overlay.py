@@ -13,6 +13,7 @@ import pytest
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
 from protocol.diff import changes
+from protocol.patch import write_patch
 from protocol.testing.volume.driver import Driver, fails
 from protocol.volume import ROOT_INODE, Caller, Coherence
 
@@ -258,6 +259,39 @@ def test_what_went_away_below_before_it_was_looked_at_is_absent(below: Path) -> 
     with fails(errno.ENOENT):
         fs.read(b"README")
     assert b"README" not in fs.names()
+    volume.check_invariants()
+
+
+def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> None:
+    (below / "held").write_bytes(b"1" * (3 * BLOCK))
+    (below / "long").write_bytes(b"1" * (3 * BLOCK))
+    volume, fs = over(below)
+    told: list[Coherence] = []
+    volume.on_change = told.append
+    volume.write(fs.at(b"held"), BLOCK, b"mine")
+    fs.file(b"new", b"new")
+    for name in (b"README", b"long"):
+        fs.at(name)
+    with volume.base_tree() as base, volume.tree() as live:
+        pieces = live.chunks(b"long", BLOCK)
+        assert next(pieces) == b"1" * BLOCK
+        for name in ("README", "held", "long"):
+            (below / name).write_bytes(b"theirs" * BLOCK)
+        with fails(errno.ESTALE):
+            next(pieces)  # never half the one and half the other
+        assert b"".join(live.chunks(b"long", BLOCK)) == b"theirs" * BLOCK
+        assert live.read(b"README", 0, 12) == b"theirstheirs"
+        assert len(told) == 2, "the kernel forgets what it had"
+        with pytest.raises(OSError, match=r"changed below the overlay by others.*'held'"):
+            live.read(b"held", 0, 10)
+        assert [(change.path, change.kind) for change in changes(base, live)] == [
+            (b"held", "modified"),
+            (b"new", "added"),
+        ]
+        patch = bytearray()
+        write_patch(base, live, changes(base, live), patch.extend)
+    assert b"# Not in this patch: b/held, which others changed below the overlay" in patch
+    assert b"+++ b/new" in patch
     volume.check_invariants()
 
 

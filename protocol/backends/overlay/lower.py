@@ -57,7 +57,11 @@ class ChangedBelowError(OSError):
     """A file below is not any more what it was when it was first looked at (ESTALE); `path` is relative to DIR."""
 
     def __init__(self, path: bytes) -> None:
-        super().__init__(errno.ESTALE, "changed below the overlay", path.decode("utf-8", "backslashreplace"))
+        super().__init__(
+            errno.ESTALE,
+            "changed below the overlay by others: what was not copied of it is lost, and to discard it shows theirs",
+            path.decode("utf-8", "backslashreplace"),
+        )
         self.path = path
 
 

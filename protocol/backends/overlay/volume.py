@@ -39,6 +39,7 @@ from protocol.backends.overlay.invariants import check
 from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
 from protocol.backends.overlay.state import OverlayState
+from protocol.backends.overlay.view import OverlayTree
 from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ class OverlayVolume(MemoryVolume):
         finally:
             with self._lock:
                 view.__exit__(None, None, None)
+
+    def _tree(self, epoch: Epoch, pinned: Epoch) -> SnapshotTree:
+        return OverlayTree(self, self._overlay, epoch, pinned)
 
     # -- the state below -------------------------------------------------------------------------
     @contextmanager
@@ -247,18 +251,25 @@ class OverlayVolume(MemoryVolume):
 
     def _follow(self, inode: int, error: ChangedBelowError) -> None:
         """Return when the file that changed below can be read now; else raise `error`."""
+        follows, changed = self.look_again(inode, error.path)
+        if not follows or (changed and self.on_change is not None):
+            raise error
+
+    def look_again(self, inode: int, path: bytes) -> tuple[bool, bool]:
+        """Look once more at a file of which a read has found that it changed below (at `path`); any thread.
+
+        Whether it follows what is below, and whether anything is different now; that is logged and told.
+        """
         follows, changed = self._overlay.refresh(inode)
         if changed and (follows or inode not in self._reported):
             self._reported.add(inode)
             self.changed_below += 1
             told = "following it" if follows else "held above in part: reading the rest fails, until it is discarded"
-            _logger.warning("a file changed below the overlay; %s", told, extra={"path": error.path})
-        if not follows:
-            raise error
-        if changed and self.on_change is not None:
+            _logger.warning("a file changed below the overlay; %s", told, extra={"path": path})
+        if follows and changed and self.on_change is not None:
             self._untold.add(inode)
             self.on_change(self._coherence_of(inode))
-            raise error
+        return follows, changed
 
     def _coherence_of(self, number: int) -> Coherence:
         node = self._inodes[number]
