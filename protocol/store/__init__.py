@@ -1,18 +1,27 @@
 """The snapshot store: states of host directories and other trees, each content kept once."""
 
+from protocol.store.journal import Interrupted
 from protocol.store.layout import STORE_VARIABLE, default_directory
 from protocol.store.packs import DamagedError
 from protocol.store.records import StoredSnapshot
+from protocol.store.restore import Problem, RestoredChanges
 from protocol.store.source import DirectorySource, Source, TreeSource
 from protocol.store.store import Store
+from protocol.store.target import ChangedMeanwhileError, DirectoryTarget, Target
 
 __all__ = [
     "STORE_VARIABLE",
+    "ChangedMeanwhileError",
     "DamagedError",
     "DirectorySource",
+    "DirectoryTarget",
+    "Interrupted",
+    "Problem",
+    "RestoredChanges",
     "Source",
     "Store",
     "StoredSnapshot",
+    "Target",
     "TreeSource",
     "default_directory",
 ]

@@ -190,6 +190,18 @@ class Layout:
         with _locked(os.path.join(self.make_workspace(key), "restoring"), kind):
             yield
 
+    @contextlib.contextmanager
+    def if_nobody_changes(self, key: str) -> Iterator[bool]:
+        """Whether no restore is at work in a workspace; if so, none begins before the block ends."""
+        try:
+            with _locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0):
+                yield True
+                return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        yield False
+
 
 @contextlib.contextmanager
 def _locked(path: str, kind: int, wait_s: float | None = None) -> Iterator[None]:

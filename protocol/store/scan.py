@@ -56,6 +56,7 @@ class Scanned:
     counts: Counts
     unstable: tuple[bytes, ...] = ()
     unreadable: tuple[bytes, ...] = ()
+    leftovers: tuple[bytes, ...] = ()  # temporary files of restores, which are no part of it
     directory: CachedDirectory | None = None
     changed: list[tuple[bytes, CachedDirectory]] = field(default_factory=list)  # of the stat cache
 
@@ -78,7 +79,9 @@ def scan(
     links = walk.links
     total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
     progress(walk.files, walk.read_bytes)
-    return Scanned(row, total, tuple(walk.unstable), tuple(walk.unreadable), directory, walk.changed)
+    return Scanned(
+        row, total, tuple(walk.unstable), tuple(walk.unreadable), tuple(walk.leftovers), directory, walk.changed
+    )
 
 
 class _Walk:
@@ -91,6 +94,7 @@ class _Walk:
         self.read_bytes = 0
         self.unstable: list[bytes] = []
         self.unreadable: list[bytes] = []
+        self.leftovers: list[bytes] = []
         self.links: dict[int, int] = {}
         self.changed: list[tuple[bytes, CachedDirectory]] = []
         self._untold = 0
@@ -102,13 +106,16 @@ class _Walk:
     ) -> tuple[Row, CachedDirectory]:
         """The row of a directory, and what to remember of it and all below."""
         now_ns = time.time_ns()
+        left: list[bytes] = []
         own_record = seen_of_descriptor(descriptor)
         own = key_of(own_record)
         if cached is not None and own == cached.own and not cached.listed_racy:
             names = cached.names
         else:
             names = sorted(map(os.fsencode, os.listdir(descriptor)))
-            if any(each.startswith(TEMPORARY_PREFIX) for each in names):
+            left = [each for each in names if each.startswith(TEMPORARY_PREFIX)]
+            if left:
+                self.leftovers += (path + b"/" + each if path else each for each in left)
                 names = [each for each in names if not each.startswith(TEMPORARY_PREFIX)]
         records, gone = statx_names(descriptor, names)
         if gone:
@@ -121,7 +128,7 @@ class _Walk:
         seen = seen_at(own_record, 0)
         listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
         listing.take()
-        made = listing.finish(own, listed_racy=is_racy(seen.ctime_ns, now_ns))
+        made = listing.finish(own, listed_racy=bool(left) or is_racy(seen.ctime_ns, now_ns))
         self.links.update(made.links)
         old = cached.row if cached is not None and own == cached.own else None
         if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:

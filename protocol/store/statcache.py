@@ -13,6 +13,7 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import struct
@@ -25,7 +26,7 @@ import msgspec
 
 from protocol.store.layout import write_atomically
 from protocol.store.rows import Counts, Row, decode_listing
-from protocol.store.statx import RECORD_BYTES
+from protocol.store.statx import RECORD_BYTES, key_of
 
 __all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
 
@@ -75,6 +76,20 @@ class CachedDirectory:
         self.links = links
         self.children: dict[bytes, CachedDirectory] = {}
         self.row: Row | None = None
+
+    def key_at(self, path: bytes) -> bytes | None:
+        """What `key_of` gave for the entry at `path`, below this directory; None where there was none."""
+        directory, rest = self, path
+        while b"/" in rest:
+            name, _, rest = rest.partition(b"/")
+            below = directory.children.get(name)
+            if below is None:
+                return None
+            directory = below
+        at = bisect.bisect_left(directory.names, rest)
+        if at == len(directory.names) or directory.names[at] != rest:
+            return None
+        return key_of(directory.records, at)
 
     def rows(self) -> dict[bytes, Row]:
         """Its rows by name."""

@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.store.blobs import Blobs, Digesting, Storing
+from protocol.store.journal import Entry as JournalEntry
+from protocol.store.journal import Interrupted, Journal
 from protocol.store.layout import Layout, default_directory, is_inside, sync_directory, write_atomically
 from protocol.store.objects import NewObjects
 from protocol.store.packs import DamagedError, Pack, PackWriter
@@ -30,13 +33,16 @@ from protocol.store.records import (
     read_record,
     workspace_and_serial,
 )  # fmt: skip
+from protocol.store.restore import RestoredChanges, apply, plan
 from protocol.store.rows import Row
 from protocol.store.scan import Progress, Scanned, Unreadable, untold
 from protocol.store.statcache import StatCache
-from protocol.store.trees import MerkleTree
+from protocol.store.trees import MerkleTree, ReadRows
 
 if TYPE_CHECKING:
+    from protocol.diff import Change
     from protocol.store.source import Source
+    from protocol.store.target import Target
 
 __all__ = ["Store"]
 
@@ -246,17 +252,106 @@ class Store:
         self.check_apart(source.identity)
         self.layout.create()
         with self.layout.shared():
-            self.blobs.packs.refresh()
-            sink = Digesting(self.blobs)
-            cache = self._cache(workspace)
-            generation = self.generation()
-            trusted = cache.generation == generation
-            found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress or untold)
-            if found.directory is not None:
-                cache.learn(found.directory, found.changed, generation)
-            yield MerkleTree(found.root, sink.rows, _LiveContents(source))
+            found, read = self._look(workspace, source, unreadable, progress or untold)
+            yield MerkleTree(found.root, read, _LiveContents(source))
+
+    # -- restoring -----------------------------------------------------------------------------
+    def restore(
+        self,
+        workspace: str,
+        name: str,
+        target: Target,
+        paths: Sequence[bytes] = (),
+        *,
+        safety: str | None,
+        remove: bool = True,
+        planned: Callable[[Sequence[Change]], object] | None = None,
+        progress: Progress | None = None,
+    ) -> RestoredChanges:
+        """Make `target` (below `paths`, or all of it) what snapshot `name` is.
+
+        The state before is kept as snapshot `safety`, unless that is None.  Without `remove` what the snapshot lacks
+        stays.  `planned` hears of what is about to be changed, before anything is.  `progress` hears of (files looked
+        at, bytes read) and then of (changes done, of how many).  When it fails, or its process dies, `interrupted`
+        says so until a restore of the same, or of everything, has come to its end.
+        """
+        self.check_apart(target.source.identity)
+        if not self.layout.exists():
+            raise SnapshotNotFoundError(name)
+        with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
+            return self._restore(workspace, name, target, paths, safety, remove, planned, progress or untold)
+
+    def _restore(
+        self, workspace: str, name: str, target: Target, paths: Sequence[bytes], safety: str | None, remove: bool,
+        planned: Callable[[Sequence[Change]], object] | None, progress: Progress,
+    ) -> RestoredChanges:  # fmt: skip
+        wanted = MerkleTree(self._record(workspace, name).root, self.blobs.listing, _StoredContents(self.blobs))
+        kept: StoredSnapshot | None = None
+        read: ReadRows
+        if safety is not None:
+            kept, found = self._take(workspace, safety, target.source, None, "safety", "skip", progress)
+            read = self.blobs.listing
+        else:
+            found, read = self._look(workspace, target.source, "skip", progress)
+        live = MerkleTree(found.root, read, _LiveContents(target.source))
+        todo = plan(live, wanted, paths, remove=remove)
+        if planned is not None:
+            planned(todo.changes())
+        journal = Journal(self.layout, workspace)
+        previous = journal.read()
+        tokens = () if previous is None else (previous.token, *previous.tokens)
+        for token in tokens:
+            target.clean(found.leftovers, token)
+        entry = JournalEntry(
+            name, tuple(paths), remove, safety, secrets.token_hex(6), tokens, time.time_ns(), previous
+        )  # fmt: skip
+        if not todo.steps:
+            journal.close(entry)
+            return RestoredChanges((), kept, tuple(todo.problems))
+        journal.write(entry)
+        with target.opened(entry.token):
+            changes, problems = apply(todo, target, live, wanted, self.blobs, found.directory, progress)
+        journal.close(entry)
+        return RestoredChanges(tuple(changes), kept, tuple(problems))
+
+    def interrupted(self, workspace: str) -> Interrupted | None:
+        """The restore that a death, or an error, has left half done; None where there is none, or one is at work."""
+        if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
+            return None
+        with self.layout.if_nobody_changes(workspace) as is_idle:
+            entry = Journal(self.layout, workspace).read() if is_idle else None
+        if entry is None:
+            return None
+        return Interrupted(entry.snapshot, entry.paths, entry.safety, entry.started_ns)
+
+    def forget_interrupted(self, workspace: str, target: Target) -> None:
+        """Let the state that an interrupted restore left be as it is; only its temporary files are removed."""
+        if not self.layout.exists():
+            return
+        with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
+            journal = Journal(self.layout, workspace)
+            entry = journal.read()
+            if entry is not None:
+                found, _ = self._look(workspace, target.source, "skip", untold)
+                for token in (entry.token, *entry.tokens):
+                    target.clean(found.leftovers, token)
+                journal.forget()
 
     # -- what several calls need ---------------------------------------------------------------
+    def _look(
+        self, workspace: str, source: Source, unreadable: Unreadable, progress: Progress
+    ) -> tuple[Scanned, ReadRows]:
+        """The live state, and what reads its listings; nothing is kept of it but the stat cache."""
+        self.blobs.packs.refresh()
+        sink = Digesting(self.blobs)
+        cache = self._cache(workspace)
+        generation = self.generation()
+        trusted = cache.generation == generation
+        found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+        if found.directory is not None:
+            cache.learn(found.directory, found.changed, generation)
+        return found, sink.rows
+
     def _cache(self, workspace: str) -> StatCache:
         cache = self._caches.get(workspace)
         if cache is None:

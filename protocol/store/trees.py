@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, Protocol, runtime_checkable
 
 from protocol.errors import fail
-from protocol.store.rows import ELSEWHERE, UNREADABLE, Row, entry_of
+from protocol.store.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["Contents", "MerkleTree", "merkle_changes"]
+__all__ = ["Contents", "MerkleTree", "ReadRows", "merkle_changes"]
 
 _LISTINGS_KEPT: Final = 64
 
@@ -166,11 +166,6 @@ def merkle_changes(
 def _own(row: Row) -> tuple[object, ...]:
     """What of a directory's row is its own, and not of what is below."""
     return row.mode, row.uid, row.gid, row.mtime_ns, row.more.xattrs, row.more.state
-
-
-def is_closed(row: Row) -> bool:
-    """Whether a row is of a directory into which the walk did not go."""
-    return bool(row.more.state & (UNREADABLE | ELSEWHERE))
 
 
 def _shown(path: bytes) -> str:
