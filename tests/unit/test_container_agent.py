@@ -26,8 +26,8 @@ from protocol.volume import AttributeChanges, Caller
 from tests.agents import LocalStream
 
 ME = Caller(0, 0)
-FILE = (5, stat.S_IFREG | 0o644, 1, 0, 0, 0, 3, 8, 1, 2, 3, 0)
-DIRECTORY = (6, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 8, 1, 2, 3, 0)
+FILE = (5, stat.S_IFREG | 0o644, 1, 0, 0, 0, 3, 8, 1, 2, 3, 0, 0, 0, 0, 0)
+DIRECTORY = (6, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 8, 1, 2, 3, 0, 0, 0, 0, 0)
 Answer = Callable[[int, int, tuple[int, ...], list[bytes]], bytes | None]
 
 

@@ -145,7 +145,7 @@ def test_many_entries_come_in_many_pages(place: Path, agent: Agent) -> None:
 
 
 def tree_entry(path: bytes, mode: int = stat.S_IFREG | 0o644, target: bytes = b"", **values: int) -> bytes:
-    fields = {"size": 1, "mtime": 0, "uid": 0, "gid": 0, "nlink": 1, "inode": 7, "rdev": 0, **values}
+    fields = {"size": 1, "mtime": 0, "mtime_ns": 0, "uid": 0, "gid": 0, "nlink": 1, "inode": 7, "rdev": 0, **values}
     head = TREE_ENTRY.pack(mode, *fields.values(), len(path), len(target), values.get("xattrs", 0))
     return head + path + target
 

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from protocol.backends.container.helper.wire import ATTRIBUTE_COUNT, ENTRY, NAME_MAX, TREE_ENTRY, XATTR, WireError
+from protocol.backends.container.helper.wire import (
+    ATTRIBUTE_COUNT,
+    ENTRY,
+    NAME_MAX,
+    SECOND_NS,
+    TREE_ENTRY,
+    XATTR,
+    WireError,
+)
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
 
@@ -92,7 +100,7 @@ def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: 
     """The attributes that `numbers` are; of the root only where it may be that."""
     if len(numbers) != ATTRIBUTE_COUNT:
         raise WireError(f"{len(numbers)} numbers for attributes")
-    inode, mode, nlink, uid, gid, rdev, size, blocks, *_ = numbers
+    inode, mode, nlink, uid, gid, rdev, size, blocks, *times = numbers
     if not (ROOT_INODE if root else ROOT_INODE + 1) <= inode < _MOST_INODE:
         raise WireError(f"inode {inode}")
     if mode & ~0o7777 not in _KINDS:
@@ -101,10 +109,16 @@ def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: 
         raise WireError(f"links, user or group {nlink}, {uid}, {gid}")
     if size < 0 or blocks < 0 or rdev < 0:
         raise WireError(f"size, blocks or device {size}, {blocks}, {rdev}")
-    seen = Seen(*numbers)
-    if owners is IDENTITY:
-        return seen
-    return seen._replace(uid=owners.user(uid), gid=owners.group(gid))
+    atime_s, mtime_s, ctime_s, birth_s, *parts = times
+    if min(parts) < 0 or max(parts) >= SECOND_NS:
+        raise WireError(f"nanoseconds {parts}")
+    if owners is not IDENTITY:
+        uid, gid = owners.user(uid), owners.group(gid)
+    return Seen(
+        inode, mode, nlink, uid, gid, rdev, size, blocks,
+        atime_s * SECOND_NS + parts[0], mtime_s * SECOND_NS + parts[1], ctime_s * SECOND_NS + parts[2],
+        birth_s * SECOND_NS + parts[3],
+    )  # fmt: skip
 
 
 class Listed(NamedTuple):
@@ -143,7 +157,7 @@ def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntr
     while at < len(blob):
         if len(blob) - at < TREE_ENTRY.size:
             raise WireError("half an entry")
-        mode, size, mtime_ns, uid, gid, nlink, inode, rdev, *lengths = TREE_ENTRY.unpack_from(blob, at)
+        mode, size, mtime_s, part_ns, uid, gid, nlink, inode, rdev, *lengths = TREE_ENTRY.unpack_from(blob, at)
         at += TREE_ENTRY.size
         parts = []
         for length in lengths:
@@ -153,15 +167,21 @@ def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntr
         if at > len(blob) or len(path) > _PATH_BYTES or b"\0" in path or mode & ~0o7777 not in _KINDS:
             raise WireError(f"entry {path[:100]!r} of mode {mode:o}")
         counts = (nlink, uid, gid, rdev)
-        if min(counts) < 0 or max(counts) > _MOST_32 or size < 0 or not 0 < inode < _MOST_INODE:
+        if (
+            min(counts) < 0
+            or max(counts) > _MOST_32
+            or size < 0
+            or not 0 <= part_ns < SECOND_NS
+            or not 0 < inode < _MOST_INODE
+        ):
             raise WireError(f"entry {path!r} of {counts}, {size} bytes, inode {inode}")
         if stat.S_ISLNK(mode) != bool(target) or len(target) > _TARGET_BYTES or b"\0" in target:
             raise WireError(f"entry {path!r} with the target {target[:100]!r}")
         if not stat.S_ISREG(mode):
             size = len(target)
         yield TreeEntry(
-            path, mode, size, mtime_ns, owners.user(uid), owners.group(gid), nlink, inode, rdev, target,
-            dict(_xattrs_in(xattrs)),
+            path, mode, size, mtime_s * SECOND_NS + part_ns, owners.user(uid), owners.group(gid), nlink, inode, rdev,
+            target, dict(_xattrs_in(xattrs)),
         )  # fmt: skip
 
 

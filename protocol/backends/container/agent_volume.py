@@ -35,6 +35,7 @@ from protocol.backends.container.helper.wire import (
     ENTRY,
     KILL_PRIVILEGES,
     NAME_MAX,
+    SECOND_NS,
     SET_ATIME,
     SET_CTIME,
     SET_GID,
@@ -211,7 +212,8 @@ class AgentVolume:
         if size > MAX_FILE_BYTES:
             raise fail(errno.EFBIG)
         uid, gid = self._owners.user(uid), self._owners.group(gid)
-        numbers, _ = await self._change(Op.SETATTR, (inode, bits, mode, uid, gid, size, atime_ns, mtime_ns))
+        times = (*divmod(atime_ns, SECOND_NS), *divmod(mtime_ns, SECOND_NS))
+        numbers, _ = await self._change(Op.SETATTR, (inode, bits, mode, uid, gid, size, *times))
         return self._shown(inode, numbers)
 
     async def readlink(self, inode: int) -> bytes:
@@ -246,7 +248,10 @@ class AgentVolume:
     async def link(self, inode: int, parent: int, name: bytes) -> Seen:
         self._check_room(name)
         seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
-        return self._shown(inode, tuple(seen[:12])) if self._owners is IDENTITY else seen
+        if seen.inode != inode:
+            self._link.lose(f"it links inode {seen.inode} for {inode}")
+            raise fail(errno.EIO)
+        return seen
 
     async def unlink(self, parent: int, name: bytes) -> None:
         self._check_writable()

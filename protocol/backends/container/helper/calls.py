@@ -53,7 +53,7 @@ def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
     _call(name, descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
 
 
-def birth_ns(descriptor: int) -> int:
+def born_ns_of(descriptor: int) -> int:
     """When an inode was made, in nanoseconds since the epoch; 0 where nobody knows."""
     if not hasattr(_LIBC, "statx"):
         return 0

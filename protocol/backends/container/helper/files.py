@@ -13,12 +13,13 @@ import threading
 import time
 from bisect import bisect_right
 
-from protocol.backends.container.helper.calls import birth_ns, copy_range, fail, fallocate, renameat2
+from protocol.backends.container.helper.calls import born_ns_of, copy_range, fail, fallocate, renameat2
 from protocol.backends.container.helper.nodes import Handle, Node, Table
 from protocol.backends.container.helper.wire import (
     ENTRY,
     FORGET,
     KILL_PRIVILEGES,
+    SECOND_NS,
     SET_ATIME,
     SET_CTIME,
     SET_GID,
@@ -130,7 +131,8 @@ class Files:
         return self._shown(node), ()
 
     def setattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, bits, mode, uid, gid, size, atime, mtime = numbers
+        number, bits, mode, uid, gid, size, *times = numbers
+        atime_s, atime_ns, mtime_s, mtime_ns = times
         with self.table.lock:
             node = self.table.node(number)
             if bits & SET_SIZE and node.kind != stat.S_IFREG:
@@ -150,7 +152,12 @@ class Files:
                 with self.table.lock:
                     self._stop_writing(node)
         if bits & (SET_ATIME | SET_MTIME):
-            _set_times(path, handle.fd, atime if bits & SET_ATIME else None, mtime if bits & SET_MTIME else None)
+            _set_times(
+                path,
+                handle.fd,
+                atime_s * SECOND_NS + atime_ns if bits & SET_ATIME else None,
+                mtime_s * SECOND_NS + mtime_ns if bits & SET_MTIME else None,
+            )
         return self._shown(node), ()
 
     def _stop_writing(self, node: Node) -> None:
@@ -170,13 +177,13 @@ class Files:
         """The attributes of a node, with its birth."""
         seen = self._stat(node)
         handle = node.handle or node.file
-        return _attributes(node, seen, birth_ns(handle.fd) if handle else self._birth(node))
+        return _attributes(node, seen, born_ns_of(handle.fd) if handle else self._birth(node))
 
     def _birth(self, node: Node) -> int:
         try:
             with self.table.lock:
                 handle = self.table.handle(node)
-            return birth_ns(handle.fd)
+            return born_ns_of(handle.fd)
         except OSError:
             return 0
 
@@ -382,9 +389,9 @@ class Files:
                 scan.refresh(readable.fd)
         parts = []
         if cookie < 1:
-            parts.append(ENTRY.pack(1, number, stat.S_IFDIR, *[0] * 10, 1) + b".")
+            parts.append(ENTRY.pack(1, number, stat.S_IFDIR, *[0] * 14, 1) + b".")
         if cookie < 2:
-            parts.append(ENTRY.pack(2, (node.parent or node).number, stat.S_IFDIR, *[0] * 10, 2) + b"..")
+            parts.append(ENTRY.pack(2, (node.parent or node).number, stat.S_IFDIR, *[0] * 14, 2) + b"..")
         with self.table.lock:
             wanted = scan.after(cookie, most)
             # Gone since: as long as anything follows, there must be an entry.
@@ -505,9 +512,13 @@ def _checked(name: bytes) -> bytes:
 
 
 def _attributes(node: Node, seen: "os.stat_result", born_ns: int = 0) -> "tuple[int, ...]":
+    atime_s, atime_ns = divmod(seen.st_atime_ns, SECOND_NS)
+    mtime_s, mtime_ns = divmod(seen.st_mtime_ns, SECOND_NS)
+    ctime_s, ctime_ns = divmod(seen.st_ctime_ns, SECOND_NS)
+    birth_s, birth_ns = divmod(born_ns, SECOND_NS) if born_ns else (0, 0)
     return (
         node.number, seen.st_mode, seen.st_nlink, seen.st_uid, seen.st_gid, seen.st_rdev, seen.st_size,
-        seen.st_blocks, seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns, born_ns,
+        seen.st_blocks, atime_s, mtime_s, ctime_s, birth_s, atime_ns, mtime_ns, ctime_ns, birth_ns,
     )  # fmt: skip
 
 
@@ -546,7 +557,7 @@ def _set_times(path: bytes, descriptor: int, atime_ns: "int | None", mtime_ns: "
         os.utime(path, ns=(atime_ns, mtime_ns))
     except PermissionError:
         # Whoever may write to a file that is not his own may set its times to now, and to nothing else.
-        now = int(time.time() * 1000000000)
+        now = int(time.time() * SECOND_NS)
         if abs(now - atime_ns) > _NOW_NS or abs(now - mtime_ns) > _NOW_NS:
             raise
         os.utime(path)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from protocol.backends.container.helper.calls import fail
 from protocol.backends.container.helper.files import Files
 from protocol.backends.container.helper.nodes import Handle
-from protocol.backends.container.helper.wire import CHUNK_BYTES, TREE_ENTRY, XATTR, Op, Reply
+from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Reply
 
 _WALKS_KEPT = 16
 _O_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -103,9 +103,10 @@ class Trees:
         with self._table.lock:
             number = self._table.number_of(seen)
         xattrs = _xattrs(handle)
+        mtime_s, mtime_ns = divmod(seen.st_mtime_ns, SECOND_NS)
         return (
             TREE_ENTRY.pack(
-                seen.st_mode, size, seen.st_mtime_ns, seen.st_uid, seen.st_gid, seen.st_nlink, number, seen.st_rdev,
+                seen.st_mode, size, mtime_s, mtime_ns, seen.st_uid, seen.st_gid, seen.st_nlink, number, seen.st_rdev,
                 len(path), len(target), len(xattrs),
             )
             + path + target + xattrs

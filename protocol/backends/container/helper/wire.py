@@ -21,13 +21,18 @@ MAX_BODY_BYTES = CHUNK_BYTES + 128 * 1024
 MAX_STRINGS = 4096
 NAME_MAX = 255
 
-ATTRIBUTES = struct.Struct("<12q")  # inode, mode, nlink, uid, gid, rdev, size, blocks, atime, mtime, ctime, birth (ns)
-ATTRIBUTE_COUNT = 12
-ENTRY = struct.Struct("<q12qH")  # cookie, ATTRIBUTES, length of the name that follows
+# Of an inode: inode, mode, nlink, uid, gid, rdev, size, blocks; atime, mtime, ctime, birth in seconds; and the
+# nanoseconds of these four.  (Not in nanoseconds together: file systems have times that need more than 64 bits so.)
+ATTRIBUTE_COUNT = 16
+ENTRY = struct.Struct("<q16qH")  # cookie, attributes, length of the name that follows
 FORGET = struct.Struct("<qq")  # inode, lookups
-# Of a walk: mode, size, mtime, uid, gid, nlink, inode, rdev; lengths of path, target and xattrs, which follow.
-TREE_ENTRY = struct.Struct("<8qIII")
+# Of a walk: mode, size, mtime (seconds, nanoseconds), uid, gid, nlink, inode, rdev; lengths of path, target and
+# xattrs, which follow.
+TREE_ENTRY = struct.Struct("<9qIII")
 XATTR = struct.Struct("<II")  # lengths of name and value, which follow
+
+
+SECOND_NS = 1000000000
 
 
 class WireError(ValueError):
@@ -35,13 +40,13 @@ class WireError(ValueError):
 
 
 class Op:
-    """The operations.  "attributes" stands for the 12 numbers of ATTRIBUTES, and for one lookup that is taken."""
+    """The operations.  "attributes" stands for ATTRIBUTE_COUNT numbers, and for one lookup that is taken."""
 
     HELLO = 1  # -> version, uid, gid, whether there are ACLs, uid and gid of the container's first process
     LOOKUP = 2  # parent; name -> attributes
     FORGET = 3  # ; FORGET... -> no reply
     GETATTR = 4  # inode -> attributes (no lookup)
-    SETATTR = 5  # inode, SET_ bits, mode, uid, gid, size, atime, mtime -> attributes (no lookup)
+    SETATTR = 5  # inode, SET_ bits, mode, uid, gid, size, atime, its ns, mtime, its ns -> attributes (no lookup)
     READLINK = 6  # inode -> ; target
     MKNOD = 7  # parent, mode, rdev, uid, gid, umask; name -> attributes
     MKDIR = 8  # parent, mode, uid, gid, umask; name -> attributes
