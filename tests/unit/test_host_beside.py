@@ -224,3 +224,18 @@ def test_a_second_name_of_a_file_that_is_removed_stays(volume: HostVolume, fs: D
     assert fs.stat(number).nlink == 1
     with fails(errno.ENOENT):
         fs.at(b"a")
+
+
+def test_a_name_that_was_only_for_a_moment_is_told_of(volume: HostVolume, fs: Driver, inside: Path) -> None:
+    (inside / "a").write_bytes(b"old")
+    seen = []
+
+    def change() -> None:
+        (inside / ".vfsd-restore-0-1").write_bytes(b"new")
+        seen.append(fs.hold(b".vfsd-restore-0-1"))  # somebody lists the directory
+        os.rename(inside / ".vfsd-restore-0-1", inside / "a")
+
+    coherence = restoring(volume, inside, change, b"a")
+    assert EntryChange(ROOT_INODE, b".vfsd-restore-0-1", seen[0], 0) in coherence.entries
+    assert fs.at(b"a") == seen[0]
+    assert fs.stat(b"a").nlink == 1

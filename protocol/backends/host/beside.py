@@ -25,6 +25,8 @@ __all__ = ["Beside"]
 # Numbers that no inode has, for what lost a name of which the kernel knew no inode.
 _FIRST_UNKNOWN: Final = 1 << 60
 _HELD_MOST: Final = 4096
+# What a restore calls new files until they are whole (protocol.store.scan.TEMPORARY_PREFIX, which is above).
+_TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 
 _Places: TypeAlias = Mapping[tuple[Node, bytes], list[Node]]
 
@@ -56,6 +58,7 @@ class Beside:
         found = _Found(self._table, self._descriptors, self._forget_scan, self._places())
         for change in changes:
             found.add(change)
+        found.add_temporaries()
         self._let_go()
         return Coherence(found.entries, found.inodes, found.paths, found.modes)
 
@@ -123,6 +126,14 @@ class _Found:
         for parent in self._directories[above]:
             self._look(parent, above, name, change)
 
+    def add_temporaries(self) -> None:
+        """The names that somebody who listed a directory meanwhile has seen, and that are gone by now."""
+        paths = {parent: path for path, parents in self._directories.items() for parent in parents}
+        for (parent, name), known in self._places.items():
+            if name.startswith(_TEMPORARY_PREFIX) and parent in paths and known:
+                path = b"/".join(filter(None, (paths[parent], name)))
+                self._look(parent, paths[parent], name, Change(path, "removed", None, None))
+
     def _look(self, parent: Node, above: bytes, name: bytes, change: Change) -> None:
         seen = self._seen(parent, name)
         known = self._places.get((parent, name), [])
@@ -169,9 +180,13 @@ class _Found:
             holder = self._table.get(new)
             if holder is not None and holder.key != key:
                 new = self._table.enter(parent, name, seen).number
-            elif holder is not None and not holder.is_dir:
-                # By another name; or the host gave its number to a new file, of which the kernel has other pages.
-                self._in_place(holder, b"/".join(filter(None, (above, name))), content=True)
+            elif holder is not None:
+                # Known by another name, such as a temporary one; or the host gave the number of what is gone to what
+                # is new, and the kernel has other pages of that.
+                holder = self._table.enter(parent, name, seen)
+                new = holder.number
+                if not holder.is_dir:
+                    self._in_place(holder, b"/".join(filter(None, (above, name))), content=True)
             self.modes[new] = seen.st_mode
         if parent.scan is not None:
             if seen is None:
