@@ -47,13 +47,17 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is to be run, wherever that is: see `Executor.run`.  `user` None is whoever commands run as there."""
+    """What is to be run, wherever that is: see `Executor.run`.
+
+    `user` None is whoever commands run as there.  Without `has_input` it is given none.
+    """
 
     argv: Sequence[str]
     cwd: str = "."
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
     terminal: Terminal | None = None
+    has_input: bool = False
 
 
 def check_command(command: Command) -> None:

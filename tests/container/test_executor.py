@@ -67,8 +67,22 @@ def test_standard_input_is_given_whole_and_ends(executor: ContainerExecutor) -> 
     assert executor.run(["cat"]).stdout == b""
 
 
-def test_a_command_that_reads_no_input_is_not_waited_for(executor: ContainerExecutor) -> None:
-    assert executor.run(["true"], stdin=b"x" * (1 << 20)).exit_status == 0
+@pytest.mark.parametrize("size", [100, 200_000])
+@pytest.mark.parametrize("script", ["exec <&-", "head -c 5 >/dev/null"])
+def test_input_that_is_not_read_costs_no_output(executor: ContainerExecutor, script: str, size: int) -> None:
+    for _ in range(5):
+        done = executor.run(["sh", "-c", f"{script}; echo done; echo end >&2; exit 3"], stdin=b"x" * size)
+        assert (done.exit_status, done.stdout, done.stderr) == (3, b"done\n", b"end\n")
+
+
+def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor: ContainerExecutor) -> None:
+    binary = bytes(range(256)) * 400
+    done = executor.run(["sh", "-c", "tee /dev/stderr; printf '\\0'; kill -9 $$"], stdin=binary)
+    assert (done.exit_status, done.stdout, done.stderr) == (137, binary + b"\0", binary)
+    assert executor.run(["printf", "%s|", "a b", "", "*"], stdin=b"x").stdout == b"a b||*|"
+    with pytest.raises(FileNotFoundError) as caught:
+        executor.run(["no-such-program"], stdin=b"x")
+    assert caught.value.filename == "no-such-program"
 
 
 def test_output_beyond_the_limit_is_thrown_away_and_the_command_goes_on(executor: ContainerExecutor) -> None:

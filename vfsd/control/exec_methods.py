@@ -68,6 +68,7 @@ class ExecMethods:
             env=params.env,
             user=params.user,
             terminal=_terminal(params.terminal),
+            has_input=params.input,
         )
         name, session = secrets.token_hex(8), _Session(call, params.window_bytes, has_input=params.input)
         self._sessions[name] = session

@@ -205,7 +205,12 @@ class FsMethods:
 
     # -- commands --------------------------------------------------------------------------------------
     async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
-        command = Command(command_words(params.argv), cwd=normalise(_path(params.cwd)), env=params.env)
+        command = Command(
+            command_words(params.argv),
+            cwd=normalise(_path(params.cwd)),
+            env=params.env,
+            has_input=bool(params.stdin),
+        )
         collected: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
 
         async def collect(stream: Stream, data: bytes) -> None:

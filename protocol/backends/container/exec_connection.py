@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
+import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -128,7 +130,22 @@ def _refusal(status: int, data: bytes) -> OSError:
 
 async def connect(service: PodmanService) -> Connection:
     """A connection to `service`.  OSError that says why there is none."""
-    # In a thread: behind ssh a tunnel may have to be made first.
-    plain = await trio.to_thread.run_sync(service.connect, abandon_on_cancel=True)
+    wanted = threading.Lock()  # taken by whoever is first: the caller that takes the socket, or leaves
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        plain = service.connect()
+        made.append(plain)
+        if not wanted.acquire(blocking=False):
+            plain.close()
+
+    try:
+        # In a thread: behind ssh a tunnel may have to be made first.
+        await trio.to_thread.run_sync(make, abandon_on_cancel=True)
+    except trio.Cancelled:
+        if not wanted.acquire(blocking=False):
+            made[0].close()
+        raise
+    (plain,) = made
     plain.setblocking(False)
     return Connection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))

@@ -20,6 +20,7 @@ from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exe
 from protocol.backends.container.marked import Marked
 from protocol.backends.container.podman import Container
 from protocol.backends.container.target import DEFAULT_WORKDIR
+from protocol.backends.container.with_input import WithInput
 from protocol.errors import fail
 from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, Terminal, check_command
 
@@ -28,6 +29,7 @@ __all__ = ["ContainerExecutor", "ContainerPlace", "ContainerProcess", "RunningIn
 Stream = Literal["stdout", "stderr"]
 
 _END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
+_PIECE_BYTES: Final = 32 * 1024
 _KILLED: Final = 137  # 128 + SIGKILL, as runtimes and shells say it
 # What a runtime that could not start a program says on its standard error, and the status that comes with it.
 _REFUSAL: Final = b"Error: "
@@ -56,6 +58,7 @@ class ContainerPlace:
         self._env = dict(env or {})
         self._user = user
         self._running = 0
+        self._with_shell: dict[str, bool] = {}  # by a container's id
 
     @contextlib.asynccontextmanager
     async def started(self, command: Command) -> AsyncIterator[ContainerProcess]:
@@ -68,6 +71,9 @@ class ContainerPlace:
         marked = Marked(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
         terminal = command.terminal
+        with_input = None
+        if command.has_input and terminal is None and await self._has_shell(container):
+            with_input = WithInput(command.argv)
         self._running += 1
         try:
             # Shielded: what was started must get here.  It has a time limit of its own.
@@ -75,14 +81,15 @@ class ContainerPlace:
                 stream = await open_exec(
                     container.service,
                     container.id,
-                    command.argv,
+                    command.argv if with_input is None else with_input.argv,
                     env={**self._env, **command.env, **marked.env},
                     cwd=directory,
                     tty=terminal is not None,
                     user=command.user or self._user,
+                    stdin=command.has_input,
                     size=None if terminal is None else (terminal.rows, terminal.columns),
                 )
-            process = ContainerProcess(stream, command, directory, marked, lambda: self._running == 1)
+            process = ContainerProcess(stream, command, directory, marked, with_input, lambda: self._running == 1)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(process.pump)
@@ -94,6 +101,18 @@ class ContainerPlace:
         finally:
             self._running -= 1
 
+    async def _has_shell(self, container: Container) -> bool:
+        """Whether there is a /bin/sh in it."""
+        if container.id not in self._with_shell:
+            probe = await open_exec(container.service, container.id, ["/bin/sh", "-c", ":"], stdin=False)
+            try:
+                while await probe.receive():
+                    pass
+                self._with_shell = {container.id: await probe.wait() == 0}
+            finally:
+                await probe.aclose()
+        return self._with_shell[container.id]
+
 
 class ContainerProcess:
     """A command in a container, as `vfsd.commands.place.Process` has it.  A terminal's output is all "stdout"."""
@@ -104,14 +123,17 @@ class ContainerProcess:
         command: Command,
         directory: str,
         marked: Marked,
+        with_input: WithInput | None,
         is_alone: Callable[[], bool],
     ) -> None:
         self._stream = stream
         self._command = command
         self._directory = directory
         self._marked = marked
+        self._with_input = with_input
         self._is_alone = is_alone
         self._killed = False
+        self._sending = trio.Lock()
         self._refusal = b""  # what may be the runtime's word that the program could not be started
         self._has_begun = False
         self._channel, self.output = trio.open_memory_channel[tuple[Stream, bytes]](0)
@@ -121,14 +143,28 @@ class ContainerProcess:
         """Put what the command writes into `output`, until it has ended."""
         async with self._channel:
             while (received := await self._stream.receive()) is not None:
-                data = received.data
-                if not self._has_begun and received.channel == STDERR and self._may_be_refusal(data):
-                    self._refusal += data
-                    continue
-                await self._flush()
-                await self._channel.send(("stderr" if received.channel == STDERR else "stdout", data))
+                if received.channel == STDERR:
+                    await self._pass_error(received.data)
+                else:
+                    await self._flush()
+                    await self._channel.send(("stdout", received.data))
+            if self._with_input is not None and (rest := self._with_input.rest()):
+                await self._channel.send(("stderr", rest))
             if self._refusal and not await self._is_refused():
                 await self._flush()
+
+    async def _pass_error(self, data: bytes) -> None:
+        if not self._has_begun and self._may_be_refusal(data):
+            self._refusal += data
+            return
+        await self._flush()
+        if self._with_input is not None:
+            had_ended = self._with_input.has_ended
+            data = self._with_input.errors(data)
+            if self._with_input.has_ended and not had_ended:
+                await self.end_input()
+        if data:
+            await self._channel.send(("stderr", data))
 
     def _may_be_refusal(self, data: bytes) -> bool:
         return data.startswith(_REFUSAL) and b"OCI " in (self._refusal or data) and len(self._refusal) < _REFUSAL_BYTES
@@ -144,15 +180,20 @@ class ContainerProcess:
     # -- what it is given --------------------------------------------------------------------------------
     async def send(self, data: bytes) -> None:
         """Give it input; waits until it is taken.  BrokenPipeError once it reads no more."""
-        await self._stream.send(data)
+        for start in range(0, len(data), _PIECE_BYTES):
+            async with self._sending:
+                if self._with_input is not None and self._with_input.has_ended:
+                    raise BrokenPipeError(errno.EPIPE, "the command has ended")
+                await self._stream.send(data[start : start + _PIECE_BYTES])
 
     async def end_input(self) -> None:
         """There is no more input."""
         if self._command.terminal is None:
-            await self._stream.close_stdin()
+            async with self._sending:
+                await self._stream.close_stdin()
         else:
             with contextlib.suppress(BrokenPipeError):
-                await self._stream.send(_END_OF_INPUT)
+                await self.send(_END_OF_INPUT)
 
     async def signal(self, number: int) -> None:
         """Send a signal to the command's process group; nothing when it has ended."""
@@ -178,6 +219,8 @@ class ContainerProcess:
         status = await self._stream.wait()
         if self._refusal:
             raise _refused(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
+        if self._with_input is not None and self._with_input.is_missing:
+            raise fail(errno.ENOENT, self._command.argv[0])
         return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
 
     async def end(self) -> None:
@@ -240,7 +283,7 @@ class ContainerExecutor:
         stdin: bytes = b"",
     ) -> RunningInContainer:
         """A command that `wait` runs, in the thread that calls it."""
-        command = Command(argv, cwd=cwd, env=dict(env or {}))
+        command = Command(argv, cwd=cwd, env=dict(env or {}), has_input=bool(stdin))
         check_command(command)
         if timeout_s <= 0:
             raise fail(errno.EINVAL, "a timeout must be positive")
