@@ -8,13 +8,17 @@ from protocol.store.restore import Problem, RestoredChanges
 from protocol.store.source import DirectorySource, Source, TreeSource
 from protocol.store.store import Store
 from protocol.store.target import ChangedMeanwhileError, DirectoryTarget, Target
+from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 
 __all__ = [
     "STORE_VARIABLE",
     "ChangedMeanwhileError",
+    "CheckReport",
+    "Damage",
     "DamagedError",
     "DirectorySource",
     "DirectoryTarget",
+    "GarbageReport",
     "Interrupted",
     "Problem",
     "RestoredChanges",

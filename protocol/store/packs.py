@@ -251,6 +251,12 @@ class Packs:
             if pack.entries <= _SMALL_PACK:
                 self._table.update(pack.places())
 
+    def read_anew(self) -> None:
+        """See also what was replaced under its name."""
+        with self._lock:
+            self._forget(set(self._packs))
+            self.refresh()
+
     def all(self) -> list[Pack]:
         """The packs that are whole."""
         with self._lock:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
+from protocol.store import upkeep
 from protocol.store.blobs import Blobs, Digesting, Storing
 from protocol.store.journal import Entry as JournalEntry
 from protocol.store.journal import Interrupted, Journal
@@ -38,6 +39,7 @@ from protocol.store.rows import Row
 from protocol.store.scan import Progress, Scanned, Unreadable, untold
 from protocol.store.statcache import StatCache
 from protocol.store.trees import MerkleTree, ReadRows
+from protocol.store.upkeep import CheckReport, GarbageReport
 
 if TYPE_CHECKING:
     from protocol.diff import Change
@@ -53,11 +55,15 @@ Kind = Literal["user", "safety"]
 class Store:
     """The store in `directory` (by default where the user's is); it is made when the first snapshot is taken."""
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`on_step` hears of each step that leaves something on the disk: for tests, which end the process there."""
         self.layout = Layout(default_directory() if directory is None else os.fspath(directory))
         self.blobs = Blobs(self.layout)
         self._caches: dict[str, StatCache] = {}
         self._records: dict[str, Record] = {}
+        self._step = on_step
 
     @property
     def directory(self) -> str:
@@ -136,11 +142,14 @@ class Store:
                 sink = Storing(blobs, pack, objects)
                 trusted = cache.generation == generation
                 found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+                self._step("took the state in")
                 objects.publish()
+                self._step("published objects")
                 record = self._commit(workspace, name, tag, kind, created_ns, found, pack)
         finally:
             objects.discard()
         blobs.packs.refresh()
+        self._step("before the stat cache")
         if found.directory is not None:
             cache.learn(found.directory, found.changed, generation)
         return info_of(record), found
@@ -158,6 +167,7 @@ class Store:
             )  # fmt: skip
             path = os.path.join(layout.packs, pack_name(layout.workspace_id(workspace), serial))
             pack.finish(path, encode_record(record))
+            self._step("named the snapshot")
             sync_directory(layout.packs)
         return record
 
@@ -169,6 +179,7 @@ class Store:
             record = self._record(workspace, name)
             old = os.path.join(self.layout.packs, pack_name(self.layout.workspace_id(workspace), record.serial))
             os.rename(old, old.removesuffix(".snap") + ".pack")
+            self._step("dropped the snapshot")
             sync_directory(self.layout.packs)
         self.blobs.packs.refresh()
 
@@ -309,8 +320,10 @@ class Store:
             journal.close(entry)
             return RestoredChanges((), kept, tuple(todo.problems))
         journal.write(entry)
+        self._step("wrote the journal")
         with target.opened(entry.token):
             changes, problems = apply(todo, target, live, wanted, self.blobs, found.directory, progress)
+        self._step("before the journal goes")
         journal.close(entry)
         return RestoredChanges(tuple(changes), kept, tuple(problems))
 
@@ -323,6 +336,22 @@ class Store:
         if entry is None:
             return None
         return Interrupted(entry.snapshot, entry.paths, entry.safety, entry.started_ns)
+
+    # -- upkeep --------------------------------------------------------------------------------
+    def check(self, progress: upkeep.Progress | None = None) -> CheckReport:
+        """Read everything, and say what is damaged and which snapshots need it."""
+        return upkeep.check(self.layout, self.blobs, progress or untold)
+
+    def collect_garbage(
+        self, progress: upkeep.Progress | None = None, *, wait_s: float = 60.0, repair: bool = False
+    ) -> GarbageReport:
+        """Free what no snapshot needs.  EBUSY when snapshots, restores or readers go on for longer than `wait_s`.
+
+        With `repair` what is damaged is taken out; the next `take` brings what its directory still has.
+        """
+        return upkeep.collect_garbage(
+            self.layout, self.blobs, progress or untold, wait_s=wait_s, repair=repair, step=self._step
+        )  # fmt: skip
 
     def forget_interrupted(self, workspace: str, target: Target) -> None:
         """Let the state that an interrupted restore left be as it is; only its temporary files are removed."""
