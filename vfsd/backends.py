@@ -162,7 +162,7 @@ def _overlay(options: MountOptions, directory: str) -> Backend:
         with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
             volume.import_tree(tree, replace=False)
     volume.read_only = options.read_only
-    return Backend(volume, close=volume.lower.close, recovered=recovered)
+    return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
 
 
 def _container(options: MountOptions, kind: str, argument: str) -> Backend:
