@@ -225,6 +225,26 @@ def test_with_a_kernel_the_read_fails_until_that_was_told(below: Path) -> None:
     assert fs.read(number) == b"written anew"
 
 
+def test_what_the_kernel_has_read_is_looked_at_again_by_and_by(below: Path) -> None:
+    for number in range(1500):
+        (below / "other" / str(number)).write_bytes(b"1")
+    volume, fs = over(below)
+    told: list[Coherence] = []
+    volume.on_change = told.append
+    held = [fs.hold(b"other/%d" % number) for number in range(1500)]
+    (below / "other" / "3").write_bytes(b"2")
+    (below / "other" / "1400").write_bytes(b"3")
+    (below / "other" / "5").unlink()
+    for _ in range(4):
+        volume.tidy()
+    assert {change.inode for each in told for change in each.inodes} == {held[3], held[1400]}
+    assert volume.changed_below == 2
+    for each in told:
+        volume.told(each)
+    assert [fs.read(held[number]) for number in (3, 4, 1400)] == [b"2", b"1", b"3"]
+    volume.check_invariants()
+
+
 def test_a_file_held_in_part_is_never_a_mixture(below: Path) -> None:
     (below / "f").write_bytes(b"1" * (3 * BLOCK))
     volume, fs = over(below)

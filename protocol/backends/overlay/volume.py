@@ -6,7 +6,8 @@ and imports are the memory volume's.  The first epoch, which no user sees, is th
 What changes below while it is mounted:
 
 - a file that was not changed above follows: the read that finds it out fails with ESTALE, the kernel is told to forget
-  what it has of it (`on_change`), and from then on the new one is served.  Where nobody is to be told, nothing fails;
+  what it has of it (`on_change`), and from then on the new one is served.  Where nobody is to be told, nothing fails.
+  What the kernel has read it does not ask for: so `tidy` looks at all files that it knows, some at a time;
 - a file of which something is held above (content in part, attributes, another name) does not: reading what would
   have to come from below fails with ESTALE, until it is discarded;
 - names that come and go in a directory that was listed already are not noticed; one that has gone is taken out
@@ -21,6 +22,7 @@ state holds its lock.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import stat
 import time
@@ -37,7 +39,7 @@ from protocol.backends.overlay.hiding import Hiding
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import check
 from protocol.backends.overlay.journal import is_interrupted
-from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower
+from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
@@ -54,6 +56,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _SUPERUSER: Final = Caller(0, 0)
+_LOOKED_AT: Final = 1000  # files at a time: some milliseconds
 
 
 def _locked(method: Callable[Concatenate[OverlayVolume, P], T]) -> Callable[Concatenate[OverlayVolume, P], T]:
@@ -95,7 +98,8 @@ class OverlayVolume(MemoryVolume):
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
         self._untold: set[int] = set()
-        self._reported: set[int] = set()
+        self._lost: set[int] = set()  # whose rest nobody can read any more, and of which that was said
+        self._round: Iterator[int] = iter(())
 
     def check_invariants(self) -> None:
         """See `MemoryVolume.check_invariants`; looks nowhere that nobody looked."""
@@ -261,15 +265,42 @@ class OverlayVolume(MemoryVolume):
         Whether it follows what is below, and whether anything is different now; that is logged and told.
         """
         follows, changed = self._overlay.refresh(inode)
-        if changed and (follows or inode not in self._reported):
-            self._reported.add(inode)
+        if changed and (follows or inode not in self._lost):
             self.changed_below += 1
+            if not follows:
+                self._lost.add(inode)
             told = "following it" if follows else "held above in part: reading the rest fails, until it is discarded"
             _logger.warning("a file changed below the overlay; %s", told, extra={"path": path})
         if follows and changed and self.on_change is not None:
             self._untold.add(inode)
             self.on_change(self._coherence_of(inode))
         return follows, changed
+
+    def tidy(self) -> None:
+        """Look once more at some of the files from below that the kernel knows: what it has read it does not ask for.
+
+        To be called about once a second.
+        """
+        with self._lock:
+            numbers = list(itertools.islice(self._round, _LOOKED_AT))
+            if len(numbers) < _LOOKED_AT:
+                self._round = iter(list(self._overlay.table))
+            for number in numbers:
+                self._look_below(number)
+
+    def _look_below(self, number: int) -> None:
+        inode = self._overlay.table.known(number)
+        if not isinstance(inode, OverlayInode) or inode.content is None or not inode.lookups:
+            return
+        file = inode.lower
+        if file.kept is not None or number in self._lost:
+            return
+        try:
+            seen = self.lower.stat(file.path)
+        except OSError:
+            return  # as other names that go, it is not noticed until somebody wants to read it
+        if not self.lower.is_same(identity(seen), file.identity):
+            self.look_again(number, file.path)
 
     def _coherence_of(self, number: int) -> Coherence:
         node = self._inodes[number]
