@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,24 +19,12 @@ from podman import PodmanClient
 
 from protocol.backends.container.podman import Container, PodmanService
 from tests.container.images import write_busybox_image, write_python_image
-from tests.leaks import mounts
+from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
 from vfsd.workspace import Workspace
 
-SERVICE_TIMEOUT_S = 60.0
 BUSYBOX = "localhost/vfsd-test-busybox:latest"
 PYTHON = "localhost/vfsd-test-python:latest"
-# File locks: Podman's usual ones are in shared memory, which all of this user's Podmans have in common.
-_CONFIGURATION = """
-[containers]
-default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
-[engine]
-runtime = "runc"
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-lock_type = "file"
-"""
-
 # Options of `PodmanService.create` for a container whose users are others to the host: 0 is 200000 there.
 MAPPED = {
     "userns_mode": "private",
@@ -61,67 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.container)
 
 
-def _file_system_of(path: Path) -> str:
-    places = [mount for mount in mounts() if path.is_relative_to(mount.mountpoint)]
-    return max(places, key=lambda mount: len(mount.mountpoint)).fs_type
-
-
-def _command(place: Path) -> list[str]:
-    """Podman on a storage of its own."""
-    driver = "vfs" if _file_system_of(place) == "overlay" else "overlay"  # no overlay can be laid over an overlay
-    options = [f"--root={place}/storage", f"--runroot={place}/run", f"--tmpdir={place}/tmp"]
-    # Else each Podman, those that clean up after a container too, mounts the storage on itself, and unmounts it.
-    bare = ["--storage-opt=overlay.skip_mount_home=true"] if driver == "overlay" else []
-    return ["podman", *options, f"--storage-driver={driver}", *bare]
-
-
-@contextmanager
-def running_service(place: Path) -> Iterator[str]:
-    """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone."""
-    place.mkdir()
-    configuration = place / "containers.conf"
-    configuration.write_text(_CONFIGURATION)
-    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    url, log = f"unix://{place}/podman.sock", place / "service.log"
-    with log.open("wb") as file:
-        service = subprocess.Popen(
-            [*_command(place), "system", "service", "--time=0", url],
-            env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-        )  # fmt: skip
-    try:
-        _wait_for(place / "podman.sock", service, log)
-        yield url
-    finally:
-        service.terminate()
-        try:
-            service.wait(30)
-        except subprocess.TimeoutExpired:
-            service.kill()
-            service.wait()
-        # What a container that failed half-way has left.
-        for mount in sorted(mounts(), key=lambda mount: -len(mount.mountpoint)):
-            if mount.mountpoint.startswith(f"{place}/"):
-                subprocess.run(["umount", "-l", mount.mountpoint], check=True)
-        shutil.rmtree(place)
-
-
-def _wait_for(path: Path, service: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + SERVICE_TIMEOUT_S
-    while True:
-        with socket.socket(socket.AF_UNIX) as probe:
-            if not probe.connect_ex(str(path)):
-                return
-        if service.poll() is not None or time.monotonic() > deadline_s:
-            pytest.skip(f"no Podman service can be run here: {log.read_text(errors='replace')[-1000:]}")
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="session")
 def podman_url(session_dir: str, no_leaks_of_the_session: None) -> Iterator[str]:
     """The URL of a Podman service of this worker's own."""
-    if shutil.which("podman") is None:
-        pytest.skip("podman is missing")
-    with running_service(Path(session_dir, "podman")) as url:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: a Podman of root's, whose containers are reached through /proc")
+    with ExitStack() as stack:
+        try:
+            url = stack.enter_context(running_service(Path(session_dir, "podman")))
+        except NoPodmanError as error:
+            pytest.skip(f"no Podman service can be run here: {error}")
         yield url
         with PodmanClient(base_url=url) as client:
             left = [str(one.name) for one in client.containers.list(all=True)]

@@ -25,7 +25,7 @@ _STDLIB_WITHOUT = ("pydoc.py", "turtle.py", "pydoc_data")
 
 
 def busybox() -> str:
-    """The path of a static busybox; FileNotFoundError where there is none."""
+    """The path of busybox, best a static one; FileNotFoundError where there is none."""
     path = shutil.which("busybox")
     if path is None:
         raise FileNotFoundError(f"busybox is missing: install {BUSYBOX_PACKAGES[0]}")
@@ -49,6 +49,8 @@ def _add_busybox(tar: tarfile.TarFile) -> None:
     for name, mode in _DIRECTORIES.items():
         _add_directory(tar, name, mode)
     tar.add(busybox(), "bin/busybox")
+    for library in _needed_by(Path(busybox())):  # none, of a static one
+        tar.add(library.resolve(), str(library).lstrip("/"))
     for applet in subprocess.run([busybox(), "--list"], check=True, capture_output=True, text=True).stdout.split():
         if applet != "busybox":
             _add_link(tar, f"bin/{applet}", "busybox")
@@ -74,6 +76,7 @@ def _add_python(tar: tarfile.TarFile) -> None:
 
 
 def _needed_by(binary: Path) -> list[Path]:
+    """The shared libraries that it is linked with."""
     shown = subprocess.run(["ldd", binary], check=False, capture_output=True, text=True).stdout
     return [Path(found) for found in re.findall(r"(/\S+) \(0x", shown)]
 

@@ -1,0 +1,91 @@
+"""A Podman service of one's own, on a storage of its own: for the tests and the benchmarks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.leaks import mounts
+
+SERVICE_TIMEOUT_S = 60.0
+# File locks: Podman's usual ones are in shared memory, which all of this user's Podmans have in common.
+_CONFIGURATION = """
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+[engine]
+runtime = "{runtime}"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+lock_type = "file"
+"""
+
+
+class NoPodmanError(Exception):
+    """Why no service can be run here."""
+
+
+def _file_system_of(path: Path) -> str:
+    places = [mount for mount in mounts() if path.is_relative_to(mount.mountpoint)]
+    return max(places, key=lambda mount: len(mount.mountpoint)).fs_type
+
+
+def _command(place: Path) -> list[str]:
+    """Podman on a storage of its own."""
+    driver = "vfs" if _file_system_of(place) == "overlay" else "overlay"  # no overlay can be laid over an overlay
+    options = [f"--root={place}/storage", f"--runroot={place}/run", f"--tmpdir={place}/tmp"]
+    # Else each Podman, those that clean up after a container too, mounts the storage on itself, and unmounts it.
+    bare = ["--storage-opt=overlay.skip_mount_home=true"] if driver == "overlay" else []
+    return ["podman", *options, f"--storage-driver={driver}", *bare]
+
+
+@contextmanager
+def running_service(place: Path) -> Iterator[str]:
+    """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone.
+
+    NoPodmanError where there can be none.
+    """
+    if shutil.which("podman") is None:
+        raise NoPodmanError("podman is missing")
+    place.mkdir()
+    configuration = place / "containers.conf"
+    runtime = "runc" if shutil.which("runc") else "crun"
+    configuration.write_text(_CONFIGURATION.format(runtime=runtime))
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    url, log = f"unix://{place}/podman.sock", place / "service.log"
+    with log.open("wb") as file:
+        service = subprocess.Popen(
+            [*_command(place), "system", "service", "--time=0", url],
+            env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+        )  # fmt: skip
+    try:
+        _wait_for(place / "podman.sock", service, log)
+        yield url
+    finally:
+        service.terminate()
+        try:
+            service.wait(30)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()
+        # What a container that failed half-way has left.
+        for mount in sorted(mounts(), key=lambda mount: -len(mount.mountpoint)):
+            if mount.mountpoint.startswith(f"{place}/"):
+                subprocess.run(["umount", "-l", mount.mountpoint], check=True)
+        shutil.rmtree(place)
+
+
+def _wait_for(path: Path, service: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + SERVICE_TIMEOUT_S
+    while True:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if not probe.connect_ex(str(path)):
+                return
+        if service.poll() is not None or time.monotonic() > deadline_s:
+            raise NoPodmanError(log.read_text(errors="replace")[-1000:])
+        time.sleep(0.05)
