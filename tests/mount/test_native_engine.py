@@ -664,6 +664,32 @@ def test_fsync_of_files_and_directories(top: Path) -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize(("kind", "requests"), [("memory", 0), ("awaiting", 2)])
+def test_a_volume_is_asked_to_make_durable_only_if_it_has_anything_durable(
+    workdir: Path, kind: str, requests: int
+) -> None:
+    with mounted(workdir, kind) as mount:
+        file, directory = os.open(mount.path / "f", os.O_CREAT | os.O_RDWR), os.open(mount.path, os.O_RDONLY)
+        for descriptor in (file, directory):
+            os.fsync(descriptor)
+        with mount.requests_of() as count:
+            for descriptor in (file, directory):
+                os.fsync(descriptor)
+            assert count() == requests
+        os.close(file)
+        os.close(directory)
+
+
+def test_fsync_brings_what_was_mapped_into_the_volume(mount: Mounted) -> None:
+    (mount.path / "f").write_bytes(bytes(8192))
+    with open(mount.path / "f", "r+b") as file:
+        for number in (1, 2):
+            with mmap.mmap(file.fileno(), 0) as pages:
+                pages[4096:4099] = b"%03d" % number
+                os.fsync(file.fileno())
+                assert mount.ask("content", inode_of(mount.path / "f"))[4096:4099] == b"%03d" % number
+
+
 # -- caches ------------------------------------------------------------------------------------
 def test_a_warm_open_read_and_close_ask_nothing(mount: Mounted) -> None:
     (mount.path / "f").write_bytes(b"x" * 10_000)

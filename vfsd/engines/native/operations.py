@@ -113,8 +113,6 @@ class Operations:
             (Opcode.LSEEK, wire.FUSE_LSEEK_IN.size, self._lseek, r.position),
             (Opcode.COPY_FILE_RANGE, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.written),
             (Opcode.COPY_FILE_RANGE_64, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.copied_64),
-            (Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
-            (Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done),
             (Opcode.STATFS, 0, self._statfs, r.statfs),
             (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.attribute),
             (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
@@ -130,6 +128,9 @@ class Operations:
         ]
         if isinstance(self._volume, FlushingVolume):
             rows.append((Opcode.FLUSH, 0, self._flush, r.done))
+        if not getattr(type(self._volume), "is_volatile", False):
+            rows.append((Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
+            rows.append((Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
         # OPEN, OPENDIR, CREATE and mostly FLUSH are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
         # of them makes the kernel do them alone for as long as the mount lives.  Opens then keep caches, and a
         # CREATE becomes a MKNOD.
