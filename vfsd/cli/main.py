@@ -33,13 +33,14 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "apply": ("overlay", "Write what an overlay holds into the directory below it."),
     "discard": ("overlay", "Drop what an overlay holds: back to the directory below it."),
     "exec": ("exec", "Run a command in the workspace."),
+    "store": ("store", "Look after the snapshots that are kept on disk."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
 _GROUPS: Final = {
     "Workspaces": ("mount", "unmount", "list", "status"),
-    "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff"),
+    "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec",),

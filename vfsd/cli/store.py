@@ -1,0 +1,257 @@
+"""`vfsd store`: the snapshot store on this machine's disk: what is in it, whether it is whole, and what can go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+
+from protocol.store import Store, default_directory
+from protocol.store.upkeep import CheckReport, Damage, GarbageReport
+from vfsd.cli import output
+from vfsd.cli.app import App, Command
+from vfsd.control.messages import Progress, wire_path
+
+__all__ = ["store_command"]
+
+
+class _Command(Command):
+    """A command that takes --json, but no workspace: the store is there without any being mounted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [param for param in self.params if param.name != "workspace"]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        ctx.params["workspace"] = None
+        return super().invoke(ctx)
+
+
+_store_option: Final = click.option(
+    "--store",
+    metavar="DIR",
+    type=click.Path(file_okay=False),
+    help="The store's directory, in place of the default one.",
+)
+
+
+class _Group(click.Group):
+    """A group whose help ends with examples, as a command's does."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Examples"):
+            for line in ("vfsd store list", "vfsd store check", "vfsd store gc"):
+                formatter.write(" " * formatter.current_indent + line + "\n")
+
+
+@click.group("store", cls=_Group)
+def store_command() -> None:
+    """Look after the snapshots that are kept on disk.
+
+    Snapshots of host directories (and of containers) are kept in one store for all workspaces of a user:
+    $VFSD_STORE_DIR, else $XDG_STATE_HOME/vfsd/store, else ~/.local/state/vfsd/store.  Each content is in it once,
+    however many snapshots and workspaces have it.  It outlives the mounts: a directory that is mounted again has its
+    snapshots still.
+    """
+
+
+@contextmanager
+def _opened(directory: str | None) -> Iterator[Store]:
+    with Store(default_directory() if directory is None else directory) as store:
+        yield store
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    with output.progress(label) as update:
+        if update is None:
+            yield None
+        else:
+            shown = update
+            yield lambda done, total: shown(Progress(id=None, done=done, total=total, unit="bytes"))
+
+
+# -- list -----------------------------------------------------------------------------------------
+_COLUMNS: Final = (
+    output.Column("WORKSPACE"),
+    output.Column("NAME"),
+    output.Column("TIME", "time"),
+    output.Column("FILES", "count"),
+    output.Column("SIZE", "size"),
+    output.Column("KIND"),
+    output.Column("TAG"),
+)
+
+
+@store_command.command(
+    "list",
+    cls=_Command,
+    examples="""
+    vfsd store list
+    vfsd store list | cut -f1 | sort | uniq -c   # how many each workspace has
+    vfsd store list --json
+    """,
+)
+@_store_option
+@click.pass_obj
+def list_command(app: App, store: str | None) -> None:
+    """List the snapshots of all workspaces, mounted or not.
+
+    A workspace is named by its backend and place, as "host:/srv/project".  SIZE is that of the files, not what the
+    store needs for it: what snapshots share is there once.
+    """
+    with _opened(store) as opened:
+        rows = [
+            {
+                "workspace": wire_path(os.fsencode(workspace)),
+                "name": info.name,
+                "created_at": datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
+                "files": info.files,
+                "size_bytes": info.size_bytes,
+                "kind": info.kind,
+                "tag": info.tag,
+            }
+            for workspace, infos in opened.workspaces().items()
+            for info in infos
+        ]
+        app.emit({"store": wire_path(os.fsencode(opened.directory)), "snapshots": rows}, _show_list)
+
+
+def _show_list(answer: dict[str, Any]) -> None:
+    rows = answer["snapshots"]
+    if not rows and output.on_terminal():
+        output.note(f"no snapshots in {output.show_path(answer['store'])}")
+        return
+    output.table(_COLUMNS, [tuple(row.values()) for row in rows])
+
+
+# -- check ----------------------------------------------------------------------------------------
+@store_command.command(
+    "check",
+    cls=_Command,
+    examples="""
+    vfsd store check
+    vfsd store check && vfsd store gc
+    vfsd store check --json
+    """,
+)
+@_store_option
+@click.pass_obj
+def check_command(app: App, store: str | None) -> None:
+    """Read all of the store and say what is damaged.
+
+    Every content is compared with its digest, and every snapshot is followed to its last file.  What is found is named
+    with the snapshots and paths that need it, and the exit status is 1.  Snapshots and restores go on meanwhile.
+    `vfsd store gc --repair` takes out what is damaged; the next snapshot of a directory brings anew what it still has.
+    """
+    with _opened(store) as opened, _progress("checking") as progress:
+        report = opened.check(progress)
+    app.emit(_check_record(report), lambda _: _show_check(report))
+    if not report.ok:
+        click.get_current_context().exit(1)
+
+
+def _check_record(report: CheckReport) -> dict[str, Any]:
+    return {
+        "ok": report.ok,
+        "snapshots": report.snapshots,
+        "contents": report.contents,
+        "size_bytes": report.size_bytes,
+        "damages": [_damage_record(damage) for damage in report.damages],
+        "interrupted": [wire_path(os.fsencode(workspace)) for workspace in report.interrupted],
+        "leftover_bytes": report.leftover_bytes,
+    }
+
+
+def _damage_record(damage: Damage) -> dict[str, Any]:
+    return {
+        "what": damage.what,
+        "snapshots": [{"workspace": wire_path(os.fsencode(key)), "name": name} for key, name in damage.snapshots],
+        "paths": [wire_path(path) for path in damage.paths],
+    }
+
+
+def _show_check(report: CheckReport) -> None:
+    size = output.human_size(report.size_bytes)
+    output.say(f"{report.snapshots:,} snapshots, {report.contents:,} contents, {size}: {_verdict(report)}")
+    for damage in report.damages:
+        output.report(damage.what)
+        for workspace, name in damage.snapshots:
+            output.note(f"  needed by snapshot {name} of {wire_path(os.fsencode(workspace))}")
+        for path in damage.paths:
+            output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
+    for workspace in report.interrupted:
+        shown = wire_path(os.fsencode(workspace))
+        output.note(f"a restore of {shown} was interrupted: mount it, and `vfsd status` says how to finish or undo it")
+    if report.leftover_bytes:
+        output.note(
+            f"{output.human_size(report.leftover_bytes)} are left of work that died; `vfsd store gc` frees them"
+        )
+
+
+def _verdict(report: CheckReport) -> str:
+    return "all whole" if report.ok else "DAMAGED"
+
+
+# -- gc -------------------------------------------------------------------------------------------
+@store_command.command(
+    "gc",
+    cls=_Command,
+    examples="""
+    vfsd store gc
+    vfsd store gc --wait 600               # let long snapshots end first
+    vfsd store gc --repair                 # take out what `vfsd store check` found damaged
+    """,
+)
+@_store_option
+@click.option("--wait", metavar="SECONDS", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="How long to wait for snapshots, restores and readers to end.")  # fmt: skip
+@click.option("--repair", is_flag=True, help="Also take out what is damaged.  Snapshots that need it lose these paths.")
+@click.pass_obj
+def gc_command(app: App, store: str | None, wait: float, *, repair: bool) -> None:
+    """Free what no snapshot needs any more.
+
+    `vfsd drop` forgets a snapshot; what only it had stays on the disk until this.  It runs alone: it waits for
+    snapshots and restores to end, and those that begin wait for it.  Killed at any point it leaves a store that is
+    whole.
+    """
+    with _opened(store) as opened, _progress("collecting") as progress:
+        report = opened.collect_garbage(progress, wait_s=wait, repair=repair)
+    record = {name: getattr(report, name) for name in GarbageReport.__slots__}
+    app.emit(record, lambda _: _show_gc(report))
+
+
+def _show_gc(report: GarbageReport) -> None:
+    freed, kept = output.human_size(max(0, report.freed_bytes)), output.human_size(report.kept_bytes)
+    output.say(f"freed {freed} ({report.freed_contents:,} contents); {kept} are kept")
+
+
+# -- drop -----------------------------------------------------------------------------------------
+@store_command.command(
+    "drop",
+    cls=_Command,
+    examples="""
+    vfsd store drop host:/srv/old          # all its snapshots
+    vfsd store drop host:/srv/old snap-1 snap-2
+    """,
+)
+@_store_option
+@click.argument("workspace")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.pass_obj
+def drop_command(app: App, store: str | None, workspace: str, names: tuple[str, ...]) -> None:
+    """Delete snapshots of a workspace that need not be mounted, or all of them.
+
+    WORKSPACE is as `vfsd store list` has it.  `vfsd store gc` then frees what only they had.
+    """
+    with _opened(store) as opened:
+        wanted = names or tuple(info.name for info in opened.snapshots(workspace))
+        if not wanted:
+            raise FileNotFoundError(2, "the store has no snapshots of this workspace", workspace)
+        for name in wanted:
+            opened.drop(workspace, name)
+    app.emit({"dropped": wanted}, lambda _: output.say(f"dropped {len(wanted)}") if output.on_terminal() else None)
