@@ -50,6 +50,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "re2": ("protocol.search",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
+    "pathspec": ("protocol.backends.overlay",),
     "trio": ("vfsd", "protocol.backends.container"),
     "podman": ("protocol.backends.container",),
     "h11": ("protocol.backends.container",),
