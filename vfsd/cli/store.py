@@ -13,7 +13,7 @@ import click
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli import output
-from vfsd.cli.app import App, Command
+from vfsd.cli.app import App, Command, json_option, workspace_option
 from vfsd.control.messages import Progress, wire_path
 
 __all__ = ["store_command"]
@@ -40,7 +40,17 @@ _store_option: Final = click.option(
 
 
 class _Group(click.Group):
-    """A group whose help ends with examples, as a command's does."""
+    """A group that takes -w and --json as every command does, though no workspace need be mounted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params += [workspace_option(), json_option()]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        app = ctx.ensure_object(App)
+        ctx.params.pop("workspace")
+        app.json = ctx.params.pop("as_json") or app.json
+        return super().invoke(ctx)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Examples"):
