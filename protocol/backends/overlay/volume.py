@@ -293,13 +293,15 @@ class OverlayVolume(MemoryVolume):
         if not isinstance(inode, OverlayInode) or inode.content is None or not inode.lookups:
             return
         file = inode.lower
-        if file.kept is not None or number in self._lost:
+        if file.kept is not None:
             return
         try:
             seen = self.lower.stat(file.path)
         except OSError:
             return  # as other names that go, it is not noticed until somebody wants to read it
-        if not self.lower.is_same(identity(seen), file.identity):
+        if self.lower.is_same(identity(seen), file.identity):
+            self._lost.discard(number)
+        elif number not in self._lost:
             self.look_again(number, file.path)
 
     def _coherence_of(self, number: int) -> Coherence:
