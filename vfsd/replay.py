@@ -220,14 +220,10 @@ class Replay:
     def __init__(self, volume: Volume, mountpoint: str) -> None:
         self._answers = _Answers(volume)
         self._mountpoint = mountpoint
-        self._thread_id = 0
+        self.thread_id = 0  # no property: it is looked at with every request
         self._one_at_a_time = trio.Lock()
         self._finished = trio.Event()  # the latest thread has
         self._finished.set()
-
-    @property
-    def thread_id(self) -> int:
-        return self._thread_id
 
     @property
     def volume(self) -> Volume:
@@ -257,7 +253,7 @@ class Replay:
     def _work(
         self, coherence: Coherence, stopped: threading.Event, loop: trio.lowlevel.TrioToken, finished: trio.Event
     ) -> None:
-        self._thread_id = threading.get_native_id()
+        self.thread_id = threading.get_native_id()
         try:
             self._replay(coherence, stopped)
         except _AbandonedError as error:
@@ -267,7 +263,7 @@ class Replay:
             log.exception("changes are not shown to inotify watchers")
         finally:
             self._answers.step = None
-            self._thread_id = 0
+            self.thread_id = 0
             with contextlib.suppress(trio.RunFinishedError):
                 loop.run_sync_soon(finished.set)
 
