@@ -26,6 +26,7 @@ __all__ = [
     "drop",
     "export",
     "import_archive",
+    "origin_of",
     "patch",
     "restore",
     "snapshot",
@@ -70,15 +71,32 @@ def drop(name: str) -> Call[None]:
 
 
 def restore(
-    source: str | os.PathLike[str], paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool
+    source: str | os.PathLike[str],
+    paths: Iterable[UserPath],
+    mountpoint: str,
+    *,
+    of: str | None,
+    store: str | os.PathLike[str] | None,
+    dry_run: bool,
 ) -> Call[results.Restored]:
     """Restore: a `str` names a snapshot, a path object an archive."""
     limited_to = wire_paths(paths, mountpoint)
     if isinstance(source, str):
         params = messages.RestoreParams(name=source, paths=limited_to, dry_run=dry_run)
+        if of is not None:
+            params.of, params.store = origin_of(of, store)
+    elif of is not None:
+        raise ValueError("an archive is of no workspace: `of` goes with the name of a snapshot")
     else:
         params = messages.RestoreParams(archive=_absolute(source), paths=limited_to, dry_run=dry_run)
     return Call("restore", params, _restored)
+
+
+def origin_of(backend: str, store: str | os.PathLike[str] | None) -> tuple[str, str | None]:
+    """A workspace's key in a store, and the store's directory (None: the daemon's own), as the wire writes both."""
+    kind, _, place = backend.partition(":")
+    key = f"host:{os.path.realpath(place)}" if kind == "host" else backend
+    return messages.wire_path(os.fsencode(key)), None if store is None else _absolute(store)
 
 
 def undo(*, dry_run: bool) -> Call[results.Restored]:

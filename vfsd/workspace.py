@@ -257,6 +257,8 @@ class Workspace(_Base):
         source: FilePath,
         paths: Iterable[UserPath] = (),
         *,
+        of: str | None = None,
+        store: FilePath | None = None,
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Restored:
@@ -264,8 +266,11 @@ class Workspace(_Base):
 
         Programs that have files open go on; files that are the same are not touched.  The state before is
         kept as a safety snapshot, which `undo` brings back.  `dry_run` only tells what would change.
+
+        With `of`, the backend of another workspace ("host:DIR"), the snapshot is that one's, from `store` (None: the
+        daemon's own).
         """
-        return self._run(calls.restore(source, paths, self._path, dry_run=dry_run), on_progress)
+        return self._run(calls.restore(source, paths, self._path, of=of, store=store, dry_run=dry_run), on_progress)
 
     def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
         """Go back to before the last restore or import.  FileNotFoundError where there was none."""
@@ -478,11 +483,15 @@ class AsyncWorkspace(_Base):
         source: FilePath,
         paths: Iterable[UserPath] = (),
         *,
+        of: str | None = None,
+        store: FilePath | None = None,
         dry_run: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Restored:
         """As `Workspace.restore`."""
-        return await self._run(calls.restore(source, paths, self._path, dry_run=dry_run), on_progress)
+        return await self._run(
+            calls.restore(source, paths, self._path, of=of, store=store, dry_run=dry_run), on_progress
+        )
 
     async def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
         """As `Workspace.undo`."""

@@ -433,6 +433,45 @@ def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
     assert [info.name for info in workspace.snapshots()] == ["one", "safety-1", "safety-2"]
 
 
+def test_a_snapshot_of_a_directory_is_restored_into_any_other_workspace(
+    mount: MountIt, workspace: Workspace, directory: Path, workdir: Path
+) -> None:
+    rich_tree(directory / "tree")
+    expected = tree_of(directory)
+    workspace.snapshot("one")
+    shutil.rmtree(directory / "tree")
+    (workdir / "below").mkdir()
+    (workdir / "below" / "own").write_text("x")
+    (workdir / "second").mkdir()
+    others = [mount(), mount(backend=f"overlay:{workdir}/below"), mount(backend=f"host:{workdir}/second")]
+    for other in others:
+        (Path(other.path) / "before").write_text("x")
+        planned = other.restore("one", of=f"host:{directory}", dry_run=True)
+        restored = other.restore("one", of=f"host:{directory}")
+        assert restored.counts == planned.counts
+        assert restored.source == f"one of host:{directory}"
+        assert tree_of(Path(other.path)) == expected
+        other.undo()
+        assert "before" in os.listdir(other.path)
+        assert not (Path(other.path) / "tree").exists()
+    os.symlink(directory, workdir / "alias")
+    succeeded(vfsd("restore", "one", "tree/dir", "--of", "host:alias", "-w", others[0].name, cwd=workdir))
+    assert sorted(os.listdir(Path(others[0].path) / "tree" / "dir")) == sorted(
+        path.removeprefix("tree/dir/") for path in expected if path.startswith("tree/dir/") and path.count("/") == 2
+    )
+    with pytest.raises(FileNotFoundError):
+        others[0].restore("nothing", of=f"host:{directory}")
+    with pytest.raises(FileNotFoundError):
+        others[0].restore("one", of=f"host:{workdir}")
+    with pytest.raises(FileNotFoundError):
+        others[0].restore("one", of=f"host:{directory}", store=workdir / "none")
+    small = mount(max_bytes=4096)
+    (Path(small.path) / "own").write_text("x")
+    with pytest.raises(OSError, match="No space"):
+        small.restore("one", of=f"host:{directory}")
+    assert os.listdir(small.path) == ["own"]
+
+
 def test_an_import_is_laid_over_what_is_there(workspace: Workspace, root: Path, directory: Path, workdir: Path) -> None:
     (root / "d").mkdir()
     (root / "d" / "a").write_text("from the archive")

@@ -7,6 +7,7 @@ import os
 
 import click
 
+from vfsd.calls import origin_of
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, show_changes, show_problems
@@ -133,14 +134,19 @@ def drop_command(app: App, names: tuple[str, ...]) -> None:
     vfsd restore before-refactor src a.txt # these paths only
     vfsd restore before-refactor --dry-run # say what it would change
     vfsd restore backup.zip                # from an archive
+    vfsd restore before --of host:project  # another directory's snapshot, into this workspace
     vfsd restore --undo                    # back to before the last restore
     """,
 )
 @click.argument("arguments", metavar="NAME|ARCHIVE.zip [PATH]...", nargs=-1, shell_complete=complete_restore)
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
 @click.option("--undo", is_flag=True, help="Go back to before the last restore or import.  Takes PATHs only.")
+@click.option("--of", metavar="host:DIR", help="The snapshot is that directory's, whatever this workspace is.")
+@click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: where that snapshot is kept.")
 @click.pass_obj
-def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool) -> None:
+def restore_command(
+    app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool, of: str | None, store: str | None
+) -> None:
     """Put the workspace, or some paths, back to a snapshot or archive.
 
     Files made since are gone, files that are the same are not touched, programs that have files open go on.
@@ -156,6 +162,10 @@ def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: b
     """
     if not undo and not arguments:
         raise click.UsageError("name a snapshot or an archive, or say --undo")
+    if of is None and store is not None:
+        raise click.UsageError("--store goes with --of")
+    if of is not None and undo:
+        raise click.UsageError("--of takes the name of a snapshot")
     record = app.record()
     source, paths = (None, arguments) if undo else (arguments[0], arguments[1:])
     params = messages.RestoreParams(
@@ -163,14 +173,17 @@ def restore_command(app: App, arguments: tuple[str, ...], dry_run: bool, undo: b
         paths=wire_paths(paths, record.mountpoint, current_directory()),
         dry_run=dry_run,
     )
-    if source is not None and _is_archive(source):
+    if of is not None:
+        params.name = source
+        params.of, params.store = origin_of(of, store)
+    elif source is not None and _is_archive(source):
         params.archive = wire_path(os.fsencode(os.path.abspath(source)))
     else:
         params.name = source
     try:
         answer = app.call(record, "restore", params, label="restoring")
     except FileNotFoundError as error:
-        if source is None or error.filename != source or not _may_be_archive(source):
+        if source is None or of is not None or error.filename != source or not _may_be_archive(source):
             raise
         raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
     app.emit(answer, _show_dry_run if dry_run else _show_restore)

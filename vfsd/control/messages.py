@@ -184,10 +184,13 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
 
 class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
     """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, back to
-    before the last restore or import, or, with `base`, to what is below an overlay.  `paths` (wire paths)
-    limits it.  `dry_run` only says what it would do."""
+    before the last restore or import, or, with `base`, to what is below an overlay.  `of` says that the snapshot
+    is another workspace's, by its key in the store: "host:" and the real path of its directory; `store` is that
+    store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do."""
 
     name: str | None = None
+    of: str | None = None
+    store: str | None = None
     archive: str | None = None
     undo: bool = False
     base: bool = False

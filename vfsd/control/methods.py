@@ -26,7 +26,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
 from protocol.diff import Change, Counts, changes
 from protocol.patch import write_patch
-from protocol.store import StoredSnapshot
+from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
@@ -62,6 +62,7 @@ from vfsd.control.overlay_methods import OverlayMethods
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
+from vfsd.snapshots.archives import Origin, archive, snapshot_of
 from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_bytes, is_reserved
 
 __all__ = ["Methods"]
@@ -185,8 +186,16 @@ class Methods:
         if not params.dry_run:
             self._check_writable()
         paths = wire_paths_within(params.paths)
+        if params.of is not None and params.name is None:
+            raise InvalidParamsError("of takes the name of a snapshot")
         if params.archive is not None:
-            return await self._restore_archive(params.archive, paths, call, dry_run=params.dry_run)
+            origin = archive(_absolute(params.archive))
+            return await self._restore_from(origin, params.archive, paths, call, dry_run=params.dry_run)
+        if params.of is not None:
+            with self._store(params.store) as store:
+                origin = snapshot_of(store, _key(params.of), params.name or "")
+                source = f"{params.name} of {params.of}"
+                return await self._restore_from(origin, source, paths, call, dry_run=params.dry_run)
         name = BASE if params.base else await self._undone() if params.undo else params.name or ""
         source = self._options.backend if params.base else name
         if params.dry_run:
@@ -195,15 +204,20 @@ class Methods:
         outcome = await self._snapshots.restore(name, paths, call)
         return await self._restored(source, outcome, call)
 
-    async def _restore_archive(self, path: str, paths: list[bytes], call: Call, *, dry_run: bool) -> RestoreResult:
+    def _store(self, directory: str | None) -> Store:
+        return Store(self._options.store if directory is None else _absolute(directory))
+
+    async def _restore_from(
+        self, origin: Origin, source: str, paths: list[bytes], call: Call, *, dry_run: bool
+    ) -> RestoreResult:
         snapshots = self._snapshots
-        async with snapshots.staged(_absolute(path), call) as staged:
+        async with snapshots.staged(origin, call) as staged:
             if dry_run:
                 async with snapshots.tree(None) as live:
                     found = await self._differences(live, staged.tree, paths, call)
-                return RestoreResult(path, None, found.counts, found.records, found.truncated)
+                return RestoreResult(source, None, found.counts, found.records, found.truncated)
             outcome = await snapshots.put(staged, paths, call, replace=True)
-        return await self._restored(path, outcome, call)
+        return await self._restored(source, outcome, call)
 
     async def _restored(self, source: str, outcome: Outcome, call: Call) -> RestoreResult:
         found = await self._changed(outcome, call)
@@ -287,7 +301,7 @@ class Methods:
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
-        async with self._snapshots.staged(_absolute(params.path), call) as staged:
+        async with self._snapshots.staged(archive(_absolute(params.path)), call) as staged:
             outcome = await self._snapshots.put(staged, (), call, replace=False)
         found = await self._changed(outcome, call)
         return ImportResult(
@@ -396,6 +410,13 @@ def _check_snapshot_name(name: str) -> None:
             f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
             f"no leading space or dash; {SAFETY_PREFIX!r} is vfsd's own prefix)"
         )
+
+
+def _key(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
 
 
 def _absolute(path: str) -> str:

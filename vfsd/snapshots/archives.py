@@ -1,18 +1,43 @@
-"""read_archive: the content of a ZIP file, unpacked in memory."""
+"""Content from elsewhere on its way into a workspace: an archive's, or a snapshot's of another workspace."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from protocol.archive import Progress, open_archive, untold
 from protocol.backends.memory import MemoryVolume
+from protocol.store import Store
+from protocol.tree import Tree
 from vfsd.snapshots.counted import CountedTree
 
-__all__ = ["read_archive"]
+__all__ = ["Origin", "archive", "read_archive", "read_origin", "snapshot_of"]
+
+# Opens the content, which is checked when the context is entered; told how far that is, in bytes.  Any thread.
+Origin: TypeAlias = Callable[[Progress], AbstractContextManager[Tree]]
+
+
+def archive(path: str) -> Origin:
+    """What the ZIP file `path` holds.  ArchiveError, OSError."""
+    return lambda progress: open_archive(path, progress=progress)
+
+
+def snapshot_of(store: Store, key: str, name: str) -> Origin:
+    """The snapshot `name` that `store` has of the workspace `key`.  SnapshotNotFoundError."""
+    return lambda _: store.tree(key, name)
 
 
 def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold) -> MemoryVolume:
-    """The content of a ZIP file, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
+    """As `read_origin`, of the ZIP file `path`."""
+    return read_origin(archive(path), max_bytes, max_inodes, progress)
+
+
+def read_origin(
+    origin: Origin, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold
+) -> MemoryVolume:
+    """What `origin` has, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
 
     So the serving loop has only to put it in place.  What it may take is what the workspace may: an archive that
     unpacks to more than the machine has would otherwise end the daemon, and the workspace with it.
@@ -20,14 +45,14 @@ def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progr
     """
     staged = MemoryVolume(max_bytes, max_inodes)
     try:
-        with open_archive(path, progress=lambda done, total: progress(done // 2, total)) as tree:
+        with origin(lambda done, total: progress(done // 2, total)) as tree:
             counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
             staged.import_tree(counted, replace=True)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        reason = f"No space left: the archive holds more than the workspace may ({_limits(max_bytes, max_inodes)})"
-        raise OSError(errno.ENOSPC, reason, path) from None
+        reason = f"No space left: that is more than the workspace may hold ({_limits(max_bytes, max_inodes)})"
+        raise OSError(errno.ENOSPC, reason) from None
     return staged
 
 

@@ -28,6 +28,7 @@ from protocol.archive import Progress
 from protocol.diff import Change, Counts
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
+from vfsd.snapshots.archives import Origin
 
 __all__ = [
     "BASE",
@@ -57,7 +58,7 @@ SAFETY_SNAPSHOTS_KEPT: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The content of an archive, checked, ready to be put in place; `total_bytes` is that of the regular files."""
+    """Content from elsewhere, checked, ready to be put in place; `total_bytes` is that of the regular files."""
 
     tree: Tree
     files: int
@@ -158,8 +159,8 @@ class Snapshots(Protocol):
         """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
 
-    def staged(self, path: str, watch: Watch) -> AbstractAsyncContextManager[Staged]:
-        """The content of the ZIP file `path`, checked and within the workspace's limits.  ArchiveError, OSError."""
+    def staged(self, origin: Origin, watch: Watch) -> AbstractAsyncContextManager[Staged]:
+        """What `origin` has, checked and within the workspace's limits.  ArchiveError, OSError."""
         ...
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:

@@ -23,13 +23,13 @@ from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import trio
 
-from protocol.archive import open_archive
 from protocol.diff import Change, Counts, changes, count
 from protocol.store import RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
 from protocol.tree import Tree
 from protocol.volume import Coherence, SnapshotInfo
 from vfsd.logs import log_failure
 from vfsd.served import Served
+from vfsd.snapshots.archives import Origin
 from vfsd.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -228,8 +228,8 @@ class StoreSnapshots:
 
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def staged(self, path: str, watch: Watch) -> AsyncIterator[Staged]:
-        async with _entered(open_archive(path, progress=in_bytes(watch))) as tree:
+    async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
+        async with _entered(origin(in_bytes(watch))) as tree:
             yield await _in_thread(_counted, tree)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:

@@ -17,7 +17,7 @@ from protocol.diff import Counts
 from protocol.tree import Tree
 from protocol.volume import Coherence, SnapshotInfo, Volume
 from vfsd.served import Served
-from vfsd.snapshots.archives import read_archive
+from vfsd.snapshots.archives import Origin, read_origin
 from vfsd.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -82,9 +82,9 @@ class VolumeSnapshots:
         return await self._change(lambda: volume.restore_snapshot(name, paths), keep=name)
 
     @asynccontextmanager
-    async def staged(self, path: str, watch: Watch) -> AsyncIterator[Staged]:
+    async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
         # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
-        read = functools.partial(read_archive, path, self._volume.max_bytes, self._volume.max_inodes, in_bytes(watch))
+        read = functools.partial(read_origin, origin, self._volume.max_bytes, self._volume.max_inodes, in_bytes(watch))
         staged = await trio.to_thread.run_sync(read)
         with staged.tree() as tree:
             yield Staged(tree, staged.files, staged.size_bytes)
