@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, check_invariants, complaints
+from vfsd.ending import daemon_end
+from vfsd.launch import launch
+from vfsd.mounting import mount_options
 from vfsd.workspace import Workspace
 
 BLOCK = 128 * 1024
@@ -233,3 +238,105 @@ def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Pa
     (Path(workspace.path) / "src" / "new.c").write_text("new")
     done = workspace.export(workdir / "changes.zip", changes_only=True)
     assert done.files == 1
+
+
+# -- an apply that is killed -----------------------------------------------------------------------------
+KILLED_HALF_WAY = """
+import os, signal, sys
+from tests.unit.killed_apply import apply_work
+root = sys.argv[1]
+def before():
+    if os.path.exists(os.path.join(root, ".vfsd-apply", "plan")) and not os.path.exists(os.path.join(root, "a")):
+        os.kill(os.getpid(), signal.SIGKILL)
+apply_work(root, before)
+"""
+
+
+@pytest.fixture
+def half_applied(workdir: Path) -> Path:
+    """A directory in which an apply was killed that had begun to write."""
+    place = workdir / "half"
+    for path, data in (
+        ("src/main.c", b"main"), ("src/deep/x", b"x"), ("big", b"b" * (3 * BLOCK)), ("README", b"read me"),
+        ("old/1", b"1"), ("old/2", b"2"), *((f"gone/{number}", b"") for number in range(4)),
+    ):  # fmt: skip
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / path).write_bytes(data)
+    os.symlink("src/main.c", place / "link")
+    done = subprocess.run([sys.executable, "-c", KILLED_HALF_WAY, place], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (place / "a").exists()
+    return place
+
+
+@pytest.mark.parametrize("backend", ["overlay", "host"])
+def test_the_next_mount_of_the_directory_finishes_an_apply_and_says_so(
+    workdir: Path, half_applied: Path, engine: str, backend: str
+) -> None:
+    (workdir / "m").mkdir()
+    options = mount_options(workdir / "m", f"{backend}:{half_applied}", name=workdir.name, engine=engine)  # type: ignore[arg-type]
+    ready = launch(options)
+    with Workspace.attach(ready.name) as workspace:
+        assert "an apply was killed half-way, and is finished now" in str(ready.recovered)
+        assert (Path(workspace.path) / "README").read_bytes() == b"READ me"
+        assert (half_applied / "a" / "twin").exists()
+        assert ".vfsd-apply" not in os.listdir(half_applied)
+        assert workspace.status().interrupted is None
+        workspace.unmount()
+    assert len(complaints(workdir.name)) == 1
+
+
+def test_status_tells_of_an_apply_that_was_killed_and_the_next_one_finishes_it(
+    mount: MountIt, half_applied: Path, workdir: Path
+) -> None:
+    place = workdir / "below"
+    place.mkdir()
+    workspace = mount(backend=f"overlay:{place}")
+    (Path(workspace.path) / "mine").write_text("mine")
+    assert workspace.status().interrupted is None
+    run("cp", "-a", *(half_applied / name for name in os.listdir(half_applied)), place, cwd=workdir)
+    assert "`vfsd apply` finishes it" in str(workspace.status().interrupted)
+    done = workspace.apply()
+    assert done.applied
+    assert "is finished now" in str(done.recovered)
+    assert (place / "mine").read_text() == "mine"
+    assert ".vfsd-apply" not in os.listdir(place)
+    assert workspace.status().interrupted is None
+
+
+def held(place: Path) -> dict[str, object]:
+    return {path: data for path, (_, data) in contents(place).items()}
+
+
+def test_a_daemon_killed_while_it_applies_leaves_the_directory_whole(workdir: Path, engine: str) -> None:
+    place, chance = workdir / "below", random.SystemRandom()
+    place.mkdir()
+    (workdir / "m").mkdir()
+    options = mount_options(workdir / "m", f"overlay:{place}", name=workdir.name, engine=engine)  # type: ignore[arg-type]
+    after: dict[str, object] = {}
+    for number in range(120):
+        (place / f"f{number}").write_text("old")
+    before = held(place)
+    for attempt in range(4):
+        ready = launch(options)  # finishes, or undoes
+        assert held(place) in (before, after)
+        before = held(place)
+        root = Path(ready.mountpoint)
+        for number in range(100):
+            (root / f"f{number}").write_text(f"new {attempt}")
+            (root / f"made{attempt}-{number}").write_text("new")
+        for number in range(attempt * 5, attempt * 5 + 5):
+            (root / f"f{100 + number}").unlink(missing_ok=True)
+        after = held(root)
+        with daemon_end(ready.pid) as wait_ended:
+            command = [sys.executable, "-m", "vfsd.cli.main", "-w", ready.name, "apply"]
+            applying = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                applying.wait(chance.uniform(0.2, 0.6))  # at some moment of it, or before, or after
+            os.kill(ready.pid, signal.SIGKILL)
+            wait_ended()
+            applying.wait()
+    last = launch(options)
+    assert held(place) in (before, after)
+    with Workspace.attach(last.name) as workspace:
+        workspace.unmount()
