@@ -1,0 +1,91 @@
+"""`vfsd exec` where a workspace's commands run in a container: a sandbox, and both kinds of container workspaces."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.backends.container.podman import Container, PodmanService
+from tests.container.conftest import StartContainer, inside
+from tests.exec_suite import ExecSuite, Where, run
+from tests.mount.conftest import mounted, socket_of
+from vfsd.workspace import Workspace
+
+
+def where_of(workspace: Workspace, container: Container, root: str = "/workspace") -> Where:
+    def running(text: str) -> int:
+        lines = inside(container, "ps -o args").decode().splitlines()
+        return sum(text in line for line in lines)
+
+    return Where(workspace.name, socket_of(workspace), Path(workspace.path), root, running)
+
+
+def container_of(podman: PodmanService, workspace: Workspace) -> Container:
+    """The one that its daemon has made."""
+    (state,) = podman.labelled({"vfsd.workspace": workspace.name})
+    return Container(podman, state.id, state.name)
+
+
+def one_for_all(session_dir: str, podman: PodmanService, **options: Any) -> Iterator[Where]:
+    """A workspace for a class of tests."""
+    place = Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="x"))
+    with mounted(place / "m", name=place.name, podman_url=podman.address.url, **options) as workspace:
+        yield where_of(workspace, container_of(podman, workspace))
+
+
+class TestInASandbox(ExecSuite):
+    """Commands in a sandbox of a memory workspace."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
+        yield from one_for_all(session_dir, podman, sandbox=f"image:{busybox_image}")
+
+
+@pytest.mark.long
+class TestInASandboxOnPyfuse3(ExecSuite):
+    """The same by the other engine."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
+        yield from one_for_all(session_dir, podman, sandbox=f"image:{busybox_image}", engine="pyfuse3")
+
+
+@pytest.mark.long
+class TestInAnImagesContainer(ExecSuite):
+    """Commands in the container of image:REF."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
+        yield from one_for_all(session_dir, podman, backend=f"image:{busybox_image}", cache_timeout_s=0)
+
+
+def test_commands_of_a_container_workspace_run_in_that_container(
+    start_container: StartContainer, podman: PodmanService, workdir: Path
+) -> None:
+    container = start_container()
+    inside(container, "mkdir -p /srv/app && echo here > /srv/app/f && chown dev /srv/app")
+    options: dict[str, Any] = {"podman_url": podman.address.url, "workdir": "/srv/app", "cache_timeout_s": 0}
+    (workdir / "m").mkdir()
+    # Not `mounted`: the log has a warning of the container's stop.
+    with Workspace.mount(workdir / "m", f"container:{container.name}", name=workdir.name, **options) as workspace:
+        where = where_of(workspace, container, "/srv/app")
+        done = run(where, "--", "sh", "-c", "cat f; hostname; pwd; echo new > made")
+        assert done.stdout.decode().split() == ["here", container.id[:12], "/srv/app"]
+        assert (Path(workspace.path) / "made").read_text() == "new\n"
+        assert run(where, "--user", "dev", "--", "id", "-un").stdout == b"dev\n"
+        inside(container, "setsid sleep 9000 > /dev/null 2>&1 &")
+        run(where, "--", "sh", "-c", "setsid sleep 7004 &")
+        assert (where.running("sleep 7004"), where.running("sleep 9000")) == (0, 1)
+        container.kill()
+        stopped = run(where, "--", "true")
+        assert stopped.returncode == 125
+        assert b"vfsd: error: " in stopped.stderr
+        container.start()
+        assert run(where, "--", "cat", "made").stdout == b"new\n"

@@ -1,0 +1,305 @@
+"""--sandbox: commands run in a container that sees the mount, live; --snapshot-each rewinds what they did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.backends.container.podman import PodmanService
+from protocol.backends.container.state import ContainerState
+from tests.container.conftest import inside
+from tests.container.test_exec import container_of, where_of
+from tests.exec_suite import Where, line_of, run, started
+from tests.mount.conftest import ENGINES, mounted, socket_of
+from vfsd.control import fs_messages as fs
+from vfsd.control.client import ControlClient
+from vfsd.workspace import Workspace
+
+SandboxIt = Callable[..., Workspace]
+
+
+@pytest.fixture
+def sandboxed(podman: PodmanService, busybox_image: str, workdir: Path) -> Iterator[SandboxIt]:
+    """Mounts a workspace with a sandbox."""
+    with contextlib.ExitStack() as stack:
+
+        def mount_it(backend: str = "memory", *, image: str = busybox_image, **options: Any) -> Workspace:
+            wanted = {"sandbox": f"image:{image}", "podman_url": podman.address.url, "engine": "native", **options}
+            return stack.enter_context(mounted(workdir / "m", backend=backend, name=workdir.name, **wanted))
+
+        yield mount_it
+
+
+@pytest.fixture
+def ending(podman: PodmanService, busybox_image: str, workdir: Path) -> Iterator[Workspace]:
+    """A workspace with a sandbox, which the test itself ends."""
+    (workdir / "m").mkdir()
+    options: dict[str, Any] = {"sandbox": f"image:{busybox_image}", "podman_url": podman.address.url}
+    workspace = Workspace.mount(workdir / "m", name=workdir.name, **options)
+    yield workspace
+    assert sandboxes(podman, workspace) == []
+    assert not os.path.ismount(workspace.path)
+
+
+def sandboxes(podman: PodmanService, workspace: Workspace) -> list[ContainerState]:
+    return podman.labelled({"vfsd.workspace": workspace.name})
+
+
+def fs_exec(workspace: Workspace, script: str, **options: Any) -> fs.FsExecResult:
+    with ControlClient(socket_of(workspace)) as client:
+        result = client.call("fs.exec", fs.FsExecParams(argv=["sh", "-c", script], **options))
+        assert isinstance(result, fs.FsExecResult)
+        return result
+
+
+@pytest.mark.parametrize("served_by", ENGINES)
+def test_host_and_sandbox_see_the_same_files_at_once(
+    sandboxed: SandboxIt, podman: PodmanService, served_by: str
+) -> None:
+    workspace = sandboxed(engine=served_by)
+    root = Path(workspace.path)
+    where = where_of(workspace, container_of(podman, workspace))
+    with started(where, "-i", "--", "sh") as shell:
+        assert shell.stdin is not None
+
+        def do(command: str) -> bytes:
+            assert shell.stdin is not None
+            shell.stdin.write(f"{command}\n".encode())
+            shell.stdin.flush()
+            return line_of(shell)
+
+        for number in range(5):
+            (root / "f").write_text(f"host {number}")
+            assert do("cat f; echo") == f"host {number}\n".encode()
+            do(f"echo sandbox {number} > f; echo done")
+            assert (root / "f").read_text() == f"sandbox {number}\n"
+        # A restore is seen by a shell that has been there all the time.
+        workspace.snapshot("before")
+        do("mkdir d; echo x > d/new; rm f; echo done")
+        workspace.restore("before")
+        assert do("echo $(ls) $(cat f)") == b"f sandbox 4\n"
+        workspace.undo()
+        assert do("echo $(ls) $(ls d)") == b"d new\n"
+        shell.stdin.close()
+        assert shell.wait(60) == 0
+
+
+def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podman: PodmanService) -> None:
+    workspace = sandboxed()
+    done = fs_exec(workspace, "ls /; cat /proc/net/route | wc -l; ls -d " + workspace.path)
+    assert workspace.path not in done.stdout.decode()
+    assert done.stdout.decode().split()[-1] == "1"  # the heading: no network
+    assert done.exit_status != 0
+    (state,) = sandboxes(podman, workspace)
+    assert state.network == "none"
+    assert state.pids_limit == 2048
+
+
+def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> None:
+    workspace = sandboxed(snapshot_each=True)
+    root = Path(workspace.path)
+    states: dict[str, dict[str, bytes]] = {}
+
+    def content() -> dict[str, bytes]:
+        return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    for number in range(50):
+        script = f"echo {number} > f{number % 7}; mkdir -p d{number % 5}; echo {number} >> d{number % 5}/log"
+        done = fs_exec(workspace, script + (f"; rm -f f{(number + 3) % 7}" if number % 3 else ""))
+        assert done.exit_status == 0
+        assert done.snapshot == f"exec-{number + 1}"
+        states[done.snapshot] = content()
+    assert len({str(state) for state in states.values()}) == 50
+    for number, (name, state) in enumerate(reversed(states.items())):
+        workspace.restore(name)
+        assert content() == state, name
+        if number % 10 == 0:
+            seen = fs_exec(workspace, "cat $(find . -type f | sort)").stdout
+            assert seen == b"".join(state[path] for path in sorted(state, key=lambda path: f"./{path}"))
+    tags = {snapshot.name: snapshot.tag for snapshot in workspace.snapshots()}
+    assert (tags["exec-1"] or "").startswith("sh -c 'echo 0 > f0")
+
+
+@pytest.mark.parametrize("kind", ["overlay", "host"])
+def test_overlay_and_host_workspaces_have_sandboxes_too(sandboxed: SandboxIt, workdir: Path, kind: str) -> None:
+    below = workdir / "below"
+    below.mkdir()
+    (below / "f").write_text("below\n")
+    workspace = sandboxed(f"{kind}:{below}")
+    done = fs_exec(workspace, "cat f; echo changed > f; echo new > g; pwd")
+    assert done.stdout == b"below\n/workspace\n"
+    assert (Path(workspace.path) / "g").read_text() == "new\n"
+    assert (below / "f").read_text() == ("changed\n" if kind == "host" else "below\n")
+
+
+def test_a_python_project_is_tested_in_the_sandbox(
+    sandboxed: SandboxIt, python_image: str, podman: PodmanService
+) -> None:
+    workspace = sandboxed(image=python_image, snapshot_each=True)
+    root = Path(workspace.path)
+    subprocess.run(["git", "init", "-q", root], check=True)
+    (root / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (root / "test_calc.py").write_text(
+        "import unittest\nfrom calc import add\n\nclass Adding(unittest.TestCase):\n"
+        "    def test_add(self):\n        self.assertEqual(add(2, 2), 4)\n"
+    )
+    subprocess.run(["git", "-C", root, "add", "."], check=True)
+    subprocess.run(["git", "-C", root, "commit", "-qm", "first"], check=True)
+    where = where_of(workspace, container_of(podman, workspace))
+    failed = run(where, "--", "python3", "-m", "unittest", "-v")
+    assert failed.returncode == 1
+    assert b"AssertionError: 0 != 4" in failed.stderr
+    assert (root / "__pycache__").is_dir()
+    run(where, "--", "sed", "-i", "s/a - b/a + b/", "calc.py")
+    assert run(where, "--", "python3", "-B", "-m", "unittest").returncode == 0
+    changed = subprocess.run(["git", "-C", root, "diff", "--stat"], capture_output=True, text=True, check=True).stdout
+    assert "calc.py" in changed
+    workspace.restore("exec-1")
+    assert run(where, "--", "python3", "-B", "-m", "unittest").returncode == 1
+
+
+# A shell gives up when it cannot fork; this does not.
+BOMB = """
+import os, time
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.05)
+"""
+
+
+def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
+    sandboxed: SandboxIt, python_image: str, podman: PodmanService
+) -> None:
+    workspace = sandboxed(image=python_image, pids_limit=80)
+    root = Path(workspace.path)
+    where = where_of(workspace, container_of(podman, workspace))
+    with started(where, "--timeout", "6", "--", "python3", "-c", BOMB) as client:
+        most = 0
+        while client.poll() is None:
+            most = max(most, processes_in(podman, workspace))
+            (root / "f").write_text("the mount answers")  # and so does the daemon:
+            assert workspace.status().files == 1
+        assert client.returncode == 124
+    assert 40 < most <= 81
+    assert fs_exec(workspace, "cat f").stdout == b"the mount answers"
+    assert where.running("os.fork") == 0
+
+
+def processes_in(podman: PodmanService, workspace: Workspace) -> int:
+    """How many processes are in the sandbox, as this machine sees them."""
+    (state,) = sandboxes(podman, workspace)
+    try:
+        namespace = os.readlink(f"/proc/{state.pid}/ns/pid")
+    except OSError:
+        return 0
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                count += os.readlink(f"/proc/{name}/ns/pid") == namespace
+    return count
+
+
+# -- its life -----------------------------------------------------------------------------------------------
+def test_a_running_command_keeps_a_workspace_from_being_unmounted(ending: Workspace, podman: PodmanService) -> None:
+    workspace = ending
+    where = where_of(workspace, container_of(podman, workspace))
+    with started(where, "--", "sh", "-c", "echo ready; exec sleep 1000") as client:
+        assert line_of(client) == b"ready\n"
+        with pytest.raises(OSError, match="a command runs in the sandbox"):
+            workspace.unmount()
+        assert fs_exec(workspace, "echo still here").stdout == b"still here\n"
+        workspace.unmount(lazy=True)
+        assert client.wait(60) != 0
+
+
+def test_who_holds_the_mount_here_keeps_the_sandbox_as_it_is(ending: Workspace, podman: PodmanService) -> None:
+    workspace = ending
+    fs_exec(workspace, "echo installed > /root/tool")
+    with open(Path(workspace.path) / "open", "w"):
+        with pytest.raises(OSError, match="busy"):
+            workspace.unmount()
+        assert fs_exec(workspace, "cat /root/tool").stdout == b"installed\n"
+    workspace.unmount()
+
+
+@pytest.mark.parametrize("how", ["umount", "SIGTERM"])
+def test_however_it_ends_the_sandbox_goes_with_the_workspace(ending: Workspace, how: str) -> None:
+    handle = os.pidfd_open(ending.pid)
+    try:
+        if how == "umount":
+            subprocess.run(["fusermount3", "-u", ending.path], check=True)
+        else:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+        assert select.select([handle], [], [], 60)[0], "the daemon did not end"
+    finally:
+        os.close(handle)
+
+
+def test_a_sandbox_that_was_removed_is_made_again(sandboxed: SandboxIt, podman: PodmanService) -> None:
+    workspace = sandboxed()
+    fs_exec(workspace, "echo text > f")
+    container_of(podman, workspace).remove()
+    assert fs_exec(workspace, "cat f").stdout == b"text\n"
+    container_of(podman, workspace).kill()
+    assert fs_exec(workspace, "cat f").stdout == b"text\n"
+    assert len(sandboxes(podman, workspace)) == 1
+
+
+def test_the_next_daemon_removes_the_sandbox_of_one_that_was_killed(
+    podman: PodmanService, busybox_image: str, workdir: Path
+) -> None:
+    (workdir / "m").mkdir()
+    options: dict[str, Any] = {"sandbox": f"image:{busybox_image}", "podman_url": podman.address.url}
+    first = Workspace.mount(workdir / "m", name=workdir.name, **options)
+    left = container_of(podman, first)
+    where = where_of(first, left)
+    with started(where, "--", "sh", "-c", "echo ready; exec sleep 1000") as client:
+        assert line_of(client) == b"ready\n"
+        os.kill(first.pid, signal.SIGKILL)
+        assert client.wait(60) == 125
+    with Workspace.mount(workdir / "m", name=workdir.name, **options) as second:
+        (state,) = sandboxes(podman, second)
+        assert state.id != left.id
+        assert fs_exec(second, "ls").stdout == b""
+
+
+# -- what is said ---------------------------------------------------------------------------------------------
+def test_a_sandbox_that_cannot_be_had_fails_the_mount_and_leaves_nothing(workdir: Path) -> None:
+    (workdir / "m").mkdir()
+    with pytest.raises(OSError, match="no Podman service"):
+        Workspace.mount(workdir / "m", name=workdir.name, sandbox="image:x", podman_url=f"unix://{workdir}/none.sock")
+    assert not os.path.ismount(workdir / "m")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sandbox": "busybox"}, "image:REF"),
+        ({"sandbox": "image:x", "exec_on_host": True}, "not in both"),
+        ({"sandbox": "image:x", "backend": "image:y"}, "takes no sandbox"),
+        ({"pids_limit": 10}, "pids_limit"),
+        ({"workdir": "/x", "sandbox": "image:x"}, "workdir"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(workdir: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Workspace.mount(workdir / "m", **options)
+
+
+def test_another_user_of_the_container_needs_allow_other(sandboxed: SandboxIt, podman: PodmanService) -> None:
+    workspace = sandboxed(allow_other=True)
+    where: Where = where_of(workspace, container_of(podman, workspace))
+    inside(container_of(podman, workspace), "chmod 1777 /workspace")
+    assert run(where, "--user", "dev", "--", "sh", "-c", "echo mine > f").returncode == 0
+    assert (Path(workspace.path) / "f").stat().st_uid == 1000
