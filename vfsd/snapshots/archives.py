@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from protocol.archive import Progress, open_archive, untold
 from protocol.backends.memory import MemoryVolume
@@ -15,18 +15,27 @@ from vfsd.snapshots.counted import CountedTree
 
 __all__ = ["Origin", "archive", "read_archive", "read_origin", "snapshot_of"]
 
-# Opens the content, which is checked when the context is entered; told how far that is, in bytes.  Any thread.
-Origin: TypeAlias = Callable[[Progress], AbstractContextManager[Tree]]
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where content comes from: `name` is what errors call it.
+
+    `opened` gives it for the length of a block, checked when that is entered; it is told how far that is, in bytes.
+    Any thread.
+    """
+
+    name: str
+    opened: Callable[[Progress], AbstractContextManager[Tree]]
 
 
 def archive(path: str) -> Origin:
     """What the ZIP file `path` holds.  ArchiveError, OSError."""
-    return lambda progress: open_archive(path, progress=progress)
+    return Origin(path, lambda progress: open_archive(path, progress=progress))
 
 
 def snapshot_of(store: Store, key: str, name: str) -> Origin:
     """The snapshot `name` that `store` has of the workspace `key`.  SnapshotNotFoundError."""
-    return lambda _: store.tree(key, name)
+    return Origin(name, lambda _: store.tree(key, name))
 
 
 def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold) -> MemoryVolume:
@@ -45,14 +54,14 @@ def read_origin(
     """
     staged = MemoryVolume(max_bytes, max_inodes)
     try:
-        with origin(lambda done, total: progress(done // 2, total)) as tree:
+        with origin.opened(lambda done, total: progress(done // 2, total)) as tree:
             counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
             staged.import_tree(counted, replace=True)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         reason = f"No space left: that is more than the workspace may hold ({_limits(max_bytes, max_inodes)})"
-        raise OSError(errno.ENOSPC, reason) from None
+        raise OSError(errno.ENOSPC, reason, origin.name) from None
     return staged
 
 
