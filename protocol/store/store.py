@@ -55,15 +55,11 @@ Kind = Literal["user", "safety"]
 class Store:
     """The store in `directory` (by default where the user's is); it is made when the first snapshot is taken."""
 
-    def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
-    ) -> None:
-        """`on_step` hears of each step that leaves something on the disk: for tests, which end the process there."""
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.layout = Layout(default_directory() if directory is None else os.fspath(directory))
         self.blobs = Blobs(self.layout)
         self._caches: dict[str, StatCache] = {}
         self._records: dict[str, Record] = {}
-        self._step = on_step
 
     @property
     def directory(self) -> str:
@@ -142,14 +138,11 @@ class Store:
                 sink = Storing(blobs, pack, objects)
                 trusted = cache.generation == generation
                 found = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
-                self._step("took the state in")
                 objects.publish()
-                self._step("published objects")
                 record = self._commit(workspace, name, tag, kind, created_ns, found, pack)
         finally:
             objects.discard()
         blobs.packs.refresh()
-        self._step("before the stat cache")
         if found.directory is not None:
             cache.learn(found.directory, found.changed, generation)
         return info_of(record), found
@@ -167,7 +160,6 @@ class Store:
             )  # fmt: skip
             path = os.path.join(layout.packs, pack_name(layout.workspace_id(workspace), serial))
             pack.finish(path, encode_record(record))
-            self._step("named the snapshot")
             sync_directory(layout.packs)
         return record
 
@@ -179,7 +171,6 @@ class Store:
             record = self._record(workspace, name)
             old = os.path.join(self.layout.packs, pack_name(self.layout.workspace_id(workspace), record.serial))
             os.rename(old, old.removesuffix(".snap") + ".pack")
-            self._step("dropped the snapshot")
             sync_directory(self.layout.packs)
         self.blobs.packs.refresh()
 
@@ -320,10 +311,8 @@ class Store:
             journal.close(entry)
             return RestoredChanges((), kept, tuple(todo.problems))
         journal.write(entry)
-        self._step("wrote the journal")
         with target.opened(entry.token):
             changes, problems = apply(todo, target, live, wanted, self.blobs, found.directory, progress)
-        self._step("before the journal goes")
         journal.close(entry)
         return RestoredChanges(tuple(changes), kept, tuple(problems))
 
@@ -331,7 +320,7 @@ class Store:
         """The restore that a death, or an error, has left half done; None where there is none, or one is at work."""
         if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
             return None
-        with self.layout.if_nobody_changes(workspace) as is_idle:
+        with self.layout.shared(), self.layout.if_nobody_changes(workspace) as is_idle:
             entry = Journal(self.layout, workspace).read() if is_idle else None
         if entry is None:
             return None
@@ -350,7 +339,7 @@ class Store:
         With `repair` what is damaged is taken out; the next `take` brings what its directory still has.
         """
         return upkeep.collect_garbage(
-            self.layout, self.blobs, progress or untold, wait_s=wait_s, repair=repair, step=self._step
+            self.layout, self.blobs, progress or untold, wait_s=wait_s, repair=repair
         )  # fmt: skip
 
     def forget_interrupted(self, workspace: str, target: Target) -> None:

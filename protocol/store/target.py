@@ -107,14 +107,13 @@ class Target(Protocol):
 class DirectoryTarget:
     """A directory of the host: a path, or a descriptor that stays the caller's."""
 
-    def __init__(self, place: Place, on_step: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, place: Place) -> None:
         self._source = DirectorySource(place)
         self._root = -1
         self._prefix = b""
         self._count = 0
         self._near: tuple[bytes, int, float] | None = None  # a directory's path, its descriptor, opened when
         self._renewed: dict[int, bytes] = {}  # what inodes of several names are, after this restore changed them itself
-        self._step = on_step
 
     @property
     def source(self) -> Source:
@@ -178,9 +177,7 @@ class DirectoryTarget:
         descriptor = os.open(temporary, _O_CREATE, 0o600, dir_fd=directory)
         try:
             try:
-                self._step("made a temporary file")
                 _fill(descriptor, content, entry.size)
-                self._step("wrote a temporary file")
                 lacking = _apply(descriptor, entry)
             finally:
                 os.close(descriptor)
@@ -198,7 +195,6 @@ class DirectoryTarget:
         else:
             os.mknod(temporary, stat.S_IFMT(entry.mode) | 0o600, entry.rdev, dir_fd=directory)
         try:
-            self._step("made a temporary name")
             descriptor = os.open(temporary, _O_PATH, dir_fd=directory)
             try:
                 lacking = _apply(proc_path(descriptor), entry, descriptor)
@@ -217,7 +213,6 @@ class DirectoryTarget:
             temporary = self._temporary()
             os.link(proc_path(source), temporary, dst_dir_fd=directory, follow_symlinks=True)
             try:
-                self._step("made a temporary link")
                 lacking = _apply(proc_path(source), entry, source)
                 self._changed_by_us(source)
                 self._place(directory, temporary, name, entry.path, expected)
@@ -235,9 +230,7 @@ class DirectoryTarget:
     def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
         self._check(directory, name, path, expected)
         with self._loses_a_name(directory, name, expected):
-            self._step("before a rename")
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-            self._step("after a rename")
 
     @contextlib.contextmanager
     def _loses_a_name(self, directory: int, name: bytes, expected: bytes | None) -> Iterator[None]:
@@ -255,7 +248,6 @@ class DirectoryTarget:
     def make_directory(self, entry: TreeEntry) -> None:
         directory, name = self._parent(entry.path)
         os.mkdir(name, 0o700, dir_fd=directory)
-        self._step("made a directory")
 
     def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
         if not entry.path:
@@ -270,7 +262,6 @@ class DirectoryTarget:
             as_expected = entry.is_dir or expected is None or key_of(record) == expected
             if not as_expected and self._renewed.get(seen.inode) != key_of(record):
                 raise ChangedMeanwhileError(entry.path)
-            self._step("before metadata")
             lacking = _apply(proc_path(descriptor), entry, descriptor)
             if seen.nlink > 1:
                 self._changed_by_us(descriptor)
@@ -281,12 +272,10 @@ class DirectoryTarget:
     def remove(self, path: bytes, expected: bytes | None, *, directory: bool) -> None:
         parent, name = self._parent(path)
         if directory:
-            self._step("before an rmdir")
             os.rmdir(name, dir_fd=parent)
             return
         self._check(parent, name, path, expected)
         with self._loses_a_name(parent, name, expected):
-            self._step("before an unlink")
             os.unlink(name, dir_fd=parent)
 
     def clean(self, leftovers: Iterable[bytes], token: str) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -34,7 +33,6 @@ __all__ = ["CheckReport", "Damage", "GarbageReport", "Progress", "check", "colle
 
 # Called with (done, of how much), in bytes.  What it raises ends the work.
 Progress = Callable[[int, int], None]
-_TEMPORARY_AGE_S: Final = 60.0
 _SMALL_PACK_BYTES: Final = 4 << 20
 _LOST_PATHS_SHOWN: Final = 20
 
@@ -106,7 +104,7 @@ def check(layout: Layout, blobs: Blobs, progress: Progress) -> CheckReport:
         damages += _lost(blobs, records, found)
         return CheckReport(
             len(records), found.contents, found.size_bytes, tuple(damages), tuple(_interrupted(layout)),
-            sum(size for _, size in _temporaries(layout, 0)),
+            sum(size for _, size in _temporaries(layout)),
         )  # fmt: skip
 
 
@@ -224,9 +222,7 @@ def _interrupted(layout: Layout) -> list[str]:
 
 
 # -- collection ------------------------------------------------------------------------------------
-def collect_garbage(
-    layout: Layout, blobs: Blobs, progress: Progress, *, wait_s: float, repair: bool, step: Callable[[str], None]
-) -> GarbageReport:
+def collect_garbage(layout: Layout, blobs: Blobs, progress: Progress, *, wait_s: float, repair: bool) -> GarbageReport:
     """Free what no snapshot needs.  EBUSY when the store is in use for longer than `wait_s`; EIO where it is damaged.
 
     With `repair` what is damaged is taken out, and the next snapshot of a directory brings anew what it still has.
@@ -243,7 +239,7 @@ def collect_garbage(
         packs = blobs.packs.all()
         snapshots = [pack for pack in packs if workspace_and_serial(pack.name) is not None]
         needed = _needed(blobs, [read_record(pack).root for pack in snapshots], tolerant=repair)
-        run = _Collection(layout, blobs, needed, progress, step)
+        run = _Collection(layout, blobs, needed, progress)
         # What is in a snapshot's own pack is needed, by that snapshot.
         run.repack([pack for pack in packs if workspace_and_serial(pack.name) is None])
         run.remove_objects()
@@ -314,14 +310,11 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
 
 
 class _Collection:
-    def __init__(
-        self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: Progress, step: Callable[[str], None]
-    ) -> None:
+    def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: Progress) -> None:
         self._layout = layout
         self._blobs = blobs
         self._needed = needed
         self._progress = progress
-        self._step = step
         self._begun = False
         self.freed_bytes = 0
         self.freed_contents = 0
@@ -331,7 +324,6 @@ class _Collection:
         if not self._begun:
             self._begun = True
             _new_generation(self._layout)
-            self._step("began a generation")
 
     def repack(self, packs: list[Pack]) -> None:
         """Put what is needed of the packs of dropped snapshots into one, where that is worth it."""
@@ -355,14 +347,11 @@ class _Collection:
                 self._progress(done, total)
             kept_bytes = 0
             if len(writer):
-                self._step("before the new pack")
                 writer.finish(os.path.join(self._layout.packs, f"{name}.pack"))
                 kept_bytes = writer.size_bytes
                 sync_directory(self._layout.packs)
-        self._step("before old packs go")
         for pack in worth:
             os.unlink(os.path.join(self._layout.packs, pack.name))
-            self._step("removed a pack")
         self.freed_bytes += total - kept_bytes
 
     def _worth_it(self, packs: list[Pack]) -> list[Pack]:
@@ -387,27 +376,22 @@ class _Collection:
                 self.freed_bytes += _size(path)
                 self.freed_contents += 1
                 os.unlink(path)
-                self._step("removed an object")
 
     def remove_temporaries(self) -> None:
         """Remove what processes that died were writing: nobody else writes now."""
-        for path, size in _temporaries(self._layout, _TEMPORARY_AGE_S):
+        for path, size in _temporaries(self._layout):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
                 self.freed_bytes += size
 
 
-def _temporaries(layout: Layout, age_s: float) -> list[tuple[str, int]]:
-    """What was being written and is no part of the store; of other directories than tmp/ only what is old enough.
-
-    In tmp/ only snapshots write, and they hold the lock.
-    """
+def _temporaries(layout: Layout) -> list[tuple[str, int]]:
+    """What is being written, or was when somebody died: all who write hold the lock."""
     found = []
     for directory in (layout.tmp, layout.directory, layout.packs, *_subdirectories(layout.workspaces)):
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(directory):
-                is_old = directory == layout.tmp or time.time() - entry.stat().st_mtime > age_s
-                if (directory == layout.tmp or entry.name.endswith(".new")) and entry.is_file() and is_old:
+                if (directory == layout.tmp or entry.name.endswith(".new")) and entry.is_file():
                     found.append((entry.path, entry.stat().st_size))
     return found
 
