@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -110,6 +110,10 @@ class Served:
             with self.visiting():
                 await trio.to_thread.run_sync(_look_at, self.mountpoint, known, abandon_on_cancel=True)
         self._nursery.start_soon(self._tell_watchers, rest)
+
+    def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Have `work` done meanwhile; it ends with the daemon, and must not fail."""
+        self._nursery.start_soon(work)
 
     async def left(self) -> None:
         """Return when no thread of ours keeps the mount busy, or in some seconds: before an unmount."""

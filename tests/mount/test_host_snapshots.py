@@ -19,7 +19,7 @@ from tests.host_directories import mounted_tmpfs
 from tests.mount.conftest import MountIt, complaints, mounted
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from tests.mount.test_host_backend import rich_tree, run, tree_of
+from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
 from vfsd.ending import daemon_end
 from vfsd.launch import Ready, launch
 from vfsd.mounting import mount_options
@@ -721,6 +721,24 @@ def test_a_store_of_ones_own_holds_the_snapshots(mount: MountIt, directory: Path
     workspace.snapshot("one")
     assert (workdir / "own").is_dir()
     assert stat.S_IMODE((workdir / "own").stat().st_mode) == 0o700
+
+
+def test_what_dropped_snapshots_held_is_freed_in_time(mount: MountIt, directory: Path, workdir: Path) -> None:
+    workspace = mount(backend=f"host:{directory}", store=workdir / "own")
+    for number in range(20):
+        (directory / "large").write_bytes(os.urandom(300 << 10))
+        workspace.snapshot(f"s{number}")
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in (workdir / "own").rglob("*") if path.is_file())
+
+    before = size()
+    for number in range(19):
+        workspace.drop(f"s{number}")
+    eventually(lambda: size() < before - 15 * (300 << 10))
+    (directory / "large").unlink()
+    workspace.restore("s19")
+    assert (directory / "large").stat().st_size == 300 << 10
 
 
 def test_the_command_line_as_in_memory(workspace: Workspace, root: Path, workdir: Path) -> None:

@@ -115,7 +115,8 @@ def _signed(counts: messages.ChangeCounts | None) -> str | None:
 def drop_command(app: App, names: tuple[str, ...]) -> None:
     """Delete a snapshot.
 
-    The live state and the other snapshots stay as they are.
+    The live state and the other snapshots stay as they are.  What only it had of a host directory is freed after some
+    more of them, or at once by `vfsd store gc`.
     """
     record = app.record()
     for name in names:

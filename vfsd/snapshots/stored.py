@@ -13,13 +13,14 @@ Where that fails too, and where the daemon dies, the journal stays, and `interru
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Final, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import trio
 
@@ -53,6 +54,8 @@ __all__ = ["Changeable", "StoreSnapshots", "Stored", "interrupted"]
 P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+# The store is nobody else's meanwhile, and afterwards nobody's stat cache is believed: not for each of them.
+_COLLECT_AFTER: Final = 16
 
 
 @runtime_checkable
@@ -99,6 +102,7 @@ class StoreSnapshots:
         self._source = stored.source
         self._target = stored.target
         self._counts: dict[tuple[int, int], Counts] = {}
+        self._dropped = 0  # since garbage was last collected
 
     @property
     def has_base(self) -> bool:
@@ -136,7 +140,24 @@ class StoreSnapshots:
 
     async def drop(self, name: str) -> None:
         async with self._served.changing:
-            await _in_thread(self._store.drop, self._key, name)
+            await self._drop(name)
+
+    async def _drop(self, name: str) -> None:
+        await _in_thread(self._store.drop, self._key, name)
+        self._dropped += 1
+        if self._dropped == _COLLECT_AFTER:
+            self._served.in_background(self._collect_garbage)
+
+    async def _collect_garbage(self) -> None:
+        """Free what dropped snapshots were the last to hold; another time if the store is in use."""
+        self._dropped = 0
+        try:
+            report = await _in_thread(self._store.collect_garbage, wait_s=0.0)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                log_failure(_logger, "store gc", error, path=self._store.directory, level=logging.WARNING)
+        else:
+            _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
     async def change_counts(self) -> Mapping[str, Counts]:
         return await _in_thread(self._count_changes, await self.infos())
@@ -216,7 +237,7 @@ class StoreSnapshots:
 
     async def _drop_if_there(self, name: str) -> None:
         try:
-            await _in_thread(self._store.drop, self._key, name)
+            await self._drop(name)
         except FileNotFoundError:
             pass
 
