@@ -1,8 +1,10 @@
-"""The overlay backend keeps the contract of protocol.volume, over nothing and over what it copies up."""
+"""The overlay backend keeps the contract of protocol.volume, over an empty directory and over what is there already."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.testing import MakeVolume, VolumeContract
-from protocol.volume import SnapshotableVolume, Volume
+from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
+from protocol.testing.volume.driver import ALICE, fails
+from protocol.volume import Caller, SnapshotableVolume, Volume
 
 
 class TestOverlayVolume(VolumeContract):
@@ -32,6 +35,69 @@ class TestOverlayVolume(VolumeContract):
         yield make
         for volume in made:
             volume.check_invariants()
+
+
+class Below(Driver):
+    """Puts each file, directory and symlink that it makes into the directory below: as if it had been there before.
+
+    What is shown of it stays as it was made, the virtual clock's times too; its content is below from then on.
+    """
+
+    def file(self, path: bytes, data: bytes = b"", mode: int = 0o644, caller: Caller = ALICE) -> int:
+        return self._below(path, super().file(path, data, mode, caller))
+
+    def directory(self, path: bytes, mode: int = 0o755, caller: Caller = ALICE) -> int:
+        return self._below(path, super().directory(path, mode, caller))
+
+    def symlink(self, path: bytes, target: bytes) -> int:
+        return self._below(path, super().symlink(path, target))
+
+    def _below(self, path: bytes, number: int) -> int:
+        volume = self.volume
+        assert isinstance(volume, OverlayVolume)
+        state = volume._overlay
+        made = state.inodes[number]
+        place = os.path.join(volume.lower.root, path)
+        if not os.path.isdir(os.path.dirname(place)) or os.path.lexists(place):
+            return number  # its directory is above alone, or something else was there
+        if made.is_dir:
+            os.mkdir(place)
+        elif made.target is not None:
+            os.symlink(made.target, place)
+        else:
+            Path(os.fsdecode(place)).write_bytes(self.read(number))
+        seen = volume.lower.stat(path)
+        there = state._inode(number, path, seen)
+        for name in SHOWN:
+            setattr(there, name, getattr(made, name))
+        state.pages -= made.pages
+        state.table[number] = there
+        state.table.below += 1
+        return number
+
+
+# All of an inode but what it holds.
+SHOWN = (
+    "mode", "nlink", "uid", "gid", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "epoch", "born",
+    "generation", "lookups", "links", "xattrs",
+)  # fmt: skip
+
+
+class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
+    @pytest.fixture
+    def fs(self, volume: MakeVolume, clock: Clock) -> Driver:
+        return Below(volume(clock=clock))
+
+    def test_it_is_tried_on_what_is_below(self, fs: Driver) -> None:
+        fs.directory(b"d")
+        number = fs.file(b"d/f", b"data")
+        assert fs.read(number) == b"data"
+        assert isinstance(fs.volume, OverlayVolume)
+        assert fs.volume.used_bytes == 0
+        os.unlink(fs.volume.lower.root + b"/d/f")
+        fs.volume.lower.close()
+        with fails(errno.ESTALE):
+            fs.read(number)
 
 
 def test_an_overlay_has_all_methods_of_its_protocols(tmp_path: Path) -> None:
