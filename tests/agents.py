@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -62,6 +63,12 @@ class LocalStream:
             await self._stdin.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise BrokenPipeError(32, "it reads no more") from None
+
+    def send_nowait(self, data: bytes) -> int:
+        try:
+            return os.write(self._stdin.fileno(), data)  # trio has made the pipe non-blocking
+        except OSError:
+            return 0
 
     async def receive(self, max_bytes: int = 65536) -> Output | None:
         try:

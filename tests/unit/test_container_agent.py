@@ -62,6 +62,9 @@ class Scripted:
             if said is not None:
                 self.say(said)
 
+    def send_nowait(self, data: bytes) -> int:
+        return 0
+
     def say(self, data: bytes, channel: Any = STDOUT) -> None:
         self._send.send_nowait(Output(channel, data))
 

@@ -57,6 +57,10 @@ class HelperStream(Protocol):
     """The two-way stream to a helper: `protocol.backends.container.exec_stream.ExecStream`, or one like it."""
 
     async def send(self, data: bytes) -> None: ...
+    def send_nowait(self, data: bytes) -> int:
+        """Send what can be sent at once, while no `send` is under way: how many bytes that were."""
+        ...
+
     async def receive(self, max_bytes: int = ...) -> Output | None: ...
     async def aclose(self) -> None: ...
 
@@ -90,6 +94,7 @@ class AgentLink:
         self._last = 0
         self._outgoing: list[bytes] = []
         self._queued = 0
+        self._is_sending = False
         self._forgets: dict[int, int] = {}
         self._work = trio.Event()
         self._room = trio.lowlevel.ParkingLot()
@@ -179,9 +184,13 @@ class AgentLink:
         pending = Pending(op, trio.current_time() + timeout_s, _REPLY_BYTES + most_bytes, undo)
         frame = pack(number, op, numbers, strings)
         self._pending[number] = pending
-        self._queued += len(frame)
-        self._outgoing.append(frame)
-        self._work.set()
+        if not self._outgoing and not self._is_sending:
+            # Mostly there is room: a trip through the scheduler costs more than the call.
+            frame = frame[self._stream.send_nowait(frame) :]
+        if frame:
+            self._queued += len(frame)
+            self._outgoing.append(frame)
+            self._work.set()
         return pending
 
     async def answer(self, pending: Pending) -> Reply:
@@ -236,8 +245,9 @@ class AgentLink:
             frames, self._outgoing = self._outgoing, []
             if self._forgets:
                 frames.insert(0, self._take_forgets())
-            data = b"".join(frames)
-            await self._stream.send(data)
+            self._is_sending = True
+            await self._stream.send(b"".join(frames))
+            self._is_sending = False
             self._queued = sum(map(len, self._outgoing))
             self._room.unpark_all()
 

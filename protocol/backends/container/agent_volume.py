@@ -1,8 +1,9 @@
 """AgentVolume: a volume whose every answer comes from a helper inside a container (see `agent_link`).
 
 One request of the kernel is one request to the helper; any number may be under way.  Nothing is kept that could grow
-stale, but for what a listing said of the entries that it named: a kernel asks for those next, one by one
-(READDIRPLUS), and gets them without a trip each, for _LISTED_S at most and until anything is changed.
+stale, but for the page of a directory that was listed last: a kernel asks for its entries next, one by one
+(READDIRPLUS), and for the rest of it, and gets them without a trip each, for _LISTED_S at most and until anything is
+changed.
 
 What the helper says is checked (`agent_replies`); a reply that makes no sense ends the link to it.
 
@@ -22,6 +23,7 @@ import trio
 from protocol.backends.container.agent_link import AgentLink, Reply
 from protocol.backends.container.agent_replies import (
     IDENTITY,
+    Listed,
     Owners,
     Seen,
     attributes_in,
@@ -55,8 +57,10 @@ T = TypeVar("T")
 Answer = Coroutine[Any, Any, T]
 
 MAX_FILE_BYTES: Final = 2**63 - 1
-_PAGE_ENTRIES: Final = 256
-_LISTED_S: Final = 0.1
+# A page that a kernel asks for with attributes (READDIRPLUS) has some 200 entries, one without five times as many.
+_PAGE_ENTRIES: Final = 200
+_MOST_PAGE_ENTRIES: Final = 1600
+_LISTED_S: Final = 0.2
 _LISTINGS_KEPT: Final = 16
 _MOST_XATTR_BYTES: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 _PATH_MAX: Final = 4096
@@ -65,13 +69,16 @@ _DOTS: Final = frozenset({b".", b".."})
 
 
 class _Listing:
-    """What a listing said of its entries: each with a lookup that nobody has yet."""
+    """A page of a directory: its entries, and what they were seen as, each with a lookup that nobody has yet."""
 
-    __slots__ = ("entries", "until_s")
+    __slots__ = ("entries", "places", "seen", "until_s", "wanted")
 
-    def __init__(self, entries: dict[bytes, Seen], until_s: float) -> None:
-        self.entries = entries
+    def __init__(self, page: list[Listed], until_s: float, wanted: int) -> None:
+        self.entries = [one.entry for one in page]
+        self.places = {one.entry.cookie: at for at, one in enumerate(page, 1)}  # where a scan goes on after it
+        self.seen = {one.entry.name: one.seen for one in page if one.seen is not None}
         self.until_s = until_s
+        self.wanted = wanted  # how many entries were asked for
 
 
 class AgentVolume:
@@ -158,18 +165,20 @@ class AgentVolume:
 
     # -- what a listing said -----------------------------------------------------------------------
     def _listed(self, parent: int, name: bytes) -> Seen | None:
+        listing = self._fresh_listing(parent)
+        return None if listing is None else listing.seen.pop(name, None)
+
+    def _fresh_listing(self, parent: int) -> _Listing | None:
         listing = self._listings.get(parent)
-        if listing is None:
-            return None
-        if listing.until_s < trio.current_time():
+        if listing is not None and listing.until_s < trio.current_time():
             self._drop_listing(parent)
             return None
-        return listing.entries.pop(name, None)
+        return listing
 
     def _drop_listing(self, parent: int) -> None:
         listing = self._listings.pop(parent, None)
         if listing is not None:
-            for seen in listing.entries.values():
+            for seen in listing.seen.values():
                 self._link.forget(seen.inode, 1)
 
     def _drop_listings(self) -> None:
@@ -286,25 +295,32 @@ class AgentVolume:
         _check_name(name)
 
     # -- directories -------------------------------------------------------------------------------
-    async def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
+    def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry] | Answer[Iterator[DirectoryEntry]]:
         """A page of the entries after `cookie`; none where there are no more."""
+        listing = self._fresh_listing(inode) if cookie else None
+        wanted = _PAGE_ENTRIES
+        if listing is not None:
+            at = listing.places.get(cookie, 0)
+            if 0 < at < len(listing.entries):
+                return iter(listing.entries[at:])
+            # Somebody reads on and on, and changes nothing in between.
+            wanted = min(2 * listing.wanted, _MOST_PAGE_ENTRIES)
+        return self._page(inode, cookie, wanted)
+
+    async def _page(self, inode: int, cookie: int, wanted: int) -> Iterator[DirectoryEntry]:
         changes, changing = self._changes, self._changing
-        most = (_PAGE_ENTRIES + 2) * (ENTRY.size + NAME_MAX)
+        most = (wanted + 2) * (ENTRY.size + NAME_MAX)
         reply = await self._link.call(
-            Op.READDIR,
-            (inode, cookie, _PAGE_ENTRIES),
-            most_bytes=most,
-            undo=lambda reply: self._forget_page(reply, cookie),
+            Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._forget_page(reply, cookie)
         )
         page = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._owners)))
         self._drop_listing(inode)
-        entries = {one.entry.name: one.seen for one in page if one.seen is not None}
-        self._listings[inode] = _Listing(entries, trio.current_time() + _LISTED_S)
-        if changing or changes != self._changes or len(entries) + 2 < len(page):
+        listing = self._listings[inode] = _Listing(page, trio.current_time() + _LISTED_S, wanted)
+        if changing or changes != self._changes:
             self._drop_listing(inode)  # it may say what is true no more
         elif len(self._listings) > _LISTINGS_KEPT:
             self._drop_listing(next(iter(self._listings)))
-        return iter([one.entry for one in page])
+        return iter(listing.entries)
 
     def _forget_page(self, reply: Reply, cookie: int) -> None:
         for one in self._checked(lambda: list(entries_in(string_in(reply[1], CHUNK_BYTES), cookie))):

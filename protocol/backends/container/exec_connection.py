@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import h11
 import trio
-import trio.abc
 
 from protocol.backends.container.podman import PodmanService
 
@@ -29,9 +28,10 @@ _NOT_RUNNING: Final = "container state improper"
 
 
 class Connection:
-    """Requests one after the other, over `stream`."""
+    """Requests one after the other, over `stream`, which is that of the non-blocking socket `plain`."""
 
-    def __init__(self, stream: trio.abc.Stream) -> None:
+    def __init__(self, stream: trio.SocketStream, plain: socket.socket) -> None:
+        self.plain: Final = plain
         self._stream = stream
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_RECEIVE_BYTES)
 
@@ -49,7 +49,7 @@ class Connection:
         except ValueError as error:
             raise OSError(errno.EPROTO, f"the Podman service does not answer with JSON: {error}") from None
 
-    async def upgrade(self, path: str, body: Mapping[str, Any]) -> tuple[trio.abc.Stream, bytes]:
+    async def upgrade(self, path: str, body: Mapping[str, Any]) -> tuple[trio.SocketStream, bytes]:
         """Make it a plain stream: that stream, and what was read of it already.  OSError, as for `request`."""
         await self._send("POST", path, body, ((b"Connection", b"Upgrade"), (b"Upgrade", b"tcp")))
         event = await self._event()
@@ -148,4 +148,4 @@ async def connect(service: PodmanService) -> Connection:
         raise
     (plain,) = made
     plain.setblocking(False)
-    return Connection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
+    return Connection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)), plain)

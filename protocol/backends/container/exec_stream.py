@@ -19,13 +19,13 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote, urlencode
 
 import trio
-import trio.abc
 
 from protocol.backends.container.exec_connection import Connection, connect
 from protocol.backends.container.podman import PodmanService
@@ -53,9 +53,17 @@ class ExecStream:
     """A process in a container.  One task may receive while another sends.  See `open_exec`."""
 
     def __init__(
-        self, service: PodmanService, exec_id: str, stream: trio.abc.Stream, early: bytes, *, tty: bool
+        self,
+        service: PodmanService,
+        exec_id: str,
+        stream: trio.SocketStream,
+        plain: socket.socket,
+        early: bytes,
+        *,
+        tty: bool,
     ) -> None:
         self.id: Final = exec_id
+        self._plain = plain
         self._service = service
         self._stream = stream
         self._pending = bytearray(early)
@@ -72,11 +80,17 @@ class ExecStream:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise BrokenPipeError(errno.EPIPE, "the process in the container reads no more") from None
 
+    def send_nowait(self, data: bytes) -> int:
+        """Give it what there is room for at once, while nobody is in `send`: how many bytes that were."""
+        try:
+            return self._plain.send(data)
+        except OSError:  # no room, or nobody there: `send` finds out
+            return 0
+
     async def close_stdin(self) -> None:
         """Let its standard input end.  (A terminal has no end: send it Ctrl-D.)"""
-        if isinstance(self._stream, trio.abc.HalfCloseableStream):
-            with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await self._stream.send_eof()
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._stream.send_eof()
 
     async def receive(self, max_bytes: int = _RECEIVE_BYTES) -> Output | None:
         """The next piece of output, of `max_bytes` at most; None at its end.  OSError: it makes no sense."""
@@ -246,7 +260,7 @@ async def open_exec(
         raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
     except (KeyError, TypeError):
         raise OSError(errno.EPROTO, "the Podman service does not say which process it started") from None
-    return ExecStream(service, exec_id, stream, early, tty=tty)
+    return ExecStream(service, exec_id, stream, connection.plain, early, tty=tty)
 
 
 async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
