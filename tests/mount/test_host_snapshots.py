@@ -8,6 +8,9 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -610,6 +613,63 @@ def test_progress_is_told_and_a_client_that_goes_ends_the_work(workspace: Worksp
     steps.clear()
     workspace.restore("one", on_progress=lambda step: steps.append(step.done))
     assert steps
+
+
+# -- without privileges --------------------------------------------------------------------------------
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that a stranger may enter."""
+    with tempfile.TemporaryDirectory(prefix="vfsd-host-") as place:
+        os.chmod(place, 0o755)
+        yield Path(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: works as several users")
+def test_a_daemon_without_privileges_keeps_and_restores_what_is_its_users(
+    public: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = 1234
+    for name in ("mnt", "host", "run", "store"):
+        (public / name).mkdir(mode=0o700)
+        os.chown(public / name, user, user)
+    monkeypatch.setenv("VFSD_RUNTIME_DIR", str(public / "run"))
+    monkeypatch.setenv("VFSD_STORE_DIR", str(public / "store"))
+    host = public / "host"
+    for name, mode in (("roots", 0o600), ("shown", 0o644)):
+        (host / name).write_text("of root")
+        (host / name).chmod(mode)
+    as_user = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
+    picked = ("-w", "unprivileged")
+    command = [sys.executable, "-P", "-m", "tests.mount.unprivileged_daemon", public / "mnt", host, "unprivileged"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [*map(str, command), engine, str(user)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline() == "ready\n"
+            write = "mkdir -p d/e; echo one > d/e/f; ln d/e/f hard; ln -s d link; chmod 4755 hard"
+            run(*as_user, "sh", "-c", write, cwd=public / "mnt")
+            taken = vfsd("snapshot", "one", *picked, before=as_user)
+            assert succeeded(taken) == "one\n"
+            assert "roots: could not be read" in taken.stderr
+            expected = tree_of(host)
+            change = "rm -r d hard; echo two > hard; rm -f shown; echo mine > shown; echo new > new"
+            run(*as_user, "sh", "-c", change, cwd=public / "mnt")
+            restored = vfsd("restore", "one", *picked, before=as_user)
+            # What root owned cannot be given back to root; all else is as it was.
+            assert restored.returncode == 1
+            assert "shown: owner 0:0" in restored.stderr
+            found = tree_of(host)
+            assert found.pop("shown")[7] == expected.pop("shown")[7]
+            assert found == expected
+            assert (host / "roots").read_text() == "of root"
+            assert os.stat(host / "d" / "e" / "f").st_ino == os.stat(host / "hard").st_ino
+            run(*as_user, "sh", "-c", "test ! -e new && test $(cat d/e/f) = one", cwd=public / "mnt")
+        finally:
+            subprocess.run(["umount", "-l", public / "mnt"], check=False, capture_output=True)
+            assert daemon.wait(20) == 0
+    assert {path.stat().st_uid for path in (public / "store").rglob("*")} == {user}
 
 
 # -- the daemon's end ----------------------------------------------------------------------------------
