@@ -137,7 +137,7 @@ def merkle_changes(
     Of a directory that only one side has, the directory alone is named.  A directory is named too when nothing but its
     mtime differs.
     """
-    if old != new:
+    if _own(old) != _own(new):
         yield b"", old, new
     pending: list[tuple[bytes, Row, Row]] = [(b"", old, new)]
     while pending:

@@ -390,9 +390,11 @@ def _temporaries(layout: Layout) -> list[tuple[str, int]]:
     found = []
     for directory in (layout.tmp, layout.directory, layout.packs, *_subdirectories(layout.workspaces)):
         with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(directory):
-                if (directory == layout.tmp or entry.name.endswith(".new")) and entry.is_file():
-                    found.append((entry.path, entry.stat().st_size))
+            found += [
+                (entry.path, entry.stat().st_size)
+                for entry in os.scandir(directory)
+                if (directory == layout.tmp or entry.name.endswith(".new")) and entry.is_file()
+            ]
     return found
 
 

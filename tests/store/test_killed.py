@@ -1,4 +1,4 @@
-"""kill -9 of who takes a snapshot, restores one or collects garbage: at a hundred system calls each, and by the clock."""
+"""kill -9 of who takes a snapshot, restores one or collects garbage: at a hundred system calls, and by the clock."""
 
 from __future__ import annotations
 
