@@ -30,8 +30,8 @@ SIZES = (1_000, 10_000, 100_000)
 SNAPSHOTS = 10_000
 
 
-def rss_bytes() -> int:
-    with open("/proc/self/statm", "rb") as statm:
+def rss_bytes(pid: int | str = "self") -> int:
+    with open(f"/proc/{pid}/statm", "rb") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
