@@ -159,6 +159,7 @@ class Status:
     `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
     this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay;
     `interrupted` tells of a restore or an apply that is half done, and how to finish or undo it.
+    `commands` says where commands run ("on this host", ...), None where nowhere.
     Of a container `container` is what Podman says of it, `transport` how it is reached, and `connected` whether it is:
     while it is not, everything in the mount fails with EIO.
     """
@@ -182,6 +183,7 @@ class Status:
     changed_below: int | None = None
     engine_reason: str | None = None
     interrupted: str | None = None
+    commands: str | None = None
     container: str | None = None
     transport: Literal["rootfs", "agent"] | None = None
     connected: bool | None = None

@@ -64,9 +64,10 @@ class Sandbox:
         self._is_over = False
 
     @property
-    def container(self) -> str | None:
-        """The name of the container, while there is one."""
-        return None if self._container is None else self._container.name
+    def where(self) -> str:
+        """See `Place`."""
+        name = "to be made again" if self._container is None else self._container.name
+        return f"in a sandbox of {self._image} (container {name})"
 
     async def begin(self) -> None:
         """Have the container.  OSError: Podman cannot be reached, there is no such image, it cannot be started, ..."""

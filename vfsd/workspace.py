@@ -33,6 +33,7 @@ from vfsd.control.aio import AsyncControlClient
 from vfsd.control.client import ControlClient
 from vfsd.control.messages import Progress
 from vfsd.ending import daemon_end
+from vfsd.executor import WorkspaceExecutor
 from vfsd.mounting import mount_options, running_workspace
 from vfsd.mounts import mount_at
 from vfsd.options import EngineChoice, MountOptions, TransportChoice
@@ -71,6 +72,11 @@ class _Base:
     def path(self) -> str:
         """The mountpoint, absolute: what an agent gets as its current directory."""
         return self._path
+
+    @property
+    def executor(self) -> WorkspaceExecutor:
+        """Runs commands where `vfsd exec` does: `ws.executor.run(["make", "test"])`, also for `protocol.tools`."""
+        return WorkspaceExecutor(self._socket)
 
     @property
     def pid(self) -> int:

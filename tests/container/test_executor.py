@@ -9,12 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import trio
 
 from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
 from protocol.backends.container.podman import Container
 from protocol.backends.container.processes import Outside
-from protocol.execution import Executor
+from protocol.execution import Command, Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, inside
 
@@ -167,6 +168,22 @@ def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, 
     thread.join()
     assert (results[0].exit_status, results[0].timed_out) == (-signal.SIGKILL, False)
     assert sleepers(container) == []
+
+
+def test_a_signal_reaches_the_command_and_what_it_runs(container: Container, way: str) -> None:
+    place = ContainerPlace(lambda: container)
+    script = "trap 'echo got; exit 5' USR1; echo ready; while :; do sleep 0.1; done"
+
+    async def main() -> tuple[bytes, int]:
+        said = b""
+        async with place.started(Command(["sh", "-c", script])) as process:
+            async for stream, data in process.output:
+                said += data if stream == "stdout" else b""  # on the other the shell tells how `sleep` ended
+                if data == b"ready\n":
+                    await process.signal(signal.SIGUSR1)
+            return said, await process.wait()
+
+    assert trio.run(main) == (b"ready\ngot\n", 5)
 
 
 BOMB = "bomb() { bomb | bomb & }; bomb; sleep 1000"

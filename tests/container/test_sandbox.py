@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.podman import PodmanService
 from protocol.backends.container.state import ContainerState
+from protocol.execution import Executor
+from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import inside
 from tests.container.test_exec import container_of, where_of
 from tests.exec_suite import Where, line_of, run, started
@@ -101,6 +104,7 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
     (state,) = sandboxes(podman, workspace)
     assert state.network == "none"
     assert state.pids_limit == 2048
+    assert workspace.status().commands == f"in a sandbox of {state.image} (container {state.name})"
 
 
 def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> None:
@@ -164,6 +168,20 @@ def test_a_python_project_is_tested_in_the_sandbox(
     assert "calc.py" in changed
     workspace.restore("exec-1")
     assert run(where, "--", "python3", "-B", "-m", "unittest").returncode == 1
+
+
+def test_the_shell_and_python_tools_run_in_the_sandbox(sandboxed: SandboxIt, python_image: str) -> None:
+    workspace = sandboxed(image=python_image)
+    assert isinstance(workspace.executor, Executor)
+    context = ToolContext(HostFilesystem(workspace.path), executor=workspace.executor)
+    TOOLS["write_file"].call({"path": "src/f.txt", "content": "hello"}, context)
+    shell = TOOLS["shell"].call({"command": "cat f.txt; pwd; exit 3", "cwd": "src"}, context)
+    assert (shell.stdout, shell.exit_status) == ("hello/workspace/src\n", 3)
+    python = TOOLS["python"].call({"code": "open('made', 'w').write('x'); print(6 * 7)"}, context)
+    assert (python.stdout, python.exit_status) == ("42\n", 0)
+    assert TOOLS["read_file"].call({"path": "made"}, context).content == "x"
+    with pytest.raises(FileNotFoundError):
+        workspace.executor.run(["no-such-program"])
 
 
 # A shell gives up when it cannot fork; this does not.

@@ -32,7 +32,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "vfsd": (
         ("vfsd.control", "vfsd.engines"),
-        ("vfsd.backends",),
+        ("vfsd.backends", "vfsd.executor"),
         ("vfsd.daemon", "vfsd.inprocess"),
         ("vfsd.daemon_process",),
         ("vfsd.launch",),

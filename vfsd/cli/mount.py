@@ -317,6 +317,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("snapshots", "count"), status.snapshots),
             (output.Column("requests", "count"), status.requests),
             *([(output.Column("changed-below", "count"), status.changed_below)] if status.changed_below else []),
+            *([(output.Column("commands"), status.commands)] if status.commands else []),
             *([(output.Column("container"), _container(status))] if status.container else []),
             *([(output.Column("interrupted"), status.interrupted)] if status.interrupted else []),
             (output.Column("pid"), status.pid),

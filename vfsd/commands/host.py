@@ -33,6 +33,8 @@ class HostPlace:
         self._root = root
         self._env = env
 
+    where: Final = "on this host"
+
     @contextlib.asynccontextmanager
     async def started(self, command: Command) -> AsyncIterator[Process]:
         """See `Place`."""

@@ -56,6 +56,11 @@ class Process(Protocol):
 class Place(Protocol):
     """Runs commands that see the workspace."""
 
+    @property
+    def where(self) -> str:
+        """Where that is, in words: "on this host"."""
+        ...
+
     def started(self, command: Command) -> AbstractAsyncContextManager[Process]:
         """Start it.  On leaving, nothing that it started runs any more.
 

@@ -72,21 +72,31 @@ class Commands:
         clock = _Clock(limits.timeout_s)
         passing = _Passing(limits.output_bytes, on_output)
         exit_status = 0
+        has_run = False
         try:
             with _single_error():
                 async with self._place.started(command) as process, trio.open_nursery() as nursery:
+                    has_run = True
                     nursery.start_soon(feed, process)
                     nursery.start_soon(clock.run, process)
                     await passing.run(process)
-                    exit_status = await process.wait()
+                    try:
+                        exit_status = await process.wait()
+                    except OSError:
+                        has_run = False  # it could not be started
+                        raise
                     nursery.cancel_scope.cancel()
-        except OSError:
-            raise  # it could not be started
         except BaseException:
-            await self._snapshot(command)  # what it has changed is changed
+            if has_run:
+                await self._snapshot(command)  # what it has changed is changed
             raise
         snapshot = await self._snapshot(command)
         return Ended(exit_status, clock.timed_out, passing.truncated, snapshot)
+
+    @property
+    def where(self) -> str | None:
+        """Where commands run, in words; None where nothing may."""
+        return None if self._place is None else self._place.where
 
     async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Have ready what runs the commands, and keep it; while the mount is served.  OSError where that fails."""

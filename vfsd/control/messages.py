@@ -123,6 +123,7 @@ class StatusResult(msgspec.Struct):
     changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
     interrupted: str | None = None  # a restore or an apply that is half done, and how to finish or undo it
+    commands: str | None = None  # where `vfsd exec` runs them: "on this host", ...; None: nowhere
     # Of container:NAME and image:REF.
     container: str | None = None  # what Podman says of it: "running", "paused", "exited with status 137", ...
     transport: Literal["rootfs", "agent"] | None = None

@@ -159,6 +159,7 @@ class Methods:
             changed_below=volume.changed_below if isinstance(volume, OverlayVolume) else None,
             engine_reason=self._served.engine.fallback_reason,
             interrupted=_half_done_apply(volume) if interrupted is None else interrupted.describe(),
+            commands=self._commands.where,
             container=None if container is None else await container.describe(),
             transport=None if container is None else container.transport.name,
             connected=None if container is None else container.volume.connected,

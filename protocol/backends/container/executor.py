@@ -60,6 +60,8 @@ class ContainerPlace:
         self._running = 0
         self._with_shell: dict[str, bool] = {}  # by a container's id
 
+    where: Final = "in its container"
+
     @contextlib.asynccontextmanager
     async def started(self, command: Command) -> AsyncIterator[ContainerProcess]:
         """Start it.  On leaving, nothing that it started runs any more.
