@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from vfsd.mounting import mount_options
 from vfsd.workspace import Workspace
 
 BLOCK = 128 * 1024
+VFSD = (sys.executable, "-m", "vfsd.cli.main")
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 
 
@@ -105,7 +105,9 @@ def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones
     assert run(*GIT, "status", "--porcelain", cwd=root).split() == [
         "D", "docs/page7.md", "D", "docs/page8.md", "M", "src/sum.c", "??", "src/moved.md", "??", "src/new.c"
     ]  # fmt: skip
-    found = {change.path: change.change for change in workspace.diff(paths=[root / "src", root / "docs"]).changes}
+    run(*GIT, "clean", "-fdxq", "-e", "/src/", cwd=root)
+    worked_on = [root / name for name in os.listdir(root) if name != ".git"]
+    found = {change.path: change.change for change in workspace.diff(paths=worked_on).changes}
     assert found == {
         "docs/page7.md": "removed",
         "docs/page8.md": "removed",
@@ -113,10 +115,16 @@ def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones
         "src/new.c": "added",
         "src/sum.c": "modified",
     }
-    patch = workspace.patch(paths=[root / "src", root / "docs"])
+    patch = run(*VFSD, "-w", workspace.name, "diff", "--patch", "--", *worked_on, cwd=root).encode()
     run("patch", "-p1", "--quiet", cwd=patched, stdin=patch)
-    for name in ("src", "docs"):
-        assert contents(patched / name) == contents(root / name)
+    assert contents(patched, without=".git") == contents(root, without=".git")
+    other = mount(backend=f"overlay:{applied}")
+    run("patch", "-p1", "--quiet", cwd=Path(other.path), stdin=patch)
+    assert contents(applied) == contents(repository), "nothing goes down before it is applied"
+    run(*VFSD, "-w", other.name, "apply", cwd=root)
+    assert contents(applied, without=".git") == contents(root, without=".git")
+    assert other.diff().changes == ()
+    assert digest(repository) == before, "what is below was changed"
     run(*GIT, "add", "-A", cwd=root)
     run(*GIT, "commit", "-qm", "second", cwd=root)
     assert digest(repository) == before, "what is below was changed"
@@ -126,18 +134,6 @@ def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones
     workspace.undo()
     assert contents(root) == everything
     assert digest(repository) == before
-
-    other = mount(backend=f"overlay:{applied}")
-    for name in ("src", "docs"):
-        shutil.copytree(root / name, Path(other.path) / name, dirs_exist_ok=True)
-    for name in ("page7.md", "page8.md"):
-        (Path(other.path) / "docs" / name).unlink()
-    done = other.apply()
-    assert done.applied
-    assert done.conflicts == {}
-    for name in ("src", "docs"):
-        assert contents(applied / name) == contents(root / name)
-    assert other.diff().changes == ()
 
 
 def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, repository: Path) -> None:
