@@ -21,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
+import secrets
 import select
 from collections.abc import AsyncIterator
 from typing import Final
@@ -145,7 +147,7 @@ class Sandbox:
             network=options.network or "none",
             pids_limit=options.pids_limit or PIDS_LIMIT,
             mounts=[ContainerMount("bind", options.mountpoint, WORKDIR, read_only=options.read_only)],
-            options=_OPTIONS,
+            options={**_OPTIONS, "name": f"vfsd-{options.name}-{secrets.token_hex(3)}", "hostname": _hostname(options)},
         )
         try:
             self._check_sees_mount(container)
@@ -170,3 +172,8 @@ class Sandbox:
         if container is not None:
             container.remove()
             _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
+
+
+def _hostname(options: MountOptions) -> str:
+    """What a prompt in there shows; a name of a workspace is one of a host as good as always (RFC 1123)."""
+    return re.sub("[^A-Za-z0-9-]+", "-", options.name).strip("-") or "sandbox"

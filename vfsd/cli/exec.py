@@ -150,3 +150,9 @@ def _say(ended: ExecEnded, timeout_s: Any) -> None:
     # To people only: a program that reads standard error wants the command's.
     if ended.snapshot is not None and sys.stderr.isatty():
         output.note(f"snapshot {ended.snapshot}")
+
+
+# `--json` is refused, and so not offered.
+for _parameter in exec_command.params:
+    if isinstance(_parameter, click.Option) and _parameter.name == "as_json":
+        _parameter.hidden = True
