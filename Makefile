@@ -56,6 +56,7 @@ bench: ## the table of workloads and file systems, and its picture; ARGS=--quick
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
 	$(BIN)/python -m bench.table --json docs/bench.json --plot docs/bench.png $(ARGS)
 	$(BIN)/python -m bench.control --json docs/bench-control.json $(filter --quick,$(ARGS))
+	$(BIN)/python -m bench.container --json docs/bench-container.json $(filter --quick,$(ARGS))
 
 clean: ## remove what was built and measured; .venv too
 	rm -rf .venv build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -70,7 +70,7 @@ def podman(podman_url: str) -> Iterator[PodmanService]:
         yield service
 
 
-def _import(url: str, archive: Path, reference: str) -> str:
+def import_image(url: str, archive: Path, reference: str) -> str:
     try:
         subprocess.run(["podman", "--url", url, "import", archive, reference], check=True, capture_output=True)
     finally:
@@ -83,7 +83,7 @@ def busybox_image(podman_url: str, session_dir: str) -> str:
     """An image with a shell and its tools, no Python; users root and dev (1000)."""
     archive = Path(session_dir, "busybox.tar")
     write_busybox_image(archive)
-    return _import(podman_url, archive, BUSYBOX)
+    return import_image(podman_url, archive, BUSYBOX)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +91,7 @@ def python_image(podman_url: str, session_dir: str) -> str:
     """As busybox_image, and with /usr/bin/python3."""
     archive = Path(session_dir, "python.tar")
     write_python_image(archive)
-    return _import(podman_url, archive, PYTHON)
+    return import_image(podman_url, archive, PYTHON)
 
 
 _numbers = itertools.count(1)

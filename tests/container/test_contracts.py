@@ -73,6 +73,7 @@ class TestVolume(test_host_volume.TestHostVolume):
                 async def connect() -> None:
                     async with trio.open_nursery() as nursery:
                         await volume.connect(await transport.open(state, nursery))
+                        nursery.cancel_scope.cancel()
 
                 trio.run(connect)
                 stack.callback(trio.run, transport.close)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol import posix_acl
-from protocol.backends.container.beneath_root import RootVolume
+from protocol.backends.container.beneath_root import RootVolume, Soon
 from protocol.backends.container.idmap import IdMap
 from protocol.backends.host.attributes import Seen
 from protocol.errors import fail
@@ -30,8 +30,16 @@ class MappedVolume(RootVolume):
     ACLs hold ids too, and are not translated: where the map changes ids there are none.
     """
 
-    def __init__(self, path: str, ids: IdMap, user: tuple[int, int], *, read_only: bool = False) -> None:
-        super().__init__(path, read_only=read_only)
+    def __init__(
+        self,
+        path: str,
+        ids: IdMap,
+        user: tuple[int, int],
+        *,
+        read_only: bool = False,
+        soon: Soon | None = None,
+    ) -> None:
+        super().__init__(path, read_only=read_only, soon=soon)
         self._ids = ids
         self._user = user
         self._is_identity = ids.is_identity

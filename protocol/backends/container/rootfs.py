@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import trio
 
-from protocol.backends.container.beneath_root import RootVolume
+from protocol.backends.container.beneath_root import RootVolume, Soon
 from protocol.backends.container.mapped import MappedVolume
 from protocol.backends.container.process import ContainerProcess
 from protocol.backends.container.state import ContainerState
@@ -40,6 +40,7 @@ class RootfsTransport:
         self._read_only = read_only
         self._process: ContainerProcess | None = None
         self._volume: RootVolume | None = None
+        self._wrote = trio.Event()
 
     def probe(self, state: ContainerState) -> None:
         """OSError where this transport cannot reach the container; the directory is made where it is missing."""
@@ -48,29 +49,41 @@ class RootfsTransport:
         volume.close()
         process.close()
 
-    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:  # noqa: ARG002
+    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
         """See `Transport`."""
-        self._process, volume = await trio.to_thread.run_sync(self._opened, state)
+        self._process, volume = await trio.to_thread.run_sync(self._opened, state, self._soon)
         self._volume = volume
+        nursery.start_soon(self._close_writers, volume)
         return volume
 
-    def _opened(self, state: ContainerState) -> tuple[ContainerProcess, RootVolume]:
+    def _soon(self) -> None:
+        self._wrote.set()
+
+    async def _close_writers(self, volume: RootVolume) -> None:
+        """Each time the loop gets round to it.  A task that waits costs less than a callback: that wakes a sleeper."""
+        while True:
+            await self._wrote.wait()
+            self._wrote = trio.Event()
+            volume.close_writers()
+
+    def _opened(self, state: ContainerState, soon: Soon | None = None) -> tuple[ContainerProcess, RootVolume]:
         process = ContainerProcess(state)
         try:
             owner = process.ids.users.outside(process.user), process.ids.groups.outside(process.group)
             directory = open_workdir(process.root, self._workdir, owner)
             try:
-                return process, self._volume_of(process, f"/proc/self/fd/{directory}")
+                return process, self._volume_of(process, f"/proc/self/fd/{directory}", soon)
             finally:
                 os.close(directory)
         except BaseException:
             process.close()
             raise
 
-    def _volume_of(self, process: ContainerProcess, path: str) -> RootVolume:
+    def _volume_of(self, process: ContainerProcess, path: str, soon: Soon | None) -> RootVolume:
         if os.geteuid() == 0 and (not process.ids.is_identity or process.user or process.group):
-            return MappedVolume(path, process.ids, (process.user, process.group), read_only=self._read_only)
-        return RootVolume(path, read_only=self._read_only)
+            user = process.user, process.group
+            return MappedVolume(path, process.ids, user, read_only=self._read_only, soon=soon)
+        return RootVolume(path, read_only=self._read_only, soon=soon)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""

@@ -30,6 +30,7 @@ RECHECK_S: Final = 0.5
 _ANY_EXECUTE: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _FEWEST: Final = 16
 _MOST: Final = 8192
+_MOST_PINS: Final = 65536
 _UNLIMITED: Final = 1 << 20
 _SPARE: Final = 64  # for everything else that the process has open
 _O_PATH_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
@@ -51,6 +52,8 @@ class Descriptors:
             soft = _UNLIMITED
         # Half of them: pins, and what the process does beside, have the other half.
         self.most: Final = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
+        # What a restore may pin beside them, so that as many are left for what programs remove.
+        self.most_pins: Final = min(_MOST_PINS, max(0, (soft - _SPARE - self.most) // 2))
         self._open: dict[Node, None] = {}
         self._writable: dict[Node, None] = {}
         self._table: Table
@@ -315,6 +318,11 @@ class Descriptors:
         """Close all that is open for `node`."""
         self.release_file(node)
         self.unpin(node)
+
+    def close_writers(self) -> None:
+        """Close what was opened to write, executable or not: whoever makes it so may execute it."""
+        for node in tuple(self._writable):
+            self.release_file(node)
 
     def close_idle_writers(self) -> None:
         """Close executables that were opened to write and not used since the last call.
