@@ -112,12 +112,13 @@ class Outside:
         self._id = container_id.encode()
         self._init = init_pid
         self._namespace = self._namespace_of(init_pid)
+        self._ours = self._namespace_of(os.getpid())
 
     @property
     def is_here(self) -> bool:
         """Whether it is on this machine, and its processes may be looked at."""
         # Behind a forwarded socket is another machine, where the pid means something else.
-        return self._init > 0 and self._namespace is not None and self._is_inside(self._init)
+        return self._init > 0 and self._namespace is not None and self._is_in_group(self._init)
 
     @staticmethod
     def _namespace_of(pid: int) -> str | None:
@@ -127,20 +128,25 @@ class Outside:
             return None
 
     def _is_inside(self, pid: int) -> bool:
+        # Asked of every process of the machine: a link is read sooner than a file.
+        namespace = self._namespace_of(pid)
+        if self._namespace != self._ours and namespace in {self._namespace, self._ours}:
+            return namespace == self._namespace
+        # A namespace that the container has made, or the container shares ours: then it is known by its group alone.
+        return self._is_in_group(pid)
+
+    def _is_in_group(self, pid: int) -> bool:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", "rb") as file:
             return self._id in file.read()
         return False
 
     def _all(self) -> list[_Process]:
-        ours = self._namespace_of(os.getpid())
         found = []
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) == self._init:
                 continue
             pid = int(name)
-            # A container may have made namespaces of its own, or, if it shares ours, be known by its group alone.
-            inside = self._is_inside(pid) or (self._namespace != ours and self._namespace_of(pid) == self._namespace)
-            process = _process(pid) if inside else None
+            process = _process(pid) if self._is_inside(pid) else None
             if process is not None and process.state not in _GONE:
                 found.append(process)
         return found
@@ -196,7 +202,7 @@ class Outside:
                 descriptor = os.pidfd_open(pid)
                 try:
                     # The number may have been given to another process since it was found.
-                    if self._is_inside(pid) or self._namespace_of(pid) == self._namespace:
+                    if self._is_inside(pid):
                         signal.pidfd_send_signal(descriptor, number)
                 finally:
                     os.close(descriptor)
