@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from protocol.backends.container.opening import open_container
 from protocol.backends.container.podman import Container
+from protocol.backends.container.process import ContainerProcess
 from protocol.backends.container.state import ContainerMount
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
 from vfsd.workspace import Workspace
@@ -321,3 +323,52 @@ def test_what_root_makes_here_is_the_containers_own_users(
 def owner(path: Path) -> tuple[int, int]:
     shown = path.lstat()
     return shown.st_uid, shown.st_gid
+
+
+# -- whose process it is -----------------------------------------------------------------------------
+def test_a_process_that_is_not_the_containers_is_not_looked_into(container: Container) -> None:
+    """Podman may tell of another machine's processes, or of one that has ended since."""
+    state = container.inspect()
+    for wrong in (
+        dataclasses.replace(state, pid=os.getpid()),
+        dataclasses.replace(state, conmon_pid=os.getppid()),
+        dataclasses.replace(state, id=state.id[::-1]),
+        dataclasses.replace(state, pid=2**22 + 1),
+    ):
+        with pytest.raises(ProcessLookupError, match="processes of this machine"):
+            ContainerProcess(wrong)
+    container.kill()
+    with pytest.raises(ProcessLookupError):
+        ContainerProcess(state)
+
+
+def test_nothing_of_a_container_stays_open_when_it_has_ended(
+    start_container: StartContainer, mount_container: MountContainer
+) -> None:
+    container = start_container()
+    workspace = mount_container(container, transport="rootfs", complaints=["it has stopped"])
+    root = Path(workspace.path)
+    (root / "d").mkdir()
+    with (root / "d" / "f").open("w") as file:
+        file.write("x")
+        file.flush()
+        pid = workspace.status().pid
+        assert held(pid)
+
+        container.kill()
+        deadline_s = time.monotonic() + 30
+        while held(pid):
+            assert time.monotonic() < deadline_s, held(pid)
+        with suppress(OSError):
+            file.close()
+
+
+def held(pid: int) -> list[str]:
+    """What a daemon has open of the container's files, by their paths in there."""
+    found = []
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if path.startswith("/workspace"):
+                found.append(path)
+    return found

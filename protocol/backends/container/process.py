@@ -33,7 +33,7 @@ class ContainerProcess:
         self.root = -1
         try:
             _check_is_of(state)
-            self.root = os.open(f"/proc/{state.pid}/root", _ROOT_FLAGS)
+            self.root = _open_root(state)
             self.ids = IdMap(
                 parse_map(_read(f"/proc/{state.pid}/uid_map")), parse_map(_read(f"/proc/{state.pid}/gid_map"))
             )
@@ -66,6 +66,14 @@ def _open_pidfd(state: ContainerState) -> int:
         return os.pidfd_open(state.pid)
     except OSError as error:
         raise _elsewhere(state) if error.errno == errno.ESRCH else error from None
+
+
+def _open_root(state: ContainerState) -> int:
+    try:
+        return os.open(f"/proc/{state.pid}/root", _ROOT_FLAGS)
+    except PermissionError:
+        advice = "be its owner or root, or take the agent transport"
+        raise PermissionError(errno.EACCES, f"container {state.name} may not be looked into by you: {advice}") from None
 
 
 def _check_is_of(state: ContainerState) -> None:
