@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,7 @@ def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *pat
         elif (old.inode, old.mode) != (new.inode, new.mode):
             made.append(Change(path, "metadata", old, new))
     coherence = volume.changed_beside(made)
+    volume.let_go()
     volume.check_invariants()
     return coherence
 
@@ -224,6 +226,39 @@ def test_a_second_name_of_a_file_that_is_removed_stays(volume: HostVolume, fs: D
     assert fs.stat(number).nlink == 1
     with fails(errno.ENOENT):
         fs.at(b"a")
+
+
+def test_of_more_files_than_can_be_held_none_is_taken_for_another(inside: Path) -> None:
+    names = [f"f{number}" for number in range(64)]
+    for name in names:
+        (inside / name).write_text(f"old {name}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, hard))
+    try:
+        volume = HostVolume(os.fsencode(inside), descriptors=16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fs = Driver(volume)
+    numbers = {name: fs.hold(name.encode()) for name in names}
+
+    def read_on(number: int) -> bytes | int | None:
+        try:
+            return fs.read(number)
+        except OSError as error:
+            return error.errno
+
+    def change() -> None:
+        # On file systems that give numbers again, each new file gets that of the one replaced before it.
+        for name in names:
+            replace(inside / name, f"new {name}".encode())
+
+    restoring(volume, inside, change, *(name.encode() for name in names))
+    for name in names:
+        assert fs.read(name.encode()) == f"new {name}".encode()
+        assert fs.at(name.encode()) != numbers[name]
+        assert read_on(numbers[name]) in {f"old {name}".encode(), errno.ESTALE}
+    volume.check_invariants()
+    volume.close()
 
 
 def test_a_name_that_was_only_for_a_moment_is_told_of(volume: HostVolume, fs: Driver, inside: Path) -> None:

@@ -56,6 +56,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 # The store is nobody else's meanwhile, and afterwards nobody's stat cache is believed: not for each of them.
 _COLLECT_AFTER: Final = 16
+_STEP: Final = 500  # paths that the volume takes in at once: for some 15 ms the mount waits
 
 
 @runtime_checkable
@@ -63,11 +64,15 @@ class Changeable(Protocol):
     """A volume whose files a restore changes beside the mount, as the volume has to take it.  The serving loop."""
 
     def hold(self, paths: Iterable[bytes]) -> None:
-        """What is at `paths` is about to be changed: who has it open goes on."""
+        """What is at `paths` is about to be changed: who has it open goes on.  Called once or more."""
         ...
 
     def changed_beside(self, changes: Iterable[Change]) -> Coherence:
-        """`changes`, or part of them, have been made; what the kernel must be told.  Lets go of what `hold` holds."""
+        """`changes`, or part of them, have been made; what the kernel must be told.  Called once or more."""
+        ...
+
+    def let_go(self) -> None:
+        """All is settled that `hold` was told of."""
         ...
 
 
@@ -203,9 +208,13 @@ class StoreSnapshots:
         finally:
             # The state is what it is: whoever waits, the kernel must know of it.
             with trio.CancelScope(shield=True):
-                await self._served.changed(self._volume.changed_beside(run.changes))
+                await self._served.changed(await run.settled())
         await self._forget_old_safeties(keep={name, safety})
-        return Outcome(safety, done.changes, {problem.path: problem.reason for problem in done.problems})
+        problems: dict[bytes, str] = {}
+        for problem in done.problems:
+            before = problems.get(problem.path)
+            problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
+        return Outcome(safety, done.changes, problems)
 
     def _touched(self, safety: str, name: str) -> list[Change]:
         """What the kernel must be told of beside the changes: directories of which only the times differ."""
@@ -303,8 +312,27 @@ class _Restore:
     def planned(self, found: Sequence[Change]) -> None:
         self._watch.raise_if_cancelled()
         self.changes = [*found, *self._touched()]
-        trio.from_thread.run_sync(self._volume.hold, [change.path for change in found], trio_token=self._loop)
+        trio.from_thread.run(self._hold, [change.path for change in found], trio_token=self._loop)
         self._is_planned = True
+
+    async def _hold(self, paths: Sequence[bytes]) -> None:
+        for at in range(0, len(paths), _STEP):
+            self._volume.hold(paths[at : at + _STEP])
+            await trio.lowlevel.checkpoint()
+
+    async def settled(self) -> Coherence:
+        """What the kernel must be told, however far it got."""
+        parts = []
+        for at in range(0, len(self.changes), _STEP):
+            parts.append(self._volume.changed_beside(self.changes[at : at + _STEP]))
+            await trio.lowlevel.checkpoint()
+        self._volume.let_go()
+        return Coherence(
+            [change for part in parts for change in part.entries],
+            [change for part in parts for change in part.inodes],
+            {number: path for part in parts for number, path in part.paths.items()},
+            {number: mode for part in parts for number, mode in part.modes.items()},
+        )
 
     def tell(self, done: int, total: int) -> None:
         if self._is_planned:

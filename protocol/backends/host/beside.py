@@ -3,7 +3,8 @@
 The host shows a change like anybody's, and it would be found out as such when the kernel asks the next time.  But
 whoever restores knows what is going to change: so `hold` keeps open what the mount's programs may have open and is
 about to lose its name, which also keeps the host from giving its inode number to what takes its place, before
-the kernel knows; and `settle` says what the kernel has to be told, so that nobody sees what was there before.
+the kernel knows; and `settle` says what the kernel has to be told, so that nobody sees what was there before.  Of many
+changes each takes a part at a time, since the mount waits meanwhile.
 
 Threading: the serving loop.  In between, a thread changes the directory while the volume goes on.
 """
@@ -24,7 +25,6 @@ __all__ = ["Beside"]
 
 # Numbers that no inode has, for what lost a name of which the kernel knew no inode.
 _FIRST_UNKNOWN: Final = 1 << 60
-_HELD_MOST: Final = 4096
 # What a restore calls new files until they are whole (protocol.store.scan.TEMPORARY_PREFIX, which is above).
 _TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 
@@ -39,32 +39,34 @@ class Beside:
         self._descriptors = descriptors
         self._forget_scan = forget_scan
         self._held: list[Node] = []
+        self._loose: set[Node] = set()  # what could not be held: the host may have given its number away
 
     def hold(self, paths: Iterable[bytes]) -> None:
-        """Keep open what is known at `paths`, files that are in use first; not too many of them."""
+        """Keep open what is known at `paths`, files that are in use first; as many as there may be descriptors."""
         places = self._places()
-        known = [node for path in paths for node in self._at(places, path) if node.lookups]
+        known = [node for path in paths for node in self._at(places, path) if node.lookups and node.pin < 0]
         known.sort(key=lambda node: node.fd < 0)
-        most = max(0, min(_HELD_MOST, self._descriptors.most // 2) - len(self._held))
-        for node in known[:most]:
-            if node.pin < 0 and self._descriptors.pin(node):
+        for node in known:
+            if len(self._held) < self._descriptors.most_pins and self._descriptors.pin(node):
                 self._held.append(node)
+            else:
+                self._loose.add(node)
 
     def settle(self, changes: Iterable[Change]) -> Coherence:
         """What the kernel must be told of `changes`, in the order of `protocol.diff.changes`.
 
-        Where several are named for one path, one of them is enough.  What is there now is looked up, not believed.
+        What is there now is looked up, not believed.
         """
-        found = _Found(self._table, self._descriptors, self._forget_scan, self._places())
+        found = _Found(self._table, self._descriptors, self._forget_scan, self._places(), self._loose)
         for change in changes:
             found.add(change)
         found.add_temporaries()
-        self._let_go()
         return Coherence(found.entries, found.inodes, found.paths, found.modes)
 
-    def _let_go(self) -> None:
-        """What is still at its place, or came back to it, need not be held open."""
+    def let_go(self) -> None:
+        """All is settled: what is still at its place, or came back to it, need not be held open."""
         held, self._held = self._held, []
+        self._loose.clear()
         for node in held:
             if node.parent is not None:
                 self._descriptors.unpin(node)
@@ -97,7 +99,12 @@ class _Found:
     """The coherence of a change while it is put together."""
 
     def __init__(
-        self, table: Table, descriptors: Descriptors, forget_scan: Callable[[Node], None], places: _Places
+        self,
+        table: Table,
+        descriptors: Descriptors,
+        forget_scan: Callable[[Node], None],
+        places: _Places,
+        loose: set[Node],
     ) -> None:
         self.entries: list[EntryChange] = []
         self.inodes: list[InodeChange] = []
@@ -107,6 +114,7 @@ class _Found:
         self._descriptors = descriptors
         self._forget_scan = forget_scan
         self._places = places
+        self._loose = loose
         self._gone: set[Node] = set()
         self._done: set[bytes] = set()
         self._directories: dict[bytes, list[Node]] = {}
@@ -161,6 +169,14 @@ class _Found:
         except OSError:
             return None
 
+    def _is_at_a_place(self, node: Node) -> bool:
+        """Whether a name that it was known by still stands for its inode."""
+        for parent, name in node.places():
+            seen = self._seen(parent, name)
+            if seen is not None and node.is_shown(seen):
+                return True
+        return False
+
     def _lost(self, node: Node, parent: Node, name: bytes) -> None:
         """`node` is not at that place any more; whoever has it open goes on."""
         if node.is_dir:
@@ -181,12 +197,13 @@ class _Found:
             if holder is not None and holder.key != key:
                 new = self._table.enter(parent, name, seen).number
             elif holder is not None:
-                # Known by another name, such as a temporary one; or the host gave the number of what is gone to what
-                # is new, and the kernel has other pages of that.
-                holder = self._table.enter(parent, name, seen)
-                new = holder.number
-                if not holder.is_dir:
-                    self._in_place(holder, b"/".join(filter(None, (above, name))), content=True)
+                if holder in self._loose and not self._is_at_a_place(holder):
+                    self._table.lose(holder)  # the host gave the number of what is gone to what is new
+                # Else known by another name, such as a temporary one.
+                node = self._table.enter(parent, name, seen)
+                new = node.number
+                if node is holder and not node.is_dir:
+                    self._in_place(node, b"/".join(filter(None, (above, name))), content=True)
             self.modes[new] = seen.st_mode
         if parent.scan is not None:
             if seen is None:

@@ -100,6 +100,10 @@ class HostVolume:
         """What the kernel must be told after somebody made `changes`, or part of them, in the directory."""
         return self._beside.settle(changes)
 
+    def let_go(self) -> None:
+        """All that `hold` was told of is settled."""
+        self._beside.let_go()
+
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Seen:
         """See `protocol.volume.Volume`, as for all that follow."""
