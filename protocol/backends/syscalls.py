@@ -23,6 +23,7 @@ __all__ = [
     "openat2",
     "renameat2",
     "seek_hole",
+    "syncfs",
 ]
 
 RESOLVE_NO_XDEV: Final = 0x01
@@ -91,6 +92,11 @@ def seek_hole(descriptor: int, offset: int) -> int:
     if found == -1:
         raise fail(ctypes.get_errno())
     return found if found >= 0 else _OFFSET_MAX
+
+
+def syncfs(descriptor: int) -> None:
+    """syncfs(2): have all that was written to the file system of a descriptor on its disk."""
+    _check(_LIBC.syncfs(descriptor))
 
 
 def birth_ns(descriptor: int) -> int:

@@ -42,6 +42,7 @@ def run(
     force: bool = False,
     dry_run: bool = False,
     keep_going: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
 ) -> Applied:
     with volume.base_tree() as base, volume.tree() as live:
         done = apply(
@@ -53,6 +54,7 @@ def run(
             force=force,
             dry_run=dry_run,
             keep_going=keep_going,
+            before=before,
         )
         if not dry_run and (force or not done.conflicts):
             volume.applied(live, done)
@@ -192,6 +194,36 @@ def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: P
         assert difference(volume, root) == [], stop
         assert changed(volume) == []
         assert not [name for _, _, names in os.walk(root) for name in names if name.startswith(".vfsd")]
+
+
+def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finished_by_the_next(
+    below: Path, tmp_path: Path
+) -> None:
+    for stop in range(1000):
+        root = tmp_path / f"copy{stop}"
+        os.system(f"cp -a {below} {root}")
+        volume = OverlayVolume(os.fsencode(root))
+        work(Driver(volume), volume)
+        wanted = changed(volume)
+        left = stop
+
+        def before() -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise StoppedError
+
+        try:
+            run(volume, before=before)
+        except StoppedError:
+            assert {path for path, _ in difference(volume, root)} <= set(wanted)
+            assert run(volume).conflicts == [], stop
+        else:
+            break
+        assert not [name for name in os.listdir(root) if name.startswith(".vfsd")]
+        assert difference(volume, root) == [], stop
+        assert changed(volume) == []
+    assert stop > 30
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.beneath import Handle
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.journal import Journal, Recovered, journal
+from protocol.backends.overlay.journal import Journal, Recovered, is_left, journal
 from protocol.backends.overlay.lower import RESERVED, ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, attributes_of, place, set_attributes, set_by_name
+from protocol.backends.syscalls import syncfs
 from protocol.diff import Change, changes
 from protocol.tree import TreeEntry
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Applied", "Conflict", "apply"]
 
 _CHUNK_BYTES: Final = 1 << 20
-_FEW_FILES: Final = 64  # are synced one by one, more by sync(2) of their file system
+_FEW_FILES: Final = 64  # are synced one by one, more by syncfs(2)
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
 
@@ -91,7 +92,10 @@ def apply(
     if dry_run:
         result.conflicts = run.conflicts(found)
         return result
-    with journal(lower.directory(b"").fd, before) as begun:
+    root = lower.directory(b"").fd
+    if not found and not is_left(root):
+        return result
+    with journal(root, before) as begun:
         result.recovered = begun.recover()
         result.conflicts = run.conflicts(found)
         if not result.conflicts or force:
@@ -125,6 +129,7 @@ class _Run:
     ) -> None:
         self._lower = lower
         self._root = lower.directory(b"").fd
+        self._device = os.fstat(self._root).st_dev
         self._base = base
         self._live = live
         self._known = known
@@ -314,7 +319,7 @@ class _Run:
             handle = Handle(os.open(name, flags, 0o600, dir_fd=directory.fd))
             self._write_content(handle.fd, new)
             set_attributes(handle.fd, attributes_of(new))
-            if len(self._staged) < _FEW_FILES:
+            if len(self._staged) < _FEW_FILES or os.fstat(handle.fd).st_dev != self._device:
                 os.fsync(handle.fd)
             return
         set_by_name(directory, name, attributes_of(new), is_symlink=new.is_symlink)
@@ -331,8 +336,8 @@ class _Run:
         os.ftruncate(descriptor, new.size)
 
     def _sync_staged(self) -> None:
-        if len(self._staged) > _FEW_FILES:
-            os.sync()
+        if len(self._staged) >= _FEW_FILES:
+            syncfs(self._root)
 
     # -- what goes on being read -------------------------------------------------------------------
     def _keep(self, change: Change) -> None:

@@ -31,7 +31,7 @@ from protocol.backends.beneath import Handle, open_beneath
 from protocol.backends.overlay.lower import RESERVED, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
 
-__all__ = ["Journal", "Recovered", "is_interrupted", "journal", "recover"]
+__all__ = ["Journal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
 
 _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"
@@ -209,8 +209,11 @@ class Journal:
         os.rename(staged, name + beside, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
 
     def clear(self) -> None:
-        """Remove all that is staged, the mark of what was done last."""
+        """Remove all that is staged: first the plan, if it was given up, last the mark that all is done."""
         names = self._names()
+        if _PLAN in names:
+            self.before()
+            os.unlink(_PLAN, dir_fd=self.directory.fd)
         if _ELSEWHERE in names:
             handle = Handle(os.open(_ELSEWHERE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.directory.fd))
             with open(handle.fd, "rb", closefd=False) as file:
@@ -218,7 +221,7 @@ class Journal:
             for path in elsewhere:
                 self.before()
                 _unlink_at(self.root, path)
-        for name in sorted(names, key=lambda name: name in {_PLAN, _DONE, _ELSEWHERE}):
+        for name in sorted(names - {_PLAN}, key=lambda name: name in {_DONE, _ELSEWHERE}):
             self.before()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.directory.fd)
@@ -263,6 +266,7 @@ def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
         # Only where it is empty: what could not be recovered stays.
         with contextlib.suppress(OSError):
             os.rmdir(RESERVED, dir_fd=root)
+        fcntl.flock(directory.fd, fcntl.LOCK_UN)  # an error's traceback may hold the descriptor for longer
 
 
 def _locked(root: int, patience: int) -> Handle | None:
@@ -286,6 +290,11 @@ def _locked(root: int, patience: int) -> Handle | None:
     return directory if os.path.samestat(there, os.fstat(directory.fd)) else None
 
 
+def is_left(root: int) -> bool:
+    """Whether there is a journal in the directory of descriptor `root`, of whomever."""
+    return _stat_at(root, RESERVED) is not None
+
+
 def is_interrupted(root: int) -> bool:
     """Whether an apply was killed there, and `recover` has something to do."""
     try:
@@ -303,9 +312,7 @@ def recover(root: str | bytes, before: _Step = _nothing) -> Recovered | None:
     EBUSY while an apply goes on there.  Where nothing was left nothing is written.
     """
     top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    if not is_interrupted(top.fd):
-        with contextlib.suppress(OSError):
-            os.rmdir(RESERVED, dir_fd=top.fd)
+    if not is_left(top.fd):
         return None
     with journal(top.fd, before) as found:
         return found.recover()
