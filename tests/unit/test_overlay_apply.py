@@ -223,7 +223,7 @@ def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finish
         assert not [name for name in os.listdir(root) if name.startswith(".vfsd")]
         assert difference(volume, root) == [], stop
         assert changed(volume) == []
-    assert stop > 30
+    assert stop > 20
 
 
 @pytest.mark.parametrize("seed", range(40))
