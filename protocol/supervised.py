@@ -89,7 +89,10 @@ class Supervised:
             process.wait()
 
     def exit_status(self, said: bytes) -> int:
-        """What `status` said, as `subprocess` counts.  OSError where the command could not be started."""
+        """What `status` said, as `subprocess` counts.  OSError where the command could not be started.
+
+        Looks at the command's directory then.
+        """
         kind, _, number = said.decode().strip().partition(" ")
         if kind == "error":
             raise fail(int(number), self._argv[0] if os.path.isdir(self._directory) else self._directory)

@@ -76,6 +76,14 @@ def test_input_that_is_not_read_costs_no_output(executor: ContainerExecutor, scr
         assert (done.exit_status, done.stdout, done.stderr) == (3, b"done\n", b"end\n")
 
 
+def test_without_a_shell_a_container_runs_commands_all_the_same(
+    executor: ContainerExecutor, container: Container
+) -> None:
+    inside(container, "rm /bin/sh")
+    assert executor.run(["cat"], stdin=b"input").stdout == b"input"
+    assert executor.run(["echo", "x"]).stdout == b"x\n"
+
+
 def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor: ContainerExecutor) -> None:
     binary = bytes(range(256)) * 400
     done = executor.run(["sh", "-c", "tee /dev/stderr; printf '\\0'; kill -9 $$"], stdin=binary)

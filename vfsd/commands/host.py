@@ -166,7 +166,8 @@ class _HostProcess:
 
     async def wait(self) -> int:
         await self._over.wait()
-        return self._supervised.exit_status(self._said)
+        # In a thread: for a command that could not be started it looks at the directory, which this loop may serve.
+        return await trio.to_thread.run_sync(self._supervised.exit_status, self._said)
 
 
 _Streams = tuple[tuple[int, int, int], int, dict[Stream, int]]  # the command's three; its input; its outputs

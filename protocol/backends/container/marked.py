@@ -6,7 +6,8 @@ does not help to throw the mark off; and where such a container has no room for 
 it is restarted: its files stay, and every command in it ends.
 
 What holds in a container that is not vfsd's: a process that takes itself a new session, a new parent *and* a new
-environment is the container's then, and stays.
+environment is the container's then, and stays.  And a daemon that is itself killed can kill nothing: its commands go
+on in a container that stays.
 """
 
 from __future__ import annotations

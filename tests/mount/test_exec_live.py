@@ -1,0 +1,54 @@
+"""`vfsd exec` with --on-host: commands in the mount that their daemon serves."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.exec_suite import ExecSuite, Where, run
+from tests.mount.conftest import MountIt, mounted, socket_of
+from tests.unit.test_cli_exec import running_here
+from vfsd.workspace import Workspace
+
+
+def where_of(workspace: Workspace) -> Where:
+    return Where(workspace.name, socket_of(workspace), Path(workspace.path), workspace.path, running_here)
+
+
+@pytest.mark.long
+class TestInTheMount(ExecSuite):
+    """Commands on this host, in a workspace in memory."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def where(cls, session_dir: str) -> Iterator[Where]:
+        place = Path(tempfile.mkdtemp(dir=f"{session_dir}/work", prefix="x"))
+        with mounted(place / "m", name=place.name, exec_on_host=True) as workspace:
+            yield where_of(workspace)
+
+
+def test_the_daemon_serves_the_mount_while_a_command_in_it_fails_to_start(mount: MountIt, workdir: Path) -> None:
+    # Nothing is cached: who looks at the directory asks the daemon.
+    (workdir / "below").mkdir()
+    workspace = mount(backend=f"host:{workdir}/below", exec_on_host=True, cache_timeout_s=0)
+    for args in (["--cwd", "missing", "--", "true"], ["--cwd", "missing/deep", "--", "no-such-program"]):
+        done = run(where_of(workspace), *args)
+        assert done.returncode == 125
+        assert b"missing" in done.stderr
+    assert run(where_of(workspace), "--", "no-such-program").returncode == 127
+
+
+def test_each_command_is_followed_by_a_snapshot_where_that_is_asked_for(mount: MountIt) -> None:
+    workspace = mount(exec_on_host=True, snapshot_each=True)
+    root = Path(workspace.path)
+    run(where_of(workspace), "--", "sh", "-c", "mkdir src; echo one > src/f")
+    run(where_of(workspace), "--", "rm", "-r", "src")
+    assert [snapshot.tag for snapshot in workspace.snapshots()] == ["sh -c 'mkdir src; echo one > src/f'", "rm -r src"]
+    workspace.restore("exec-1")
+    assert (root / "src" / "f").read_text() == "one\n"
+    workspace.snapshot("exec-3")  # a name that is taken is left to its owner
+    assert workspace.executor.run(["true"]).exit_status == 0
+    assert [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "user"][-1] == "exec-4"
