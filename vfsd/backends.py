@@ -129,10 +129,15 @@ def _stored_host(options: MountOptions, directory: str) -> Stored:
             store.check_apart(source.identity)
         except OSError as error:
             raise ValueError(f"the store {options.store} is inside {directory}, which it is to keep") from error
+    _check_outside(options, store)
+    return Stored(store, f"host:{place}", source, DirectoryTarget(place))
+
+
+def _check_outside(options: MountOptions, store: Store) -> None:
+    """ValueError for a store that the mount would hide."""
     mountpoint = os.path.realpath(options.mountpoint)
     if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
         raise ValueError(f"the store {store.directory} is inside the mountpoint {options.mountpoint}")
-    return Stored(store, f"host:{place}", source, DirectoryTarget(place))
 
 
 def _half_done(stored: Stored) -> str | None:
@@ -193,4 +198,29 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
             read_only=options.read_only,
         )
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
-    return Backend(workspace.connection.volume, timeout_s, workspace.tidy, workspace.close, workspace)
+    try:
+        stored = _stored_container(options, workspace)
+    except BaseException:
+        workspace.close()
+        raise
+    return Backend(
+        workspace.connection.volume,
+        timeout_s,
+        workspace.tidy,
+        workspace.close,
+        workspace,
+        recovered=_half_done(stored),
+        stored=stored,
+    )
+
+
+def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> Stored:
+    """The snapshots of a directory in a container, known by its name, or by that of the workspace that made it."""
+    from vfsd.snapshots.container import stored_container  # noqa: PLC0415 (as above)
+
+    target = workspace.target
+    kind, _, name = options.backend.partition(":")
+    key = f"{kind}:{target.service.address}:{name if kind == 'container' else options.name}:{target.workdir}"
+    store = Store(options.store)
+    _check_outside(options, store)
+    return stored_container(store, key, workspace.connection, options.mountpoint)

@@ -38,6 +38,7 @@ class Connection:
         self.transport: Final = transport
         self.volume: Final = ReconnectingVolume(read_only=read_only, supports_acl=transport.supports_acl)
         self._complaint = ""
+        self._tell: Tell | None = None
 
     async def attend(self, tell: Tell, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Connect, say `started`, and keep connected until cancelled.  OSError where the first connection fails."""
@@ -50,6 +51,7 @@ class Connection:
             _logger.info("container %s runs again, and is served", self.target.name, extra={"operation": "container"})
             await tell(known)
 
+        self._tell = tell
         await self._attend_once(await self._running(), tell, connected_first)
         delay_s = _RETRY_FIRST_S
         while True:
@@ -62,6 +64,11 @@ class Connection:
                 self._complain(error)
             else:
                 delay_s = _RETRY_FIRST_S
+
+    async def refresh(self) -> None:
+        """Have the kernel forget what it knows: it may be of a moment ago, and the container goes on."""
+        if self._tell is not None:
+            await self._tell(self.volume.all_known())
 
     async def inspect(self) -> ContainerState:
         """The container as it is now.  ContainerNotFoundError, TimeoutError, and as `PodmanService`."""

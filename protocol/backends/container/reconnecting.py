@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from protocol.backends.container.known import File, Known, Place
+from protocol.diff import Change
 from protocol.errors import fail
 from protocol.volume import (
     RENAME_EXCHANGE,
@@ -83,7 +84,7 @@ class ReconnectingVolume:
         self._volume = None
         self._run += 1
         self._known.detach()
-        return self._all_known()
+        return self.all_known()
 
     async def connect(self, volume: Volume) -> Coherence:
         """Serve `volume` from now on.  What the kernel is to forget: it holds what was true of the last one.
@@ -100,7 +101,7 @@ class ReconnectingVolume:
             self._coming = None
         self._volume = volume
         self._run += 1
-        return self._all_known()
+        return self.all_known()
 
     async def _find_again(self, volume: Volume) -> None:
         """Let every file that is known stand for what is at its place in `volume`."""
@@ -141,7 +142,8 @@ class ReconnectingVolume:
         volume.forget(shown.inode, 1)
         return False
 
-    def _all_known(self) -> Coherence:
+    def all_known(self) -> Coherence:
+        """All that the kernel may know, for it to forget."""
         files = list(self._known)
         entries = [EntryChange(*place, file.number, file.number) for file in files for place in file.places]
         return Coherence(entries=entries, inodes=[InodeChange(file.number, content=True) for file in files])
@@ -313,6 +315,17 @@ class ReconnectingVolume:
 
     def removexattr(self, inode: int, name: bytes) -> Answer[None]:
         return self._served().removexattr(self._inner(inode), name)
+
+    # -- restores ----------------------------------------------------------------------------------
+    def hold(self, paths: Iterable[bytes]) -> None:
+        """Nothing: a restore goes through the mount, whose programs keep what they have open."""
+
+    def changed_beside(self, changes: Iterable[Change]) -> Coherence:  # noqa: ARG002
+        """Nothing is, for the same reason."""
+        return Coherence()
+
+    def let_go(self) -> None:
+        """Of nothing."""
 
     def check_invariants(self) -> None:
         """AssertionError where the state contradicts itself, here or in the volume beneath."""
