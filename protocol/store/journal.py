@@ -63,12 +63,15 @@ class Journal:
         try:
             with open(self._path, "rb") as file:
                 return _decoder.decode(file.read())
-        except FileNotFoundError:
+        except (FileNotFoundError, msgspec.DecodeError):  # cut short by a power failure
             return None
 
     def write(self, entry: Entry) -> None:
-        """Before the first change."""
-        write_atomically(self._path, _encoder.encode(entry), durable=True)
+        """Before the first change.
+
+        Not synced, as the changes are not: it is for the death of a process.
+        """
+        write_atomically(self._path, _encoder.encode(entry), durable=False)
 
     def close(self, entry: Entry) -> None:
         """After the last."""

@@ -125,6 +125,11 @@ class _Walk:
             )
             names = [each for at, each in enumerate(names) if at not in lost]
         self._tell(len(names))
+        if cached is not None and names is cached.names and cached.is_plain and records == cached.records:
+            row = cached.row
+            if row is not None and row.name == name and self.holds(cached.digest):
+                self.links.update(cached.links)
+                return row, cached
         seen = seen_at(own_record, 0)
         listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
         listing.take()

@@ -77,6 +77,11 @@ class CachedDirectory:
         self.children: dict[bytes, CachedDirectory] = {}
         self.row: Row | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing in it to look at but its names' records."""
+        return not self.children and not self.racy
+
     def key_at(self, path: bytes) -> bytes | None:
         """What `key_of` gave for the entry at `path`, below this directory; None where there was none."""
         directory, rest = self, path

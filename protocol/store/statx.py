@@ -15,6 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from protocol.errors import fail
@@ -78,18 +79,21 @@ def statx_names(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int
 
 
 def _some(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
-    call, scratch = _statx, _scratch
-    failed = [
-        name
-        for name, place in zip(names, scratch.places, strict=False)
-        if call(directory, name, _FLAGS, _STATX_BASIC_STATS, place)
-    ]
-    gone: list[int] = []
-    for name in failed:
-        with contextlib.suppress(FileNotFoundError):
-            os.lstat(name, dir_fd=directory)  # else this says what is wrong
-        gone.append(names.index(name))
+    scratch = _scratch
+    # No bytecode between the calls.  Each answers 0 or -1.
+    failed = sum(map(_statx, repeat(directory), names, repeat(_FLAGS), repeat(_STATX_BASIC_STATS), scratch.places))
+    gone = _lacking(directory, names) if failed else []
     return ctypes.string_at(scratch.buffer, RECORD_BYTES * len(names)), gone
+
+
+def _lacking(directory: int, names: Sequence[bytes]) -> list[int]:
+    gone: list[int] = []
+    for index, (name, place) in enumerate(zip(names, _scratch.places, strict=False)):
+        if _statx(directory, name, _FLAGS, _STATX_BASIC_STATS, place):
+            gone.append(index)
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(name, dir_fd=directory)  # else this says what is wrong
+    return gone
 
 
 def seen_at(records: bytes, index: int) -> Seen:
