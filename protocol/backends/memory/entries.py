@@ -27,6 +27,7 @@ _KIND: Final = 0o170000  # S_IFMT as a mask: calling the function takes longer t
 _REGULAR: Final = stat.S_IFREG
 _SET_GID: Final = stat.S_ISGID
 _MADE_OTHERWISE: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
+_RENAME_FLAGS: Final = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _DOTS: Final = frozenset({b".", b".."})
 _SUPERUSER: Final = Caller(0, 0)
@@ -108,9 +109,7 @@ class Entries(Base):
         flags: int = 0,
         caller: Caller = _SUPERUSER,
     ) -> None:
-        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT):
-            raise fail(errno.EINVAL)
-        if flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE:
+        if flags and (flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE)):
             raise fail(errno.EINVAL)
         source, node = self._victim(parent, name)
         target = self._directory(new_parent)

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["State"]
 
-_DIRECTORY_MODE: Final = stat.S_IFDIR | 0o755
+_KIND: Final = 0o170000  # S_IFMT as a mask
+_DIRECTORY: Final = stat.S_IFDIR
+_REGULAR: Final = stat.S_IFREG
+_DIRECTORY_MODE: Final = _DIRECTORY | 0o755
 
 
 class State:
@@ -76,8 +79,7 @@ class State:
         number = self.next_inode
         self.next_inode += 1
         inode = Inode(number, mode, uid, gid, self.clock(), self.epoch)
-        kind = mode & 0o170000
-        if kind == stat.S_IFDIR:
+        if mode & _KIND == _DIRECTORY:
             inode.children = {}
             inode.size = DIRECTORY_BASE_BYTES
         newest = self.log.newest
@@ -170,7 +172,7 @@ class State:
             self.directories += sign
         else:
             self.files += sign
-            if inode.mode & 0o170000 == stat.S_IFREG:
+            if inode.mode & _KIND == _REGULAR:
                 self.size_bytes += sign * inode.size
 
     def resize(self, inode: Inode, size: int) -> None:
@@ -199,9 +201,15 @@ class State:
 
     def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
         """Make `name` in `directory` (both owned) stand for `inode`; there is no such name yet."""
-        self.set_name(directory, name, inode.inode)
+        assert directory.children is not None
+        if self.log.newest is not None:
+            self._record(directory, name, 0, inode.inode)
+        directory.children[name] = inode.inode
+        if directory.listing is not None:
+            directory.listing.add(name)
         directory.size += DIRECTORY_ENTRY_BYTES
-        inode.links = (*inode.links, (directory.inode, name)) if inode.links else ((directory.inode, name),)
+        link = (directory.inode, name)
+        inode.links = (*inode.links, link) if inode.links else (link,)
         if inode.nlink == 0:
             self.count(inode, +1)
         if inode.children is not None:

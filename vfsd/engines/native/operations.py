@@ -242,7 +242,7 @@ class Operations:
         return self._volume.mkdir(node, name, mode, caller)
 
     def _symlink(self, node: int, message: Request, length: int) -> object:
-        name, target = _strings(message, BODY, length)
+        name, target = _two(*wire.NAME[length](message, BODY))
         return self._volume.symlink(node, name, target, self._caller(message, 0))
 
     def _link(self, node: int, message: Request, length: int) -> object:
@@ -259,12 +259,14 @@ class Operations:
 
     def _rename(self, node: int, message: Request, length: int) -> object:
         (new_parent,) = wire.FUSE_RENAME_IN.unpack_from(message, BODY)
-        name, new_name = _strings(message, BODY + wire.FUSE_RENAME_IN.size, length)
+        name, new_name = _two(bytes(message[48 : length - 1]))
         return self._volume.rename(node, name, new_parent, new_name)
 
     def _rename2(self, node: int, message: Request, length: int) -> object:
-        new_parent, flags, _ = wire.FUSE_RENAME2_IN.unpack_from(message, BODY)
-        name, new_name = _strings(message, BODY + wire.FUSE_RENAME2_IN.size, length)
+        new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
+        name, new_name = _two(names)
+        if not flags:
+            return self._volume.rename(node, name, new_parent, new_name)
         return self._volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
 
     def _tmpfile(self, node: int, message: Request, _length: int) -> object:
@@ -452,12 +454,12 @@ async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
     return await result if isinstance(result, Awaitable) else result
 
 
-def _strings(message: Request, start: int, length: int) -> tuple[bytes, bytes]:
-    """The two NUL-terminated strings that a message ends in."""
-    first, separator, rest = bytes(message[start:length]).partition(b"\0")
-    if not separator or not rest.endswith(b"\0"):
+def _two(strings: bytes) -> tuple[bytes, bytes]:
+    """The two strings that a message ends in, which a NUL parts."""
+    first, separator, second = strings.partition(b"\0")
+    if not separator:
         raise fail(errno.EINVAL)
-    return first, rest[:-1]
+    return first, second
 
 
 def _sized(value: bytes, size: int) -> bytes:

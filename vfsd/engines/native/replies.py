@@ -21,6 +21,8 @@ Message = bytes | tuple[Buffer, ...]
 # st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
 BLOCK_SIZE: Final = 128 * 1024
 _SECOND: Final = 1_000_000_000
+_pack_header: Final = wire.FUSE_OUT_HEADER.pack
+_HEADER_BYTES: Final = wire.OUT_HEADER_BYTES
 _BLKSIZE_AND_FLAGS: Final = struct.pack("=II", BLOCK_SIZE, 0)
 _pack_entry: Final = wire.ENTRY_REPLY.pack
 _ENTRY_HEADER: Final = struct.pack("=Ii", wire.ENTRY_REPLY.size, 0)
@@ -145,12 +147,12 @@ class Replies:
     @staticmethod
     def attribute(unique: int, value: bytes | None) -> bytes:
         """An extended attribute; None stands for absence."""
-        return wire.error_reply(unique, errno.ENODATA) if value is None else wire.body_reply(unique, value)
+        return _pack_header(_HEADER_BYTES, -errno.ENODATA, unique) if value is None else wire.body_reply(unique, value)
 
     @staticmethod
     def done(unique: int, _: object) -> bytes:
         """Success without a body."""
-        return wire.error_reply(unique, 0)
+        return _pack_header(_HEADER_BYTES, 0, unique)
 
     @staticmethod
     def nothing(_unique: int, _: object) -> bytes:

@@ -149,6 +149,7 @@ NAME: Final = Tailed(IN_HEADER_BYTES, "=")  # without its NUL, as all
 CALLER_AT: Final = 24
 MKNOD_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xIII4x")  # uid, gid, pid, mode, rdev, umask, name
 MKDIR_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xII")  # uid, gid, pid, mode, umask, name
+RENAME2_NAMES: Final = Tailed(IN_HEADER_BYTES, "=QI4x")  # newdir, flags, both names with a NUL between
 GETXATTR_NAME: Final = Tailed(IN_HEADER_BYTES, "=I4x")  # size, name
 WRITE_DATA: Final = Tailed(IN_HEADER_BYTES, "=8xqII16x", dropped=0)  # offset, size, write_flags, data
 
