@@ -20,6 +20,7 @@ __all__ = [
     "SnapshotNotFoundError",
     "errno_of",
     "fail",
+    "only_error",
 ]
 
 
@@ -43,6 +44,13 @@ class ArchiveError(OSError):
     def __init__(self, reason: str, entry: str | None = None) -> None:
         super().__init__(errno.EINVAL, reason, entry)
         self.entry = entry
+
+
+def only_error(error: BaseException) -> BaseException:
+    """The error itself where nurseries or task groups have wrapped a single one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def fail(code: int, detail: str | None = None) -> OSError:

@@ -195,6 +195,7 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
             transport=options.transport,
             network=options.network or "none",
             pids_limit=options.pids_limit,
+            memory_bytes=options.memory_bytes,
             read_only=options.read_only,
         )
     timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s

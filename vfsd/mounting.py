@@ -84,15 +84,16 @@ def _check_container_options(
         raise ValueError("network is for a container that vfsd makes (image:REF); this one has its own")
 
 
-def _check_sandbox_options(kind: str, sandbox: str | None, *, exec_on_host: bool, pids_limit: int | None) -> None:
+def _check_sandbox_options(kind: str, sandbox: str | None, *, exec_on_host: bool, **limits: int | None) -> None:
     if sandbox is not None and (not sandbox.startswith("image:") or sandbox == "image:"):
         raise ValueError(f"not a sandbox: {sandbox!r}; it is written image:REF")
     if sandbox is not None and exec_on_host:
         raise ValueError("commands run in a sandbox or on this host, not in both")
-    if pids_limit is not None and sandbox is None and kind != "image":
-        raise ValueError("pids_limit is for a container that vfsd makes: it goes with a sandbox, or with image:REF")
-    if pids_limit is not None and pids_limit <= 0:
-        raise ValueError(f"pids_limit must be positive, not {pids_limit}")
+    for name, limit in limits.items():
+        if limit is not None and sandbox is None and kind != "image":
+            raise ValueError(f"{name} is for a container that vfsd makes: it goes with a sandbox, or with image:REF")
+        if limit is not None and limit <= 0:
+            raise ValueError(f"{name} must be positive, not {limit}")
 
 
 def _check_cache_timeout(kind: str, cache_timeout_s: float) -> None:
@@ -132,6 +133,7 @@ def mount_options(
     transport: TransportChoice = "auto",
     network: str | None = None,
     pids_limit: int | None = None,
+    memory_bytes: int | None = None,
     log_level: Literal["debug", "info", "warning", "error"] = "info",
     log_format: Literal["text", "json", "journal"] = "text",
 ) -> MountOptions:
@@ -158,7 +160,7 @@ def mount_options(
         backend = f"overlay:{_host_directory(argument, place)}"
     elif kind in _IN_CONTAINERS:
         _check_host_options("a container", archive, max_bytes=max_bytes, max_inodes=max_inodes)
-    _check_sandbox_options(kind, sandbox, exec_on_host=exec_on_host, pids_limit=pids_limit)
+    _check_sandbox_options(kind, sandbox, exec_on_host=exec_on_host, pids_limit=pids_limit, memory_bytes=memory_bytes)
     _check_container_options(kind, sandbox, podman_url, workdir, transport, network)
     if store is not None:
         _check_store(store, kind)
@@ -188,6 +190,7 @@ def mount_options(
         transport=transport,
         network=network,
         pids_limit=pids_limit,
+        memory_bytes=memory_bytes,
         log_level=log_level,
         log_format=log_format,
     )

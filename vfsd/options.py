@@ -48,5 +48,6 @@ class MountOptions:
     transport: TransportChoice = "auto"
     network: str | None = None  # of a container that is made; None for none
     pids_limit: int | None = None  # processes and threads in a container that is made; None for 2048
+    memory_bytes: int | None = None  # what they may take of the machine's memory, all together
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"

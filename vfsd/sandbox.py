@@ -147,6 +147,7 @@ class Sandbox:
             network=options.network or "none",
             pids_limit=options.pids_limit or PIDS_LIMIT,
             mounts=[ContainerMount("bind", options.mountpoint, WORKDIR, read_only=options.read_only)],
+            memory_bytes=options.memory_bytes,
             options={**_OPTIONS, "name": f"vfsd-{options.name}-{secrets.token_hex(3)}", "hostname": _hostname(options)},
         )
         try:

@@ -137,6 +137,7 @@ class Workspace(_Base):
         sandbox: str | None = None,
         snapshot_each: bool = False,
         pids_limit: int | None = None,
+        memory_bytes: int | None = None,
         create: bool = True,
     ) -> Self: ...
 
@@ -166,6 +167,7 @@ class Workspace(_Base):
         sandbox: str | None = None,
         snapshot_each: bool = False,
         pids_limit: int | None = None,
+        memory_bytes: int | None = None,
         create: bool = True,
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
@@ -183,7 +185,8 @@ class Workspace(_Base):
         `store` is the directory where the snapshots of "host:DIR" are kept, outside of DIR, None for the user's own.
         `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user; `sandbox`,
         "image:REF", in a container of that image, which sees the workspace at /workspace, may have `pids_limit`
-        processes, and lives as long as the workspace.  With `snapshot_each` a snapshot follows each command.
+        processes and `memory_bytes`, and lives as long as the workspace.  With `snapshot_each` a snapshot follows each
+        command.
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
         """
@@ -209,6 +212,7 @@ class Workspace(_Base):
             sandbox=sandbox,
             snapshot_each=snapshot_each,
             pids_limit=pids_limit,
+            memory_bytes=memory_bytes,
         )
         if filesystem is not None:
             if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
@@ -410,6 +414,7 @@ class AsyncWorkspace(_Base):
         sandbox: str | None = None,
         snapshot_each: bool = False,
         pids_limit: int | None = None,
+        memory_bytes: int | None = None,
         create: bool = True,
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
@@ -435,6 +440,7 @@ class AsyncWorkspace(_Base):
             sandbox=sandbox,
             snapshot_each=snapshot_each,
             pids_limit=pids_limit,
+            memory_bytes=memory_bytes,
         )
 
         async def start() -> AsyncWorkspace:

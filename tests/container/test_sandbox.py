@@ -213,6 +213,15 @@ def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
     assert where.running("os.fork") == 0
 
 
+def test_memory_beyond_its_limit_is_the_commands_loss_alone(sandboxed: SandboxIt, python_image: str) -> None:
+    workspace = sandboxed(image=python_image, memory_bytes=96 << 20)
+    take = "import sys; taken = bytearray(int(sys.argv[1]) << 20); print(len(taken))"
+    assert workspace.executor.run(["python3", "-c", take, "16"]).exit_status == 0
+    lost = workspace.executor.run(["python3", "-c", take, "400"])
+    assert (lost.exit_status, lost.stdout) == (137, b"")
+    assert workspace.executor.run(["echo", "fine"]).stdout == b"fine\n"
+
+
 def processes_in(podman: PodmanService, workspace: Workspace) -> int:
     """How many processes are in the sandbox, as this machine sees them."""
     (state,) = sandboxes(podman, workspace)
@@ -307,6 +316,7 @@ def test_a_sandbox_that_cannot_be_had_fails_the_mount_and_leaves_nothing(workdir
         ({"sandbox": "image:x", "exec_on_host": True}, "not in both"),
         ({"sandbox": "image:x", "backend": "image:y"}, "takes no sandbox"),
         ({"pids_limit": 10}, "pids_limit"),
+        ({"memory_bytes": -1, "sandbox": "image:x"}, "memory_bytes must be positive"),
         ({"workdir": "/x", "sandbox": "image:x"}, "workdir"),
     ],
 )

@@ -105,6 +105,9 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="Processes and threads at once in a container that is made; 2048 by default.",
 )
 @click.option(
+    "--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Memory that a container that is made may take."
+)
+@click.option(
     "--podman-url",
     metavar="URL",
     help="The container's Podman: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST,"

@@ -15,6 +15,7 @@ from typing import Final
 
 import trio
 
+from protocol.errors import only_error
 from protocol.execution import Command
 from vfsd.commands.place import Leaving, Place, Process, Stream
 from vfsd.logs import log_failure
@@ -190,7 +191,4 @@ def _single_error() -> Generator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        raise error from None
+        raise only_error(group) from None

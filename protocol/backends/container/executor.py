@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import posixpath
 import signal
 import threading
@@ -21,12 +22,14 @@ from protocol.backends.container.marked import Marked
 from protocol.backends.container.podman import Container
 from protocol.backends.container.target import DEFAULT_WORKDIR
 from protocol.backends.container.with_input import WithInput
-from protocol.errors import fail
+from protocol.errors import fail, only_error
 from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, Terminal, check_command
 
 __all__ = ["ContainerExecutor", "ContainerPlace", "ContainerProcess", "RunningInContainer"]
 
 Stream = Literal["stdout", "stderr"]
+
+_logger = logging.getLogger(__name__)
 
 _END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
 _PIECE_BYTES: Final = 32 * 1024
@@ -210,7 +213,10 @@ class ContainerProcess:
     async def kill(self) -> None:
         """Kill it with all that it started.  OSError where that cannot be done."""
         self._killed = True
-        await self._marked.kill(is_alone=self._is_alone())
+        try:
+            await self._marked.kill(is_alone=self._is_alone())
+        except OSError:
+            await self._stream.kill()  # itself at least
 
     async def wait(self) -> int:
         """Its exit status, once `output` has ended: 128 + N, as the runtime has it, for one that signal N killed.
@@ -229,6 +235,8 @@ class ContainerProcess:
         """Kill what is left of it, and close the connection.  Not to be cancelled."""
         try:
             await self._marked.kill(is_alone=self._is_alone())
+        except OSError as error:
+            _logger.warning("what a command may have left is not looked for: %s", error, extra={"operation": "exec"})
         finally:
             await self._stream.aclose()
 
@@ -321,10 +329,7 @@ class RunningInContainer:
         try:
             return trio.run(self._run)
         except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                error = error.exceptions[0]
-            raise error from None
+            raise only_error(group) from None
 
     async def _run(self) -> ExecResult:
         with self._lock:

@@ -73,6 +73,7 @@ def open_image(
     transport: TransportChoice = "auto",
     network: str = "none",
     pids_limit: int | None = None,
+    memory_bytes: int | None = None,
     read_only: bool = False,
 ) -> ContainerWorkspace:
     """The directory `workdir` of a new container of `image`, which lives as long as the workspace."""
@@ -88,7 +89,14 @@ def open_image(
 
     try:
         directory = check_workdir(workdir)
-        container = create_owned(service, image, workspace, network=network, pids_limit=pids_limit or PIDS_LIMIT)
+        container = create_owned(
+            service,
+            image,
+            workspace,
+            network=network,
+            pids_limit=pids_limit or PIDS_LIMIT,
+            memory_bytes=memory_bytes,
+        )
         target = ContainerTarget(service, container.id, directory)
         chosen = _transport(target, target.inspect(), transport, read_only=read_only)
     except BaseException:
