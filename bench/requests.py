@@ -126,6 +126,8 @@ def commands(tar: Path) -> tuple[tuple[str, str], ...]:
         ("git add and commit", f"cd y && {git} init -q && {git} add -A && {git} commit -qm all"),
         ("git status, first", f"cd y && {git} status"),
         ("git status again", f"cd y && {git} status"),
+        ("git clone", f"{git} clone -q --no-hardlinks y z"),
+        ("git checkout, all changed", f"cd z && for f in p*/*; do echo >>$f; done && {git} checkout -q ."),
         ("rm -rf", "rm -rf x"),
     )
 
@@ -164,7 +166,7 @@ def project(scratch: Path) -> Path:
     for folder in range(folders):
         (scratch / f"project/p{folder}").mkdir(parents=True)
         for number in range(files):
-            (scratch / f"project/p{folder}/m{number}.js").write_bytes(DATA[:1000])
+            (scratch / f"project/p{folder}/m{number}.js").write_bytes(b"%d.%d" % (folder, number) + DATA[:1000])
     run("tar", "-cf", scratch / "project.tar", "-C", scratch / "project", ".")
     return scratch / "project.tar"
 
