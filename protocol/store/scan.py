@@ -21,10 +21,11 @@ from protocol.errors import fail
 from protocol.store.blobs import LARGE_BYTES, Sink
 from protocol.store.rows import ELSEWHERE, UNREADABLE, Counts, More, Row, Xattrs, encode_listing
 from protocol.store.statcache import CachedDirectory, is_racy
-from protocol.store.statx import RECORD_BYTES, Seen, key_of, seen_at, seen_of_descriptor, statx_names
+from protocol.store.statx import RECORD_BYTES, Seen, inode_of, key_of, seen_at, seen_of_descriptor, statx_names
 
 if TYPE_CHECKING:
     from protocol.store.statcache import StatCache
+    from protocol.store.watch import Watch, Where
 
 __all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "untold"]
 
@@ -66,15 +67,29 @@ class _Vanished(Exception):  # noqa: N818 -- no error: it is not there
 
 
 def scan(
-    root: int, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable, progress: Progress = untold
+    root: int,
+    sink: Sink,
+    cache: StatCache,
+    *,
+    trusted: bool,
+    unreadable: Unreadable,
+    progress: Progress = untold,
+    watch: Watch | None = None,
 ) -> Scanned:
-    """Take in the directory that `root` is a readable descriptor of.
+    """Take in the directory that `root` is a readable descriptor of; with `watch`, only where something happened.
 
     `trusted`: whether the store still has all that `cache` names.  EACCES names the first path that cannot be
     read, unless `unreadable` is "skip".
     """
     walk = _Walk(sink, trusted=trusted, unreadable=unreadable, progress=progress)
-    row, directory = walk.directory(root, b"", b"", cache.root)
+    known = cache.root
+    with contextlib.nullcontext() if watch is None else watch.walking(root, known) as where:
+        if watch is not None and where is not None:
+            walk.watch, walk.where = watch, where
+        at_home = known is not None and inode_of(known.own) == os.fstat(root).st_ino
+        row, directory = walk.directory(root, b"", b"", known, at_home=at_home)
+        if watch is not None and where is not None:
+            watch.finished(directory)
     counts = directory.counts
     links = walk.links
     total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
@@ -97,14 +112,21 @@ class _Walk:
         self.leftovers: list[bytes] = []
         self.links: dict[int, int] = {}
         self.changed: list[tuple[bytes, CachedDirectory]] = []
+        self.watch: Watch | None = None
+        self.where: Where | None = None
         self._untold = 0
         self._no_atime = os.O_NOATIME
 
     # -- directories -----------------------------------------------------------------------------
     def directory(
-        self, descriptor: int, path: bytes, name: bytes, cached: CachedDirectory | None
+        self, descriptor: int, path: bytes, name: bytes, cached: CachedDirectory | None, *, at_home: bool
     ) -> tuple[Row, CachedDirectory]:
-        """The row of a directory, and what to remember of it and all below."""
+        """The row of a directory, and what to remember of it and all below.
+
+        `at_home`: whether it, and each above it, is the very directory that was there before.
+        """
+        if self.watch is not None:
+            self.watch.entered(descriptor, path)
         now_ns = time.time_ns()
         left: list[bytes] = []
         own_record = seen_of_descriptor(descriptor)
@@ -129,12 +151,14 @@ class _Walk:
             row = cached.row
             if row is not None and row.name == name and self.holds(cached.digest):
                 self.links.update(cached.links)
+                self._looked_at(path, cached)
                 return row, cached
         seen = seen_at(own_record, 0)
-        listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
+        listing = _Listing(self, descriptor, path, names, records, cached, now_ns, at_home=at_home)
         listing.take()
         made = listing.finish(own, listed_racy=bool(left) or is_racy(seen.ctime_ns, now_ns))
         self.links.update(made.links)
+        self._looked_at(path, made)
         old = cached.row if cached is not None and own == cached.own else None
         if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:
             return old, made
@@ -146,7 +170,7 @@ class _Walk:
         return row, made
 
     def enter(
-        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None
+        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None, *, at_home: bool
     ) -> tuple[Row, CachedDirectory | None]:
         """As `directory`, of the one called `name`; a directory that cannot be entered is a row with nothing below."""
         try:
@@ -161,9 +185,20 @@ class _Walk:
                 raise _Vanished from None
             raise
         try:
-            return self.directory(descriptor, path, name, cached)
+            return self.directory(descriptor, path, name, cached, at_home=at_home)
         finally:
             os.close(descriptor)
+
+    def is_quiet(self, path: bytes, directory: CachedDirectory) -> bool:
+        """Whether a directory that is where it was need not be looked at, nor what is below."""
+        if self.where is None or not self.where.is_quiet(path) or not self.holds(directory.digest):
+            return False
+        self._tell(directory.counts.files)
+        return True
+
+    def _looked_at(self, path: bytes, directory: CachedDirectory) -> None:
+        if self.watch is not None:
+            self.watch.looked_at(path, directory)
 
     def _closed(self, name: bytes, seen: Seen, state: int) -> Row:
         digest = self.sink.listing(encode_listing([]))
@@ -287,6 +322,8 @@ class _Listing:
         records: bytes,
         cached: CachedDirectory | None,
         now_ns: int,
+        *,
+        at_home: bool,
     ) -> None:
         self._walk = walk
         self._descriptor = descriptor
@@ -296,6 +333,7 @@ class _Listing:
         self._records = records
         self._cached = cached
         self._now_ns = now_ns
+        self._at_home = at_home
         self._rows: dict[bytes, Row | None] = {}  # of names that are not as they were; None: gone
         self._children: dict[bytes, CachedDirectory] = {}
         self._racy: set[bytes] = set()
@@ -359,6 +397,9 @@ class _Listing:
         if not stat.S_ISDIR(seen.mode):
             return self._take(at, name)
         old = child.row
+        if self._at_home and inode_of(child.own) == seen.inode and self._walk.is_quiet(self._prefix + name, child):
+            self._children[name] = child
+            return None
         row = self._enter(name, seen, child)
         if row is None or (row is not old and row != old):
             self._rows[name] = row
@@ -366,7 +407,10 @@ class _Listing:
 
     def _enter(self, name: bytes, seen: Seen, child: CachedDirectory | None) -> Row | None:
         try:
-            row, made = self._walk.enter(self._descriptor, name, self._prefix + name, seen, child)
+            at_home = self._at_home and child is not None and inode_of(child.own) == seen.inode
+            row, made = self._walk.enter(
+                self._descriptor, name, self._prefix + name, seen, child, at_home=at_home
+            )  # fmt: skip
         except _Vanished:
             return None
         if made is None:

@@ -17,6 +17,7 @@ from protocol.store.scan import Progress, Scanned, Unreadable, scan, untold
 from protocol.store.statcache import StatCache
 
 if TYPE_CHECKING:
+    from protocol.store.watch import Watch
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["DirectorySource", "Source", "TreeSource"]
@@ -51,10 +52,14 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's."""
+    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's.
 
-    def __init__(self, place: Place) -> None:
+    With a `watch` a walk looks only where that has heard of changes, and now and then everywhere.
+    """
+
+    def __init__(self, place: Place, watch: Watch | None = None) -> None:
         self._place = place
+        self._watch = watch
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -80,7 +85,9 @@ class DirectorySource:
         progress: Progress = untold,
     ) -> Scanned:  # fmt: skip
         with self.opened() as root:
-            return scan(root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+            return scan(
+                root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress, watch=self._watch
+            )  # fmt: skip
 
     @contextmanager
     def _file(self, path: bytes) -> Iterator[int]:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from protocol.errors import fail
 
-__all__ = ["RECORD_BYTES", "Seen", "key_of", "links_of", "seen_at", "seen_of_descriptor", "statx_names"]
+__all__ = ["RECORD_BYTES", "Seen", "inode_of", "key_of", "links_of", "seen_at", "seen_of_descriptor", "statx_names"]
 
 RECORD_BYTES: Final = 256
 _AT_SYMLINK_NOFOLLOW: Final = 0x100
@@ -111,6 +111,11 @@ def key_of(records: bytes, index: int = 0) -> bytes:
     """What of a record changes whenever the inode does, and with the inode."""
     record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
     return record[_KEY] + record[_KEY_TIMES]
+
+
+def inode_of(key: bytes) -> int:
+    """The inode number of a `key_of`."""
+    return int.from_bytes(key[16:24], "little")
 
 
 def links_of(key: bytes) -> int:

@@ -27,6 +27,7 @@ from protocol.store.statx import key_of, links_of, seen_at, seen_of_descriptor, 
 
 if TYPE_CHECKING:
     from protocol.store.source import Place
+    from protocol.store.watch import Watch
     from protocol.tree import TreeEntry
 
 __all__ = ["ChangedMeanwhileError", "Content", "DirectoryTarget", "Target"]
@@ -107,8 +108,8 @@ class Target(Protocol):
 class DirectoryTarget:
     """A directory of the host: a path, or a descriptor that stays the caller's."""
 
-    def __init__(self, place: Place) -> None:
-        self._source = DirectorySource(place)
+    def __init__(self, place: Place, watch: Watch | None = None) -> None:
+        self._source = DirectorySource(place, watch)
         self._root = -1
         self._prefix = b""
         self._count = 0
