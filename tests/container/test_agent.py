@@ -263,6 +263,23 @@ def test_a_program_that_waits_for_a_helper_that_does_not_answer_can_be_killed(co
     (root / "y").write_text("and it goes on")
 
 
+# Signals of its own, all the time, as the Go runtime sends itself; mkdir(2) and stat(2) are not tried again by Python.
+RESTLESS = """
+import os, signal, sys
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+for number in range(200):
+    os.mkdir(os.path.join(sys.argv[1], str(number)))
+    os.stat(os.path.join(sys.argv[1], str(number)))
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_program_that_is_interrupted_all_the_time_sees_no_eintr(root: Path) -> None:
+    subprocess.run([sys.executable, "-c", RESTLESS, str(root)], check=True, timeout=PATIENCE_S)
+    assert len(os.listdir(root)) == 200
+
+
 def test_no_helper_stays_when_the_mount_ends(container: Container, workspace: Workspace, root: Path) -> None:
     pid = helper_of(container)
     workspace.unmount()
