@@ -45,6 +45,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     ):
         answers[command] = answer(*command.split(), *rest)
     answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
-    answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", str(second))))
+    answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
+    answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
     answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", str(second))))
     assert {command: set(found) for command, found in answers.items()} == documented()

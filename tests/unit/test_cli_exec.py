@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -112,7 +113,14 @@ def test_another_user_is_for_containers(where: Where) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("--",), (), ("--env", "=x", "--", "true"), ("--timeout", "0", "--", "true"), ("--json", "--", "true")]
+    "args",
+    [
+        ("--",),
+        (),
+        ("--env", "=x", "--", "true"),
+        ("--timeout", "0", "--", "true"),
+        ("--json", "-t", "--", "true"),
+    ],
 )
 def test_wrong_usage_is_status_2_and_runs_nothing(where: Where, args: tuple[str, ...]) -> None:
     assert run(where, *args).returncode == 2
@@ -165,3 +173,22 @@ def test_help_shows_examples() -> None:
     assert "vfsd exec -it -- bash" in shown
     assert "--on-host" in shown
     assert "128 + N" in shown
+
+
+def test_json_is_one_document_with_what_it_wrote(where: Where) -> None:
+    done = run(where, "--json", "-i", "--", "sh", "-c", "cat; echo err >&2; exit 3", stdin="text é".encode())
+    assert done.returncode == 3
+    assert json.loads(done.stdout) == {
+        "exit_status": 3,
+        "stdout": "text é",
+        "stderr": "err\n",
+        "timed_out": False,
+        "truncated": False,
+        "snapshot": "exec-1",
+    }
+    assert done.stderr == b""
+    cut = json.loads(run(where, "--json", "--output-limit", "3", "--", "printf", "12345").stdout)
+    assert (cut["stdout"], cut["truncated"]) == ("123", True)
+    missing = run(where, "--json", "--", "no-such-program")
+    assert missing.returncode == 127
+    assert json.loads(missing.stdout)["error"]["errno"] == "ENOENT"

@@ -22,7 +22,7 @@ from typing import Final
 from vfsd.control.exec_client import ExecCall
 from vfsd.control.exec_messages import ExecEnded, ExecOutput, ExecParams, TerminalSize
 
-__all__ = ["run_attached"]
+__all__ = ["run_attached", "run_collected"]
 
 _PIECE_BYTES: Final = 64 * 1024
 _STREAMS: Final = {"stdout": 1, "stderr": 2}
@@ -45,6 +45,25 @@ def run_attached(socket_path: str, params: ExecParams, *, terminal: bool) -> Exe
         if terminal and params.input:
             stack.enter_context(_raw())
         return _Loop(call, told).run()
+
+
+def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict[str, bytes]]:
+    """Have it run, on this process's standard input if it is to have any; how it ended, and what it wrote."""
+    collected = {name: bytearray() for name in _STREAMS}
+    call = ExecCall(socket_path, params)
+    with contextlib.closing(call), selectors.PollSelector() as poll:
+        poll.register(call, selectors.EVENT_READ)
+        while call.ended is None:
+            if call.wants_input != (0 in poll.get_map()):
+                poll.register(0, selectors.EVENT_READ) if call.wants_input else poll.unregister(0)
+            for key, _ in poll.select():
+                if key.fileobj is not call:
+                    call.send_input(_read_input())
+                    continue
+                for output in call.receive():
+                    collected[output.stream] += output.data
+                    call.done_with(output.data)
+        return call.ended, {name: bytes(data) for name, data in collected.items()}
 
 
 class _Loop:

@@ -6,12 +6,13 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 import click
 
 from vfsd.cli import output
-from vfsd.cli.app import App, Command, check_alive, describe
+from vfsd.cli.app import App, Command, check_alive, describe, error_record
 from vfsd.cli.values import SIZE
 from vfsd.control.exec_messages import ExecEnded, ExecParams
 from vfsd.control.messages import wire_path
@@ -24,6 +25,7 @@ _TIMED_OUT: Final = 124
 _FAILED: Final = 125
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
+_COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; as `vfsd fs exec` has it
 
 
 def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001
@@ -92,11 +94,13 @@ def exec_command(
 
     Exit status: the command's own, 128 + N where signal N killed it; 124 its time was over, 125 vfsd failed,
     126 the command cannot be run, 127 it was not found.
+
+    With --json the output, of each stream the first 256 KiB or --output-limit, comes in the document.
     """
-    if app.json:
-        raise click.UsageError("the output of `vfsd exec` is the command's; `vfsd fs exec` answers in JSON")
+    if app.json and tty:
+        raise click.UsageError("--json gives the output when the command has ended: nobody is at a terminal (-t)")
     # Start-up: `vfsd exec --help` needs no terminal.
-    from vfsd.cli.attached import run_attached  # noqa: PLC0415
+    from vfsd.cli.attached import run_attached, run_collected  # noqa: PLC0415
 
     try:
         record = app.record()
@@ -108,13 +112,19 @@ def exec_command(
             user=user,
             input=interactive,
             timeout_s=timeout,
-            output_limit_bytes=output_limit,
+            output_limit_bytes=_COLLECTED_BYTES if app.json and output_limit is None else output_limit,
         )
+        if app.json:
+            ended, collected = run_collected(record.socket, params)
+            output.print_json(_document(ended, collected))
+            raise SystemExit(_status(ended))
         ended = run_attached(record.socket, params, terminal=tty)
     except BrokenPipeError:
         # Whoever read the output is gone, and with it the command: as a shell says it of any.
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
+        if app.json:
+            output.print_json({"error": error_record(error)})
         output.report(describe(error))
         raise SystemExit(_status_of_failure(error, argv[0])) from None
     _say(ended, timeout)
@@ -142,6 +152,17 @@ def _status(ended: ExecEnded) -> int:
     return ended.exit_status if ended.exit_status >= 0 else 128 - ended.exit_status
 
 
+def _document(ended: ExecEnded, collected: Mapping[str, bytes]) -> dict[str, Any]:
+    streams = {name: output.text_or_base64(data, truncated=ended.truncated) for name, data in collected.items()}
+    return {
+        "exit_status": ended.exit_status,
+        **streams,
+        "timed_out": ended.timed_out,
+        "truncated": ended.truncated,
+        "snapshot": ended.snapshot,
+    }
+
+
 def _say(ended: ExecEnded, timeout_s: Any) -> None:
     if ended.timed_out:
         output.note(f"its time was over after {timeout_s:g} s: it was killed")
@@ -150,9 +171,3 @@ def _say(ended: ExecEnded, timeout_s: Any) -> None:
     # To people only: a program that reads standard error wants the command's.
     if ended.snapshot is not None and sys.stderr.isatty():
         output.note(f"snapshot {ended.snapshot}")
-
-
-# `--json` is refused, and so not offered.
-for _parameter in exec_command.params:
-    if isinstance(_parameter, click.Option) and _parameter.name == "as_json":
-        _parameter.hidden = True

@@ -6,8 +6,6 @@ a usage error.  Nothing else is printed.
 
 from __future__ import annotations
 
-import binascii
-import codecs
 import os
 import sys
 import tempfile
@@ -20,6 +18,7 @@ import msgspec
 
 from vfsd.cli import output
 from vfsd.cli.app import INTERRUPTED, App, Command, describe, json_option, workspace_option
+from vfsd.cli.output import base64_text, text_or_base64
 from vfsd.cli.values import SIZE
 from vfsd.control import fs_messages as fs
 from vfsd.control.messages import from_wire_path, wire_path
@@ -133,18 +132,6 @@ class _Workspace:
             yield file
 
 
-def _text_or_base64(content: bytes, *, truncated: bool) -> str:
-    try:
-        # Not the last: what was cut off may begin within a character.
-        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
-    except UnicodeDecodeError:
-        return _base64(content)
-
-
-def _base64(content: bytes) -> str:
-    return "base64:" + binascii.b2a_base64(content, newline=False).decode()
-
-
 def _path_options(function: Callable[..., Any]) -> Callable[..., Any]:
     option = click.option(
         "--escaped",
@@ -225,7 +212,7 @@ def read_command(app: App, path: str, offset: int, limit: int | None, as_bytes: 
     is_text = page.unit == "lines"
     return {
         **workspace.shown(page.path),
-        "content": content.decode() if is_text else _base64(content),
+        "content": content.decode() if is_text else base64_text(content),
         "encoding": "utf-8" if is_text else "base64",
         "offset": page.offset,
         "limit": page.limit,
@@ -426,8 +413,8 @@ def exec_command(
     )
     return {
         "exit_status": done.exit_status,
-        "stdout": _text_or_base64(done.stdout, truncated=done.truncated),
-        "stderr": _text_or_base64(done.stderr, truncated=done.truncated),
+        "stdout": text_or_base64(done.stdout, truncated=done.truncated),
+        "stderr": text_or_base64(done.stderr, truncated=done.truncated),
         "timed_out": done.timed_out,
         "truncated": done.truncated,
         "snapshot": done.snapshot,

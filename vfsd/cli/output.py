@@ -7,6 +7,8 @@ rich is imported only where a terminal is written to: importing it takes longer 
 
 from __future__ import annotations
 
+import binascii
+import codecs
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Column",
+    "base64_text",
     "fields",
     "human_size",
     "note",
@@ -36,6 +39,7 @@ __all__ = [
     "show_path",
     "show_time",
     "table",
+    "text_or_base64",
     "write_bytes",
 ]
 
@@ -209,3 +213,18 @@ def _console(*, err: bool = False) -> Console:
     from rich.console import Console  # noqa: PLC0415 start-up
 
     return Console(stderr=err, highlight=False)
+
+
+# -- bytes in JSON ----------------------------------------------------------------------------------
+def text_or_base64(content: bytes, *, truncated: bool) -> str:
+    """What a command wrote, for JSON: as text, or where it is none as "base64:..."."""
+    try:
+        # Not the last: what was cut off may begin within a character.
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
+    except UnicodeDecodeError:
+        return base64_text(content)
+
+
+def base64_text(content: bytes) -> str:
+    """Bytes as JSON can carry them."""
+    return "base64:" + binascii.b2a_base64(content, newline=False).decode()
