@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -704,67 +704,123 @@ def test_snapshots_outlive_the_daemon(workdir: Path, directory: Path, engine: st
         assert (directory / "file").read_text() == "two"
 
 
-def interrupted(workdir: Path, directory: Path, engine: str) -> tuple[dict[str, object], dict[str, object]]:
-    """A restore to "one" whose daemon is killed in the middle; the states of "one" and of before."""
-    for number in range(400):
-        (directory / f"d{number % 20}").mkdir(exist_ok=True)
-        (directory / f"d{number % 20}" / f"f{number}").write_text(f"one {number}")
-    place = workdir / "m"
-    place.mkdir()
-    ready = started(place, f"host:{directory}", engine=engine)
-    workspace = Workspace.attach(ready.name)
-    workspace.snapshot("one")
-    one = tree_of(directory)
-    for number in range(400):
-        (place / f"d{number % 20}" / f"f{number}").write_text(f"two, and longer {number}")
-    shutil.rmtree(place / "d3")
-    (place / "new").write_text("new")
-    two = tree_of(directory)
+def kill_amid(ready: Ready, work: Callable[[Workspace], object], is_under_way: Callable[[], bool]) -> None:
+    """Kill the daemon while it does `work`."""
     failure: list[BaseException] = []
 
-    def restore() -> None:
+    def run_it() -> None:
         try:
-            workspace.restore("one")
+            work(Workspace.attach(ready.name))
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=restore)
+    thread = threading.Thread(target=run_it)
     thread.start()
-    while (directory / "d0" / "f0").read_text().startswith("two"):
+    while not is_under_way():
         assert thread.is_alive()
     kill(ready)
     thread.join()
-    assert failure
-    assert isinstance(failure[0], ConnectionError)
-    return one, two  # type: ignore[return-value]
+    [error] = failure
+    assert isinstance(error, ConnectionError)
+
+
+class Half:
+    """A directory with one state kept as "one", and another in it, that work on 400 files is to change."""
+
+    def __init__(self, workdir: Path, directory: Path, engine: str) -> None:
+        self.place = workdir / "m"
+        self.place.mkdir()
+        self.directory = directory
+        self.name = workdir.name
+        self._mount = (self.place, "--backend", f"host:{directory}", "--name", self.name, "--engine", engine)
+        for number in range(400):
+            (directory / f"d{number % 20}").mkdir(exist_ok=True)
+            (directory / f"d{number % 20}" / f"f{number}").write_text(f"one {number}")
+        self.ready = started(self.place, f"host:{directory}", engine=engine)
+        Workspace.attach(self.name).snapshot("one")
+        self.one = tree_of(directory)
+
+    def change(self) -> None:
+        for number in range(400):
+            (self.place / f"d{number % 20}" / f"f{number}").write_text(f"two, and longer {number}")
+        shutil.rmtree(self.place / "d3")
+        (self.place / "new").write_text("new")
+        self.two = tree_of(self.directory)
+
+    def is_under_way(self) -> bool:
+        return (self.directory / "d0" / "f0").read_text().startswith("one")
+
+    @contextlib.contextmanager
+    def mounted_again(self) -> Iterator[str]:
+        """What the mount says of what it found."""
+        remounted = vfsd("mount", *self._mount)
+        assert succeeded(remounted)
+        try:
+            [said] = [line for line in remounted.stderr.splitlines() if "was interrupted" in line]
+            assert Workspace.attach(self.name).status().interrupted in said
+            yield said
+            assert Workspace.attach(self.name).status().interrupted is None
+            assert any("was interrupted" in line for line in complaints(self.name))
+            assert not [path for path in self.directory.rglob("*") if "vfsd" in path.name]
+        finally:
+            succeeded(vfsd("unmount", self.name))
 
 
 @pytest.mark.parametrize("way", ["finish", "undo"])
 def test_a_restore_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
     workdir: Path, directory: Path, engine: str, way: str
 ) -> None:
-    one, two = interrupted(workdir, directory, engine)
-    name = workdir.name
-    remounted = vfsd("mount", workdir / "m", "--backend", f"host:{directory}", "--name", name, "--engine", engine)
-    assert succeeded(remounted)
-    try:
-        [said] = [line for line in remounted.stderr.splitlines() if "was interrupted" in line]
-        assert "vfsd restore one" in said
-        assert "--undo" in said
-        workspace = Workspace.attach(name)
-        assert "'one'" in (workspace.status().interrupted or "")
+    half = Half(workdir, directory, engine)
+    half.change()
+    kill_amid(half.ready, lambda workspace: workspace.restore("one"), half.is_under_way)
+    with half.mounted_again() as said:
+        assert "`vfsd restore one` finishes it" in said
+        assert "`vfsd restore --undo`" in said
+        workspace = Workspace.attach(half.name)
         if way == "finish":
             workspace.restore("one")
         else:
             workspace.undo()
-        expected = one if way == "finish" else two
+        expected = half.one if way == "finish" else half.two
         assert tree_of(directory) == expected
-        assert tree_of(workdir / "m") == expected
-        assert workspace.status().interrupted is None
-        assert any("was interrupted" in line for line in complaints(name))
-        assert not [path for path in directory.rglob("*") if "vfsd" in path.name]
-    finally:
-        succeeded(vfsd("unmount", name))
+        assert tree_of(half.place) == expected
+
+
+def test_a_restore_of_some_paths_that_was_killed_is_finished_with_these(
+    workdir: Path, directory: Path, engine: str
+) -> None:
+    half = Half(workdir, directory, engine)
+    half.change()
+    paths = ["d0", "d3", "d5"]
+    kill_amid(half.ready, lambda workspace: workspace.restore("one", paths), half.is_under_way)
+    with half.mounted_again() as said:
+        assert "`vfsd restore one d0 d3 d5` finishes it" in said
+        succeeded(vfsd("restore", "one", *paths, "-w", half.name))
+        expected = {path: half.one.get(path) for path in half.one if path.partition("/")[0] in paths}
+        expected |= {path: half.two[path] for path in half.two if path.partition("/")[0] not in paths}
+        assert tree_of(directory) == expected
+
+
+@pytest.mark.parametrize("way", ["finish", "undo"])
+def test_an_import_whose_daemon_is_killed_is_finished_or_undone_by_the_next(
+    workdir: Path, directory: Path, engine: str, way: str
+) -> None:
+    half = Half(workdir, directory, engine)
+    Workspace.attach(half.name).export(workdir / "one.zip")
+    half.change()
+    kill_amid(half.ready, lambda workspace: workspace.import_archive(workdir / "one.zip"), half.is_under_way)
+    with half.mounted_again() as said:
+        assert f"an import of {workdir}/one.zip was interrupted" in said
+        workspace = Workspace.attach(half.name)
+        assert "archive" not in "".join(info.name for info in workspace.snapshots())
+        if way == "finish":
+            succeeded(vfsd("restore", "archive-1", "-w", half.name))
+        else:
+            workspace.undo()
+        expected = half.one | {"new": half.two["new"]} if way == "finish" else half.two
+        assert tree_of(directory) == expected
+        with pytest.raises(FileNotFoundError):
+            workspace.restore("archive-1")
 
 
 # -- the store ---------------------------------------------------------------------------------------

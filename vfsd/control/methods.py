@@ -194,8 +194,8 @@ class Methods:
             return await self._restore_from(origin, params.archive, paths, call, dry_run=params.dry_run)
         if params.of is not None:
             with self._store(params.store) as store:
-                origin = snapshot_of(store, _key(params.of), params.name or "")
                 source = f"{params.name} of {params.of}"
+                origin = snapshot_of(store, _key(params.of), params.name or "", source)
                 return await self._restore_from(origin, source, paths, call, dry_run=params.dry_run)
         name = BASE if params.base else await self._undone() if params.undo else params.name or ""
         source = self._options.backend if params.base else name

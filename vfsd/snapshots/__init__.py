@@ -5,7 +5,8 @@ from __future__ import annotations
 from protocol.backends.memory import MemoryVolume
 from vfsd.served import Served
 from vfsd.snapshots.base import Snapshots
-from vfsd.snapshots.stored import Changeable, Stored, StoreSnapshots
+from vfsd.snapshots.restoring import Changeable
+from vfsd.snapshots.stored import Stored, StoreSnapshots
 from vfsd.snapshots.volume import VolumeSnapshots
 
 __all__ = ["open_snapshots"]

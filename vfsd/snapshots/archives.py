@@ -33,9 +33,9 @@ def archive(path: str) -> Origin:
     return Origin(path, lambda progress: open_archive(path, progress=progress))
 
 
-def snapshot_of(store: Store, key: str, name: str) -> Origin:
-    """The snapshot `name` that `store` has of the workspace `key`.  SnapshotNotFoundError."""
-    return Origin(name, lambda _: store.tree(key, name))
+def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
+    """The snapshot `name` that `store` has of the workspace `key`; `shown` says that.  SnapshotNotFoundError."""
+    return Origin(shown, lambda _: store.tree(key, name))
 
 
 def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold) -> MemoryVolume:

@@ -19,6 +19,7 @@ in worker threads.  Nobody waiting any more ends the work, where that tears noth
 from __future__ import annotations
 
 import errno
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -54,12 +55,17 @@ SAFETY_PREFIX: Final = "safety-"
 STAGED_PREFIX: Final = "archive-"  # the content of an archive on its way into the workspace
 SNAPSHOT_PREFIX: Final = "snap-"
 SAFETY_SNAPSHOTS_KEPT: Final = 10
+_PATHS_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Content from elsewhere, checked, ready to be put in place; `total_bytes` is that of the regular files."""
+    """Content from elsewhere, checked, ready to be put in place; `total_bytes` is that of the regular files.
 
+    `name` is what errors call it.
+    """
+
+    name: str
     tree: Tree
     files: int
     total_bytes: int
@@ -80,17 +86,26 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A restore that a daemon began and did not end: `source` is what it was to, `safety` holds the state before."""
+    """A restore that a daemon began and did not end.
+
+    `source` is the snapshot that it was to, `paths` what it was limited to, `safety` holds the state before, and `what`
+    is it in words.
+    """
 
     source: str
     safety: str | None
+    paths: tuple[bytes, ...] = ()
+    what: str = ""
 
     def describe(self) -> str:
         """What was found, and what to do."""
         undo = "`vfsd restore --undo` goes back to before it" if self.safety else "the state before it was not kept"
+        shown = [path.decode("utf-8", "backslashreplace") for path in self.paths]
+        finish = f"`{shlex.join(['vfsd', 'restore', self.source, *shown])}` finishes it"
+        if len(shown) > _PATHS_SHOWN:
+            finish = f"`vfsd restore {self.source} PATH...`, with its {len(shown):,} paths, finishes it"
         return (
-            f"a restore of {self.source!r} was interrupted, and part of it is done: "
-            f"`vfsd restore {self.source}` finishes it, {undo}"
+            f"{self.what or f'a restore of {self.source!r}'} was interrupted, and part of it is done: {finish}, {undo}"
         )
 
 

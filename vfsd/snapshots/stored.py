@@ -17,17 +17,18 @@ import errno
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Final, ParamSpec, TypeVar
 
 import trio
 
 from protocol.diff import Change, Counts, changes, count
+from protocol.errors import SnapshotNotFoundError
 from protocol.store import RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
 from protocol.tree import Tree
-from protocol.volume import Coherence, SnapshotInfo
+from protocol.volume import SnapshotInfo
 from vfsd.logs import log_failure
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin
@@ -48,32 +49,18 @@ from vfsd.snapshots.base import (
     nothing_below,
 )
 from vfsd.snapshots.counted import CountedTree
+from vfsd.snapshots.restoring import Changeable, Restoring, looking
 
-__all__ = ["Changeable", "StoreSnapshots", "Stored", "interrupted"]
+__all__ = ["StoreSnapshots", "Stored", "interrupted"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 # The store is nobody else's meanwhile, and afterwards nobody's stat cache is believed: not for each of them.
 _COLLECT_AFTER: Final = 16
-_STEP: Final = 500  # paths that the volume takes in at once: for some 15 ms the mount waits
-
-
-@runtime_checkable
-class Changeable(Protocol):
-    """A volume whose files a restore changes beside the mount, as the volume has to take it.  The serving loop."""
-
-    def hold(self, paths: Iterable[bytes]) -> None:
-        """What is at `paths` is about to be changed: who has it open goes on.  Called once or more."""
-        ...
-
-    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
-        """`changes`, or part of them, have been made; what the kernel must be told.  Called once or more."""
-        ...
-
-    def let_go(self) -> None:
-        """All is settled that `hold` was told of."""
-        ...
+# What an archive's content is tagged with on its way: what was to be done with it.
+_RESTORING: Final = "a restore of "
+_IMPORTING: Final = "an import of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +79,16 @@ class Stored:
 def interrupted(stored: Stored) -> Interrupted | None:
     """The restore that is half done, if there is one.  Any thread."""
     found = stored.store.interrupted(stored.key)
-    return None if found is None else Interrupted(found.snapshot, found.safety)
+    if found is None:
+        return None
+    if not is_staged(found.snapshot):
+        return Interrupted(found.snapshot, found.safety, found.paths)
+    try:
+        what = stored.store.snapshot(stored.key, found.snapshot).tag or ""
+    except FileNotFoundError:
+        what = ""
+    # Whoever finishes it names no paths: it goes by what the archive was to do.
+    return Interrupted(found.snapshot, found.safety, (), what)
 
 
 class StoreSnapshots:
@@ -137,7 +133,7 @@ class StoreSnapshots:
             source,
             tag=tag,
             unreadable="skip",
-            progress=_looking(watch),
+            progress=looking(watch),
         )
         for path in taken.unreadable:
             _logger.warning("a snapshot lacks what cannot be read", extra={"operation": "snapshot", "path": path})
@@ -182,13 +178,15 @@ class StoreSnapshots:
         if name == BASE:
             raise nothing_below()
         async with self._served.changing:
+            if is_staged(name):
+                return await self._finish_staged(name, watch)
             return await self._restore(name, paths, watch, remove=True)
 
     async def _restore(self, name: str, paths: Sequence[bytes], watch: Watch, *, remove: bool) -> Outcome:
         await self._served.settle()
         half_done = await self.interrupted()
         safety = free_name(SAFETY_PREFIX, await self._all())
-        run = _Restore(self._volume, watch, functools.partial(self._touched, safety, name))
+        run = Restoring(self._volume, watch, functools.partial(self._touched, safety, name))
         try:
             done: RestoredChanges = await _in_thread(
                 self._store.restore,
@@ -203,7 +201,7 @@ class StoreSnapshots:
             )
         except BaseException as error:
             with trio.CancelScope(shield=True):
-                await self._put_back(safety, error, was_whole=half_done is None)
+                await self._put_back(safety, error, may_put_back=half_done is None or not run.changes)
             raise
         finally:
             # The state is what it is: whoever waits, the kernel must know of it.
@@ -229,11 +227,15 @@ class StoreSnapshots:
                     found.append(Change(path, "metadata", before, after))
         return found
 
-    async def _put_back(self, safety: str, error: BaseException, *, was_whole: bool) -> None:
-        """After a restore that failed: the state before, and no safety snapshot for what did not happen."""
+    async def _put_back(self, safety: str, error: BaseException, *, may_put_back: bool) -> None:
+        """After a restore that failed: the state before, and no safety snapshot for what did not happen.
+
+        Where that state was half of another restore, it stays, to be finished or undone.
+        """
         try:
-            if was_whole:
-                if await self.interrupted() is not None:
+            if may_put_back:
+                half_done = await self.interrupted()
+                if half_done is not None and half_done.safety == safety:
                     await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
                 await self._drop_if_there(safety)
         except OSError as again:
@@ -251,28 +253,41 @@ class StoreSnapshots:
             pass
 
     async def _forget_old_safeties(self, keep: set[str]) -> None:
+        half_done = await self.interrupted()
         old = [info.name for info in await self._all() if info.kind == "safety"]
         for name in old[:-SAFETY_SNAPSHOTS_KEPT]:
-            if name not in keep:
+            if name not in keep and (half_done is None or name != half_done.safety):
                 await self._drop_if_there(name)
 
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
         async with _entered(origin.opened(in_bytes(watch))) as tree:
-            yield await _in_thread(_counted, tree)
+            yield await _in_thread(_counted, origin.name, tree)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
         # By way of the store: so it is restored as a snapshot is, and can be finished or undone after a death too.
         async with self._served.changing:
             await self._forget_staged()
             name = free_name(STAGED_PREFIX, await self._all())
-            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), None, UNWATCHED)
+            what = f"{_RESTORING if replace else _IMPORTING}{staged.name}"
+            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), what, UNWATCHED)
             try:
                 return await self._restore(name, paths, watch, remove=replace)
             finally:
                 with trio.CancelScope(shield=True):
                     await self._forget_staged()
+
+    async def _finish_staged(self, name: str, watch: Watch) -> Outcome:
+        """What an archive was to do when its daemon died."""
+        half_done = await _in_thread(self._store.interrupted, self._key)
+        if half_done is None or half_done.snapshot != name:
+            raise SnapshotNotFoundError(name)
+        kept = await _in_thread(self._store.snapshot, self._key, name)
+        is_import = (kept.tag or "").startswith(_IMPORTING)
+        outcome = await self._restore(name, half_done.paths, watch, remove=not is_import)
+        await self._forget_staged()
+        return outcome
 
     async def _forget_staged(self) -> None:
         """Drop what archives left, but for what is needed to finish."""
@@ -287,7 +302,7 @@ class StoreSnapshots:
         if name == BASE:
             raise nothing_below()
         tree: AbstractContextManager[Tree] = (
-            self._store.live_tree(self._key, self._source, progress=_looking(watch))
+            self._store.live_tree(self._key, self._source, progress=looking(watch))
             if name is None
             else self._store.tree(self._key, name)
         )
@@ -295,64 +310,12 @@ class StoreSnapshots:
             yield entered
 
 
-class _Restore:
-    """One restore, as the store's thread tells of it.
-
-    `changes` are what it is about to make; before there are any, nobody waiting any more ends it.
-    """
-
-    def __init__(self, volume: Changeable, watch: Watch, touched: Callable[[], list[Change]]) -> None:
-        self.changes: list[Change] = []
-        self._volume = volume
-        self._watch = watch
-        self._touched = touched
-        self._is_planned = False
-        self._loop = trio.lowlevel.current_trio_token()
-
-    def planned(self, found: Sequence[Change]) -> None:
-        self._watch.raise_if_cancelled()
-        self.changes = [*found, *self._touched()]
-        trio.from_thread.run(self._hold, [change.path for change in found], trio_token=self._loop)
-        self._is_planned = True
-
-    async def _hold(self, paths: Sequence[bytes]) -> None:
-        for at in range(0, len(paths), _STEP):
-            self._volume.hold(paths[at : at + _STEP])
-            await trio.lowlevel.checkpoint()
-
-    async def settled(self) -> Coherence:
-        """What the kernel must be told, however far it got."""
-        parts = []
-        for at in range(0, len(self.changes), _STEP):
-            parts.append(self._volume.changed_beside(self.changes[at : at + _STEP]))
-            await trio.lowlevel.checkpoint()
-        self._volume.let_go()
-        return Coherence(
-            [change for part in parts for change in part.entries],
-            [change for part in parts for change in part.inodes],
-            {number: path for part in parts for number, path in part.paths.items()},
-            {number: mode for part in parts for number, mode in part.modes.items()},
-        )
-
-    def tell(self, done: int, total: int) -> None:
-        if self._is_planned:
-            self._watch.progress_nowait(done, total, "files")
-        else:
-            self._watch.raise_if_cancelled()
-            self._watch.progress_nowait(done, 0, "files")
-
-
-def _looking(watch: Watch) -> Callable[[int, int], None]:
-    def tell(files: int, read_bytes: int) -> None:  # noqa: ARG001 -- the store's
-        watch.raise_if_cancelled()
-        watch.progress_nowait(files, 0, "files")
-
-    return tell
-
-
-def _counted(tree: Tree) -> Staged:
-    files = [entry for entry in tree.walk() if not entry.is_dir]
-    return Staged(tree, len(files), sum(entry.size for entry in files if entry.is_file))
+def _counted(name: str, tree: Tree) -> Staged:
+    files = total_bytes = 0
+    for entry in tree.walk():
+        files += not entry.is_dir
+        total_bytes += entry.size if entry.is_file else 0
+    return Staged(name, tree, files, total_bytes)
 
 
 @asynccontextmanager

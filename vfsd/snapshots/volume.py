@@ -87,7 +87,7 @@ class VolumeSnapshots:
         read = functools.partial(read_origin, origin, self._volume.max_bytes, self._volume.max_inodes, in_bytes(watch))
         staged = await trio.to_thread.run_sync(read)
         with staged.tree() as tree:
-            yield Staged(tree, staged.files, staged.size_bytes)
+            yield Staged(origin.name, tree, staged.files, staged.size_bytes)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:  # noqa: ARG002
         return await self._change(lambda: self._volume.import_tree(staged.tree, replace=replace, paths=paths))
