@@ -1,14 +1,15 @@
 """A program that applies an overlay, or recovers what an apply left, and kills itself where it is told to.
 
-It reads lines from its standard input: "apply N DIRECTORY" or "recover N DIRECTORY"; for each it forks a process that
-does that, and is killed by SIGKILL before its change number N on the disk (or not at all, if there are fewer); with
-"moment N DIRECTORY" the apply is killed after N microseconds.  It answers with a line: "killed" or "done".  (A fork of
-the test's own process would have its threads' locks.)
+It reads lines from its standard input, "apply N SEED DIRECTORY" or "recover N 0 DIRECTORY"; for each it forks a
+process that does that, and is killed by SIGKILL before its change number N on the disk (or not at all, if there are
+fewer); with "moment N 0 DIRECTORY" the apply is killed after N microseconds.  It answers with a line: "killed" or
+"done".  (A fork of the test's own process would have its threads' locks.)
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from protocol.backends.overlay.journal import recover
 from protocol.testing.volume.driver import Driver
 
 BLOCK = 128 * 1024
+RANDOM_STEPS = 30
 
 
 def work(fs: Driver, volume: OverlayVolume) -> None:
@@ -47,10 +49,51 @@ def work(fs: Driver, volume: OverlayVolume) -> None:
     fs.rmdir(b"gone")
 
 
-def apply_work(root: str, before: Callable[[], None]) -> None:
-    """Work in an overlay of `root`, with a clock that says the same each time, and apply it."""
+def random_step(chance: random.Random, volume: OverlayVolume, fs: Driver) -> None:
+    """Something that a user might do, drawn by `chance`; nothing where it is refused."""
+    with volume.tree() as tree:
+        entries = [entry for entry in tree.walk() if entry.path]
+    directories = [b"", *(entry.path for entry in entries if entry.is_dir)]
+    some = chance.choice(entries) if entries else None
+    at = chance.choice(directories)
+    target = (at + b"/" if at else b"") + chance.choice([b"p", b"q", b"r", b"README", b"src"])
+    try:
+        match chance.randrange(9):
+            case 0:
+                fs.file(target, chance.randbytes(3) * chance.randrange(1, 50_000))
+            case 1:
+                fs.directory(target)
+            case 2:
+                fs.symlink(target, b"to/" + b"x" * chance.randrange(1, 9))
+            case 3 if some is not None:
+                fs.rename(some.path, target)
+            case 4 if some is not None and not some.is_dir:
+                fs.unlink(some.path)
+            case 5 if some is not None and some.is_dir:
+                fs.rmdir(some.path)
+            case 6 if some is not None and some.is_file:
+                volume.write(fs.at(some.path), chance.randrange(0, 3 * BLOCK), b"w" * chance.randrange(1, 9000))
+            case 7 if some is not None and not some.is_symlink:
+                fs.set(some.path, mode=chance.choice([0o700, 0o755, 0o644]), mtime_ns=chance.randrange(10**18))
+            case 8 if some is not None and not some.is_dir:
+                fs.link(fs.at(some.path), target)
+    except OSError:
+        pass  # exists, is not empty, is below itself: another step then
+
+
+def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
+    """Work in an overlay of `root`, with a clock that says the same each time, and apply it.
+
+    With a `seed` it is random work, the same for the same seed.
+    """
     volume = OverlayVolume(root, clock=lambda: 1_700_000_000_000_000_000)
-    work(Driver(volume), volume)
+    fs = Driver(volume)
+    if seed:
+        chance = random.Random(seed)
+        for _ in range(RANDOM_STEPS):
+            random_step(chance, volume, fs)
+    else:
+        work(fs, volume)
     with volume.base_tree() as base, volume.tree() as live:
         done = apply(volume.lower, base, live, known={}, before=before)
     assert not done.conflicts, done.conflicts
@@ -70,13 +113,13 @@ def _killing(number: int) -> Callable[[], None]:
     return before
 
 
-def _child(verb: str, number: int, root: str) -> None:
+def _child(verb: str, number: int, seed: int, root: str) -> None:
     status = 1
     try:
         if verb == "moment":
-            apply_work(root, lambda: None)
+            apply_work(root, lambda: None, seed)
         elif verb == "apply":
-            apply_work(root, _killing(number))
+            apply_work(root, _killing(number), seed)
         else:
             recover(root, _killing(number))
         status = 0
@@ -87,10 +130,10 @@ def _child(verb: str, number: int, root: str) -> None:
 
 def main() -> None:
     for line in sys.stdin:
-        verb, number, root = line.rstrip("\n").split(" ", 2)
+        verb, number, seed, root = line.rstrip("\n").split(" ", 3)
         child = os.fork()
         if child == 0:
-            _child(verb, int(number), root)
+            _child(verb, int(number), int(seed), root)
         if verb == "moment":
             time.sleep(int(number) / 1e6)
             os.kill(child, signal.SIGKILL)

@@ -14,6 +14,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied, apply
 from protocol.diff import changes
 from protocol.testing.volume.driver import Driver
+from tests.unit.killed_apply import random_step
 
 BLOCK = 128 * 1024
 
@@ -233,39 +234,8 @@ def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
     fs = Driver(volume)
     for _ in range(4):
         for _ in range(12):
-            _random_step(chance, volume, fs)
+            random_step(chance, volume, fs)
         done = run(volume)
         assert done.conflicts == []
         assert difference(volume, below) == []
         assert changed(volume) == []
-
-
-def _random_step(chance: random.Random, volume: OverlayVolume, fs: Driver) -> None:
-    with volume.tree() as tree:
-        entries = [entry for entry in tree.walk() if entry.path]
-    directories = [b"", *(entry.path for entry in entries if entry.is_dir)]
-    some = chance.choice(entries) if entries else None
-    at = chance.choice(directories)
-    target = (at + b"/" if at else b"") + chance.choice([b"p", b"q", b"r", b"README", b"src"])
-    try:
-        match chance.randrange(9):
-            case 0:
-                fs.file(target, os.urandom(3) * chance.randrange(1, 50_000))
-            case 1:
-                fs.directory(target)
-            case 2:
-                fs.symlink(target, b"to/" + b"x" * chance.randrange(1, 9))
-            case 3 if some is not None:
-                fs.rename(some.path, target)
-            case 4 if some is not None and not some.is_dir:
-                fs.unlink(some.path)
-            case 5 if some is not None and some.is_dir:
-                fs.rmdir(some.path)
-            case 6 if some is not None and some.is_file:
-                volume.write(fs.at(some.path), chance.randrange(0, 3 * BLOCK), b"w" * chance.randrange(1, 9000))
-            case 7 if some is not None and not some.is_symlink:
-                fs.set(some.path, mode=chance.choice([0o700, 0o755, 0o644]), mtime_ns=chance.randrange(10**18))
-            case 8 if some is not None and not some.is_dir:
-                fs.link(fs.at(some.path), target)
-    except OSError:
-        pass  # exists, is not empty, is below itself: another step then

@@ -21,7 +21,7 @@ from protocol.diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.unit.killed_apply import BLOCK, apply_work
 
-Run = Callable[[str, int, Path], bool]
+Run = Callable[..., bool]
 Tree = dict[str, tuple[object, ...]]
 ANSWER_S = 60
 BY_TIME = 100  # applies that are killed at a random moment
@@ -71,10 +71,10 @@ def run() -> Iterator[Run]:
     assert program.stdin is not None
     assert program.stdout is not None
 
-    def run_it(verb: str, number: int, root: Path) -> bool:
+    def run_it(verb: str, number: int, root: Path, seed: int = 0) -> bool:
         assert program.stdin is not None
         assert program.stdout is not None
-        program.stdin.write(f"{verb} {number} {root}\n")
+        program.stdin.write(f"{verb} {number} {seed} {root}\n")
         program.stdin.flush()
         said = program.stdout.readline().strip()
         assert said in {"killed", "done"}, said
@@ -140,6 +140,26 @@ def test_killed_before_any_of_its_changes_it_is_undone_or_finished(
     assert ends == sorted(ends)
     assert ends.count(False) > 5
     assert ends.count(True) > 20
+
+
+@pytest.mark.parametrize("seed", range(1, 16))
+def test_random_work_is_undone_or_finished_wherever_it_is_killed(
+    copies: Callable[[], Path], below: Path, run: Run, seed: int
+) -> None:
+    old = tree_of(below)
+    place = copies()
+    apply_work(str(place), lambda: None, seed)
+    new = tree_of(place)
+    chance = random.SystemRandom()
+    for number in (0, *(chance.randrange(60) for _ in range(4))):
+        place = copies()
+        if run("apply", number, place, seed):
+            run("recover", chance.randrange(30), place)
+            recover(place)
+            assert tree_of(place) in (old, new), number
+            assert recover(place) is None
+        else:
+            assert tree_of(place) == new
 
 
 def test_a_recovery_that_is_killed_too_is_finished_by_the_next(
