@@ -15,6 +15,7 @@ from protocol.errors import fail
 
 __all__ = [
     "RESOLVE_BENEATH",
+    "RESOLVE_IN_ROOT",
     "RESOLVE_NO_MAGICLINKS",
     "RESOLVE_NO_SYMLINKS",
     "RESOLVE_NO_XDEV",
@@ -30,6 +31,7 @@ RESOLVE_NO_XDEV: Final = 0x01
 RESOLVE_NO_MAGICLINKS: Final = 0x02
 RESOLVE_NO_SYMLINKS: Final = 0x04
 RESOLVE_BENEATH: Final = 0x08
+RESOLVE_IN_ROOT: Final = 0x10
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437

@@ -222,7 +222,6 @@ def mount_flags(mountpoint: Path) -> set[str]:
 
 
 # -- what the container's file system is -------------------------------------------------------------
-@pytest.mark.both_engines
 def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:

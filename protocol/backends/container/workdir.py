@@ -7,26 +7,18 @@ directory that is held open, under a name that is one step, so nothing that is p
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import struct
 from typing import Final
+
+from protocol.backends.beneath import open_beneath, proc_path
+from protocol.backends.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, openat2
 
 __all__ = ["open_workdir"]
 
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
-_SYS_OPENAT2: Final = 437  # the same on every architecture
-_RESOLVE_NO_MAGICLINKS: Final = 0x02
-_RESOLVE_IN_ROOT: Final = 0x10
-_OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
 _FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ATTEMPTS: Final = 16  # EAGAIN: a rename or mount anywhere meanwhile, which the kernel cannot tell from an escape
 _MODE: Final = 0o755
-
-_syscall = ctypes.CFUNCTYPE(
-    ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, use_errno=True
-)(("syscall", _LIBC))
 
 
 def open_workdir(root: int, workdir: str, owner: tuple[int, int]) -> int:
@@ -62,8 +54,15 @@ def _make(directory: int, name: bytes, owner: tuple[int, int]) -> None:
         os.mkdir(name, _MODE, dir_fd=directory)
     except FileExistsError:
         return  # somebody was faster; or a symlink that leads nowhere, which the next attempt tells
-    if os.geteuid() == 0:
-        os.chown(name, *owner, dir_fd=directory, follow_symlinks=False)
+    if os.geteuid() != 0:
+        return
+    # By descriptor: under that name somebody may have put a file by now that is not to be given away.
+    made = open_beneath(directory, name, os.O_PATH | os.O_DIRECTORY)
+    try:
+        if os.fstat(made).st_uid == 0:
+            os.chown(proc_path(made), *owner)
+    finally:
+        os.close(made)
 
 
 def _explained(error: OSError, workdir: str) -> OSError:
@@ -76,12 +75,11 @@ def _explained(error: OSError, workdir: str) -> OSError:
 
 
 def _in_root(root: int, path: bytes) -> int:
-    how = _OPEN_HOW.pack(_FLAGS, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
-    for _ in range(_ATTEMPTS):
-        descriptor: int = _syscall(_SYS_OPENAT2, root, path, how, _OPEN_HOW.size)
-        if descriptor >= 0:
-            return descriptor
-        code = ctypes.get_errno()
-        if code != errno.EAGAIN:
-            break
-    raise OSError(code, os.strerror(code), os.fsdecode(path))
+    left = _ATTEMPTS
+    while True:
+        left -= 1
+        try:
+            return openat2(root, path, _FLAGS, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
+        except BlockingIOError:
+            if not left:
+                raise
