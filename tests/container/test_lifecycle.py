@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.address import default_address, parse_address
+from protocol.backends.container.opening import open_container
 from protocol.backends.container.podman import ContainerNotFoundError, PodmanService
 from protocol.backends.container.state import ContainerMount
-from tests.container.conftest import StartContainer, attempt, inside
+from tests.container.conftest import MountContainer, StartContainer, attempt, inside
 
 
 # -- addresses ---------------------------------------------------------------------------------------
@@ -219,6 +220,25 @@ def test_a_service_of_another_machine_is_reached_through_one_ssh(
     assert len(calls) == 1
     assert "StrictHostKeyChecking=no" not in calls[0]
     assert calls[0].endswith("-- me@there")
+
+
+@pytest.mark.fuse
+def test_a_container_of_another_machine_is_mounted_by_a_helper_inside(
+    mount_container: MountContainer,
+    start_container: StartContainer,
+    python_image: str,
+    podman: PodmanService,
+    fake_ssh: Path,
+) -> None:
+    container = start_container(python_image)
+
+    workspace = mount_container(container, podman_url=f"ssh://me@there{podman.address.path}")
+
+    Path(workspace.path, "f").write_text("from here")
+    assert inside(container, "cat /workspace/f") == b"from here"
+    assert (workspace.status().transport, workspace.status().container) == ("agent", "running")
+    with pytest.raises(OSError, match="rootfs"):
+        open_container(container.name, podman_url=f"ssh://me@there{podman.address.path}", transport="rootfs")
 
 
 def test_an_ssh_that_does_not_get_there_is_an_error_in_its_own_words(fake_ssh: Path) -> None:

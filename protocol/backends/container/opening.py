@@ -5,6 +5,7 @@ Blocks; for a worker thread.  The connection is made by `Connection.attend`; her
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -116,6 +117,9 @@ def _transport(
     target: ContainerTarget, state: ContainerState, choice: TransportChoice, *, read_only: bool
 ) -> Transport:
     """Of "auto", rootfs where it reaches everything: on this machine, for root."""
+    if choice == "rootfs" and not target.service.is_local:
+        reason = f"a container at {target.service.address} is not reached through /proc; take the agent transport"
+        raise OSError(errno.EOPNOTSUPP, f"no rootfs transport: {reason}", target.name)
     if choice == "rootfs" or (choice == "auto" and os.geteuid() == 0 and target.service.is_local):
         rootfs = RootfsTransport(target.workdir, read_only=read_only)
         try:
