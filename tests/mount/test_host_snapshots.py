@@ -412,6 +412,40 @@ def test_a_snapshot_and_the_live_state_are_exported(
         assert archive.read("files/a") == b"two"
 
 
+def test_an_export_is_the_state_at_one_moment_whatever_is_written_meanwhile(
+    workspace: Workspace, root: Path, directory: Path, workdir: Path
+) -> None:
+    for number in range(40):
+        (directory / f"f{number}").write_bytes(bytes([number]) * 200_000)
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            for number in range(40):
+                with open(directory / f"f{number}", "r+b") as file:
+                    file.truncate(1000)
+                    file.write(bytes([number]) * 150_000)
+                    file.truncate(200_000)
+
+    thread = threading.Thread(target=write)
+
+    def begin(_: object) -> None:
+        if not thread.is_alive() and not ended.is_set():
+            thread.start()
+
+    workspace.snapshot("one")
+    try:
+        workspace.export(workdir / "live.zip", on_progress=begin)
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
+    with zipfile.ZipFile(workdir / "live.zip") as archive:
+        assert archive.testzip() is None
+        assert {len(archive.read(f"files/f{number}")) for number in range(40)} == {200_000}
+    assert [info.name for info in workspace.snapshots()] == ["one"]
+
+
 def test_a_state_goes_from_the_host_into_memory_and_into_an_overlay_and_back(
     mount: MountIt, workspace: Workspace, root: Path, directory: Path, workdir: Path
 ) -> None:

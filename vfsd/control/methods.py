@@ -283,10 +283,11 @@ class Methods:
     # -- export and import -----------------------------------------------------------------------------
     async def _export(self, params: ExportParams, call: Call) -> ExportResult:
         path = _absolute(params.path)
-        if params.snapshot is None:
-            await self._served.settle()
+        snapshots = self._snapshots
         async with AsyncExitStack() as stack:
-            tree: Tree = await stack.enter_async_context(self._snapshots.tree(params.snapshot))
+            tree: Tree = await stack.enter_async_context(
+                snapshots.frozen(call) if params.snapshot is None else snapshots.tree(params.snapshot)
+            )
             if params.changes_only:
                 base = await stack.enter_async_context(self._snapshots.tree(BASE))
                 tree = await _in_thread(changed_tree, base, tree)

@@ -183,7 +183,14 @@ class Snapshots(Protocol):
         ...
 
     def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AbstractAsyncContextManager[Tree]:
-        """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it."""
+        """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
+
+        Of a live state that others change too, a file's content may be a later one by the time that it is read.
+        """
+        ...
+
+    def frozen(self, watch: Watch) -> AbstractAsyncContextManager[Tree]:
+        """A tree of the live state at this moment, which nobody changes: for what takes long to read."""
         ...
 
 

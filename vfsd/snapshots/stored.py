@@ -309,6 +309,20 @@ class StoreSnapshots:
         async with _entered(tree) as entered:
             yield entered
 
+    @asynccontextmanager
+    async def frozen(self, watch: Watch) -> AsyncIterator[Tree]:
+        # By way of the store: a file that is written meanwhile would be neither what it was nor what it is.
+        async with self._served.changing:
+            await self._served.settle()
+            name = free_name(STAGED_PREFIX, await self._all())
+            await self._take(name, self._source, "an export", watch)
+        try:
+            async with self.tree(name) as tree:
+                yield tree
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._drop_if_there(name)
+
 
 def _counted(name: str, tree: Tree) -> Staged:
     files = total_bytes = 0

@@ -124,3 +124,9 @@ class VolumeSnapshots:
         volume = self._volume
         with overlay_of(volume).base_tree() if name == BASE else volume.tree(name) as tree:
             yield tree
+
+    @asynccontextmanager
+    async def frozen(self, watch: Watch) -> AsyncIterator[Tree]:  # noqa: ARG002
+        await self._served.settle()
+        with self._volume.tree() as tree:
+            yield tree
