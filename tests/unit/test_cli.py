@@ -138,10 +138,12 @@ def test_the_directory_one_is_in_picks_a_workspace(
         assert as_json("status")["name"] == "demo"
 
 
-def test_a_directory_that_is_gone_still_picks_its_workspace(daemon: FakeDaemon, workdir: Path) -> None:
+def test_a_directory_that_is_gone_still_picks_its_workspace(
+    daemon: FakeDaemon, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = Path(daemon.mountpoint, "gone")
     gone.mkdir()
-    os.chdir(gone)
+    monkeypatch.chdir(gone)
     gone.rmdir()
     with FakeDaemon("other", str(workdir / "other")):
         assert as_json("status")["name"] == "demo"
