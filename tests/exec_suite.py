@@ -214,9 +214,10 @@ class ExecSuite:
             call.close()
 
     # -- signals, and clients that go away ---------------------------------------------------------------
-    def test_an_interrupt_is_the_commands(self, where: Where) -> None:
+    @pytest.mark.parametrize("flags", [(), ("-i",)], ids=["without input", "with input"])
+    def test_an_interrupt_is_the_commands(self, where: Where, flags: tuple[str, ...]) -> None:
         script = "trap 'echo got; exit 7' INT; echo ready; while :; do sleep 0.1; done"
-        with started(where, "--", "sh", "-c", script) as client:
+        with started(where, *flags, "--", "sh", "-c", script) as client:
             assert line_of(client) == b"ready\n"
             client.send_signal(signal.SIGINT)
             assert line_of(client) == b"got\n"

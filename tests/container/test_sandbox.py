@@ -201,7 +201,7 @@ def test_a_fork_bomb_stays_below_its_limit_and_ends_at_its_time(
     workspace = sandboxed(image=python_image, pids_limit=80)
     root = Path(workspace.path)
     where = where_of(workspace, container_of(podman, workspace))
-    with started(where, "--timeout", "6", "--", "python3", "-c", BOMB) as client:
+    with started(where, "--timeout", "4", "--", "python3", "-c", BOMB) as client:
         most = 0
         while client.poll() is None:
             most = max(most, processes_in(podman, workspace))

@@ -94,6 +94,17 @@ def test_a_container_is_chosen_with_its_podman_its_directory_its_transport_and_i
     assert (given.transport, given.network) == ("agent", "web")
 
 
+def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started: Started) -> None:
+    options = ["--podman-url", "unix:///p.sock", "--network", "web", "--pids-limit", "64", "--memory", "1GiB"]
+
+    assert mount("/mnt", "--sandbox", "image:alpine", "--snapshot-each", *options).exit_code == 0
+
+    (given,) = started
+    assert (given.backend, given.sandbox, given.snapshot_each) == ("memory", "image:alpine", True)
+    assert (given.podman_url, given.network, given.pids_limit) == ("unix:///p.sock", "web", 64)
+    assert given.memory_bytes == 2**30
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [

@@ -12,7 +12,7 @@ import logging
 import posixpath
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Final, Literal
 
 import trio
@@ -46,20 +46,10 @@ class ContainerPlace:
     `owned`: nothing but commands run here makes processes in it, and it may be restarted.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], Container],
-        workdir: str = DEFAULT_WORKDIR,
-        *,
-        owned: bool = False,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-    ) -> None:
+    def __init__(self, find: Callable[[], Container], workdir: str = DEFAULT_WORKDIR, *, owned: bool = False) -> None:
         self._find = find
         self._workdir = workdir
         self._owned = owned
-        self._env = dict(env or {})
-        self._user = user
         self._running = 0
         self._with_shell: dict[str, bool] = {}  # by a container's id
 
@@ -73,28 +63,9 @@ class ContainerPlace:
         """
         check_command(command)
         container = await trio.to_thread.run_sync(self._find, abandon_on_cancel=True)
-        marked = Marked(container, owned=self._owned)
-        directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
-        terminal = command.terminal
-        with_input = None
-        if command.has_input and terminal is None and await self._has_shell(container):
-            with_input = WithInput(command.argv)
         self._running += 1
         try:
-            # Shielded: what was started must get here.  It has a time limit of its own.
-            with trio.CancelScope(shield=True):
-                stream = await open_exec(
-                    container.service,
-                    container.id,
-                    command.argv if with_input is None else with_input.argv,
-                    env={**self._env, **command.env, **marked.env},
-                    cwd=directory,
-                    tty=terminal is not None,
-                    user=command.user or self._user,
-                    stdin=command.has_input,
-                    size=None if terminal is None else (terminal.rows, terminal.columns),
-                )
-            process = ContainerProcess(stream, command, directory, marked, with_input, lambda: self._running == 1)
+            process = await self._start(container, command)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(process.pump)
@@ -105,6 +76,33 @@ class ContainerPlace:
                     await process.end()
         finally:
             self._running -= 1
+
+    async def _start(self, container: Container, command: Command) -> ContainerProcess:
+        terminal = command.terminal
+        with_input = None
+        if command.has_input and terminal is None and await self._has_shell(container):
+            with_input = WithInput(command.argv)
+        marked = Marked(container, owned=self._owned)
+        directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
+        # Shielded: what was started must be known.  It has a time limit of its own.
+        with trio.CancelScope(shield=True), _helpful(container):
+            try:
+                stream = await open_exec(
+                    container.service,
+                    container.id,
+                    command.argv if with_input is None else with_input.argv,
+                    env={**command.env, **marked.env},
+                    cwd=directory,
+                    tty=terminal is not None,
+                    user=command.user,
+                    stdin=command.has_input,
+                    size=None if terminal is None else (terminal.rows, terminal.columns),
+                )
+            except TimeoutError:
+                with contextlib.suppress(OSError):  # it may have been started all the same
+                    await marked.kill(is_alone=self._running == 1)
+                raise
+        return ContainerProcess(stream, command, directory, marked, with_input, lambda: self._running == 1)
 
     async def _has_shell(self, container: Container) -> bool:
         """Whether there is a /bin/sh in it."""
@@ -239,6 +237,18 @@ class ContainerProcess:
             _logger.warning("what a command may have left is not looked for: %s", error, extra={"operation": "exec"})
         finally:
             await self._stream.aclose()
+
+
+@contextlib.contextmanager
+def _helpful(container: Container) -> Generator[None]:
+    """An error that says what to do where the container does not run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        reason = f"the container is not running: podman start {container.name}"
+        raise OSError(errno.ENOTCONN, reason) from None
 
 
 def _refused(said: str, program: str, directory: str) -> OSError:
