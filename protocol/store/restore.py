@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from protocol.store.records import StoredSnapshot
     from protocol.store.statcache import CachedDirectory
     from protocol.store.trees import MerkleTree
+    from protocol.tree import TreeEntry
 
 __all__ = ["Plan", "Problem", "RestoredChanges", "Step", "apply", "plan"]
 
@@ -61,6 +62,13 @@ class Step:
     new: Row | None
     kind: ChangeKind | None  # None: only a directory's mtime, which is no change of its own
     below: list[Step] = field(default_factory=list)
+    _entry: TreeEntry | None = None
+
+    def entry(self) -> TreeEntry | None:
+        """What is to be there."""
+        if self._entry is None and self.new is not None:
+            self._entry = entry_of(self.new, self.path)
+        return self._entry
 
 
 @dataclass(slots=True)
@@ -72,21 +80,24 @@ class Plan:
 
     def changes(self) -> list[Change]:
         """As changes, in the order of `protocol.diff.changes`."""
-        found: list[Change] = []
+        return [_change(step) for step in self._all_steps() if step.kind is not None]
+
+    def count(self) -> int:
+        """How many changes there are."""
+        return sum(step.kind is not None for step in self._all_steps())
+
+    def _all_steps(self) -> Iterator[Step]:
         pending = list(reversed(self.steps))
         while pending:
             step = pending.pop()
-            if step.kind is not None:
-                found.append(_change(step))
+            yield step
             pending += reversed(step.below)
-        return found
 
 
 def _change(step: Step) -> Change:
     assert step.kind is not None
     old = None if step.old is None else entry_of(step.old, step.path)
-    new = None if step.new is None else entry_of(step.new, step.path)
-    return Change(step.path, step.kind, old, new)
+    return Change(step.path, step.kind, old, step.entry())
 
 
 # -- what there is to do ---------------------------------------------------------------------------
@@ -268,7 +279,7 @@ def apply(
     keep_going: Callable[[int, int], None],
 ) -> tuple[list[Change], list[Problem]]:
     """Do it; what was changed, and what could not be.  `keep_going` hears of (changes done, of how many)."""
-    run = _Run(target, live, wanted, blobs, known, keep_going, len(todo.changes()))
+    run = _Run(target, live, wanted, blobs, known, keep_going, todo.count())
     for step in todo.steps:
         run.step(step)
     return run.changed(todo), todo.problems + run.problems
@@ -331,7 +342,8 @@ class _Run:
 
     def _directory(self, step: Step) -> None:
         assert step.new is not None
-        entry = entry_of(step.new, step.path)
+        entry = step.entry()
+        assert entry is not None
         is_new = step.old is None or not step.old.is_dir
         if is_new:
             self._target.make_directory(entry)
@@ -346,7 +358,8 @@ class _Run:
         new = step.new
         assert new is not None
         old = step.old if step.old is not None and not step.old.is_dir else None
-        entry = entry_of(new, step.path)
+        entry = step.entry()
+        assert entry is not None
         expected = self._expected(step.path) if old is not None else None
         if old is not None and step.kind == "metadata" and self._may_set_in_place(step.path, old, new):
             lacking = self._target.set_metadata(entry, expected)

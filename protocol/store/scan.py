@@ -378,7 +378,10 @@ class _Listing:
     def _anew(self, at: int, name: bytes, row: Row | None, was: int | None) -> None:
         """A name of a directory that is new, or of which the store may have lost something."""
         cached = self._cached
-        if (
+        child = None if cached is None else cached.children.get(name)
+        if child is not None:
+            self._subdirectory(at, name, child)
+        elif (
             cached is not None
             and row is not None
             and was is not None

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.backends.beneath import open_beneath, proc_path
+from protocol.backends.syscalls import renameat2
 from protocol.errors import fail
 from protocol.store.objects import clone, data_ranges
 from protocol.store.scan import TEMPORARY_PREFIX, read_xattrs
 from protocol.store.source import DirectorySource, Source
 from protocol.store.statx import key_of, links_of, seen_at, seen_of_descriptor, statx_names
+from protocol.volume import RENAME_NOREPLACE
 
 if TYPE_CHECKING:
     from protocol.store.source import Place
@@ -38,6 +40,7 @@ _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
 _COPY_BYTES: Final = 1 << 20
+_NOTHING_TO_REMEMBER: Final = contextlib.nullcontext()
 _ACCESS_ACL: Final = b"system.posix_acl_access"
 
 
@@ -229,16 +232,22 @@ class DirectoryTarget:
         return self._prefix + b"%d" % self._count
 
     def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
+        if expected is None and _renamed_to_new(directory, temporary, name, path):
+            return
         self._check(directory, name, path, expected)
         with self._loses_a_name(directory, name, expected):
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
 
-    @contextlib.contextmanager
-    def _loses_a_name(self, directory: int, name: bytes, expected: bytes | None) -> Iterator[None]:
+    def _loses_a_name(
+        self, directory: int, name: bytes, expected: bytes | None
+    ) -> contextlib.AbstractContextManager[None]:
         """Remember what becomes of a file that has other names."""
-        if expected is None or links_of(expected) < 2:
-            yield
-            return
+        if expected is None or links_of(expected) == 1:
+            return _NOTHING_TO_REMEMBER
+        return self._remembered(directory, name)
+
+    @contextlib.contextmanager
+    def _remembered(self, directory: int, name: bytes) -> Iterator[None]:
         descriptor = os.open(name, _O_PATH, dir_fd=directory)
         try:
             yield
@@ -292,6 +301,19 @@ class DirectoryTarget:
                         os.unlink(name, dir_fd=directory)
                     finally:
                         os.close(directory)
+
+
+def _renamed_to_new(directory: int, temporary: bytes, name: bytes, path: bytes) -> bool:
+    """Rename where nothing is; False where the file system cannot do that in one step."""
+    try:
+        renameat2(directory, temporary, directory, name, RENAME_NOREPLACE)
+    except FileExistsError:
+        raise ChangedMeanwhileError(path) from None
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOSYS}:
+            raise
+        return False
+    return True
 
 
 def _unlink(name: bytes, directory: int) -> None:

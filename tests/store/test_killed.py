@@ -103,7 +103,8 @@ def endings(
     for number, death in enumerate(deaths):
         place = scene.copy(tmp_path / "place")
         answer = mortal.do(store=str(place / "store"), root=str(place / "root"), **order, **death)
-        assert answer["killed"] or "after_s" in death
+        # How many calls there are depends a little on the time they take: the last ones may not come.
+        assert answer["killed"] or "after_s" in death or death["at"] > calls * 0.9
         with Store(place / "store") as store:
             yield store, place / "root", number
         shutil.rmtree(place)
