@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from protocol.backends.container.agent_link import AgentLink, HelperStream
+from protocol.backends.container.agent_replies import IDENTITY, Owners
 from protocol.backends.container.agent_start import helper_command, helper_program
 from protocol.backends.container.agent_tree import AgentTree
 from protocol.backends.container.agent_volume import AgentVolume
@@ -98,9 +99,9 @@ class Agent:
             return method
         return lambda *args, **options: self.run(lambda: method(*args, **options))
 
-    def tree(self) -> AgentTree:
+    def tree(self, owners: Owners = IDENTITY) -> AgentTree:
         """The live state, for the thread that asks."""
-        return AgentTree(self.agent_link, self._token)
+        return AgentTree(self.agent_link, self._token, owners)
 
     def run(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers, once it is there."""

@@ -20,8 +20,9 @@ import pytest
 
 from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
-from tests.container.conftest import MountContainer, StartContainer, attempt, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, inside
 from vfsd.launch import log_path
 from vfsd.workspace import Workspace
 
@@ -58,6 +59,7 @@ def git(*args: str) -> str:
 
 
 # -- inside and outside ------------------------------------------------------------------------------
+@pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_outside(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
@@ -79,6 +81,7 @@ def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_o
     assert stat.S_ISFIFO((root / "out" / "fifo").lstat().st_mode)
 
 
+@pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
     origin = workdir / "origin"
     git("init", "-q", "-b", "main", str(origin))
@@ -98,6 +101,7 @@ def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, contain
     assert os.listdir(root) == []
 
 
+@pytest.mark.both_engines
 def test_files_of_every_kind_keep_what_they_are(root: Path, container: Container) -> None:
     (root / "f").write_text("content")
     os.link(root / "f", root / "hard")
@@ -125,6 +129,7 @@ def test_files_of_every_kind_keep_what_they_are(root: Path, container: Container
     assert os.readlink(root / "soft") == "f"
 
 
+@pytest.mark.both_engines
 def test_an_unlinked_file_and_a_removed_directory_stay_while_they_are_open(root: Path) -> None:
     (root / "d").mkdir()
     directory = os.open(root / "d", os.O_RDONLY | os.O_DIRECTORY)
@@ -149,7 +154,63 @@ def test_a_read_only_mount_of_it_changes_nothing(container: Container, mount_con
             change()
 
 
+def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
+    start_container: StartContainer, python_image: str, mount_container: MountContainer
+) -> None:
+    container = start_container(python_image, mounts=[ContainerMount("tmpfs", "", "/workspace", size_bytes=2**20)])
+    root = Path(mount_container(container, transport="agent").path)
+
+    with pytest.raises(OSError, match="No space left"):
+        (root / "big").write_bytes(b"x" * 2**21)
+    assert os.statvfs(root).f_bavail == 0
+    (root / "big").unlink()
+    (root / "small").write_bytes(b"y" * 65536)
+
+    assert inside(container, "wc -c < /workspace/small").strip() == b"65536"
+
+
+def test_a_read_only_root_is_read_and_a_directory_that_cannot_be_made_is_told_of(
+    start_container: StartContainer, python_image: str, mount_container: MountContainer
+) -> None:
+    container = start_container(python_image, read_only=True)
+    root = Path(mount_container(container, transport="agent", workdir="/etc").path)
+
+    assert (root / "passwd").read_text().startswith("root:")
+    with pytest.raises(OSError, match="Read-only file system"):
+        (root / "new").mkdir()
+    with pytest.raises(OSError, match="read-only; name a volume"):
+        mount_container(container, transport="agent", workdir="/workspace")
+
+
+def test_what_root_makes_here_is_the_containers_own_users(
+    start_container: StartContainer, python_image: str, mount_container: MountContainer
+) -> None:
+    container = start_container(python_image, user="dev")
+    root = Path(mount_container(container, transport="agent", workdir="/srv/app").path)
+    (root / "f").write_text("x")
+    (root / "d").mkdir()
+
+    assert inside(container, "cd /srv; stat -c '%u:%g' app app/f app/d").split() == [b"1000:1000"] * 3
+    inside(container, "echo more >> /srv/app/f; touch /srv/app/d/new /srv/app/new")
+    os.chown(root / "f", 0, 0)
+    assert (root / "f").stat().st_uid == 0
+
+
+def test_ids_are_the_containers_own_where_its_user_namespace_maps_them(
+    start_container: StartContainer, python_image: str, mount_container: MountContainer
+) -> None:
+    container = start_container(python_image, options=MAPPED)
+    root = Path(mount_container(container, transport="agent").path)
+    (root / "f").write_text("x")
+    os.chown(root / "f", 1000, 1000)
+
+    assert inside(container, "stat -c '%u:%g' /workspace /workspace/f").split() == [b"0:0", b"1000:1000"]
+    with pytest.raises(OSError, match="too large"):
+        os.chown(root / "f", 5_000_000, -1)
+
+
 # -- many at once --------------------------------------------------------------------------------------
+@pytest.mark.both_engines
 def test_a_thousand_files_made_read_and_removed_by_many_at_once_are_all_right(root: Path, container: Container) -> None:
     def work(number: int) -> bytes:
         file = root / f"d{number % 7}" / f"f{number}"
@@ -167,6 +228,7 @@ def test_a_thousand_files_made_read_and_removed_by_many_at_once_are_all_right(ro
     assert inside(container, "find /workspace -type f | wc -l") == b"0\n"
 
 
+@pytest.mark.both_engines
 def test_a_large_file_goes_in_and_out_unchanged(root: Path, container: Container) -> None:
     content = os.urandom(1 << 20) * 24
     (root / "large").write_bytes(content)
@@ -201,6 +263,7 @@ def helper_of(container: Container) -> int:
     return pid
 
 
+@pytest.mark.both_engines
 def test_a_helper_that_is_killed_is_replaced_and_open_files_go_on(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
@@ -245,6 +308,7 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
     assert (root / "f").read_text() == "x"
 
 
+@pytest.mark.both_engines
 def test_a_program_that_waits_for_a_helper_that_does_not_answer_can_be_killed(container: Container, root: Path) -> None:
     pid = helper_of(container)
     os.kill(pid, signal.SIGSTOP)
@@ -275,6 +339,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
 
+@pytest.mark.both_engines
 def test_a_program_that_is_interrupted_all_the_time_sees_no_eintr(root: Path) -> None:
     subprocess.run([sys.executable, "-c", RESTLESS, str(root)], check=True, timeout=PATIENCE_S)
     assert len(os.listdir(root)) == 200
@@ -299,7 +364,7 @@ def test_an_image_without_python_is_refused_with_what_to_do(
     [
         ("cat > /dev/null & head -c 100000000 /dev/zero", "no helper"),
         ("exec cat", "no helper"),
-        ("echo no python today >&2; exit 1", "no python today"),
+        ("echo no python today >&2; cat > /dev/null & sleep 1; exit 1", "no python today"),
         ("printf 'vfsd-helper 1\\n'; head -c 200000000 /dev/urandom", "."),
     ],
     ids=["zeros", "echo", "an error", "noise"],

@@ -18,12 +18,13 @@ import trio
 import trio.testing
 
 from protocol.backends.container.agent_link import AgentLink
+from protocol.backends.container.agent_replies import Owners
 from protocol.backends.container.agent_start import helper_command, helper_program
 from protocol.backends.container.agent_volume import AgentVolume
 from protocol.backends.container.exec_stream import STDERR, STDOUT, Output
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
 from protocol.volume import AttributeChanges, Caller
-from tests.agents import LocalStream
+from tests.agents import LocalStream, local_agent
 
 ME = Caller(0, 0)
 FILE = (5, stat.S_IFREG | 0o644, 1, 0, 0, 0, 3, 8, 1, 2, 3, 0, 0, 0, 0, 0)
@@ -435,6 +436,24 @@ def test_when_the_helper_ends_everybody_who_waits_gets_eio_at_once() -> None:
             assert "Killed" in link_of(volume).reason
 
     trio.run(main)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
+def test_who_runs_vfsd_is_the_containers_root_and_the_other_way_round(tmp_path: Path) -> None:
+    """As in a rootless container: the helper is 0 there and its user 1000 here."""
+    owners = Owners((0, 1000), (0, 100))
+    (tmp_path / "of root").write_text("x")
+    with local_agent(str(tmp_path), owners=owners) as agent:
+        made = agent.mknod(1, b"made", 0o100644, 0, Caller(1000, 100))
+        shown = agent.lookup(1, b"of root")
+        assert (made.uid, made.gid) == (shown.uid, shown.gid) == (1000, 100)
+        assert (tmp_path / "made").stat().st_uid == (tmp_path / "made").stat().st_gid == 0
+        agent.setattr(made.inode, AttributeChanges(uid=0, gid=7))
+        assert (agent.getattr(made.inode).uid, agent.getattr(made.inode).gid) == (0, 7)
+        assert ((tmp_path / "made").stat().st_uid, (tmp_path / "made").stat().st_gid) == (1000, 7)
+        listed = {entry.path: (entry.uid, entry.gid) for entry in agent.tree(owners).walk()}
+        assert listed[b"made"] == (0, 7)
+        assert listed[b"of root"] == (1000, 100)
 
 
 # A read of the file "slow" waits until there is a file "go".

@@ -101,7 +101,7 @@ class Files:
             acl = 1
         except OSError as error:
             acl = int(error.errno == errno.ENODATA)
-        return (VERSION, self._uid, self._gid, acl, *_first_process()), ()
+        return (VERSION, self._uid, self._gid, acl, *first_process()), ()
 
     def lookup(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
         (number,), (name,) = numbers, strings
@@ -143,7 +143,7 @@ class Files:
             # truncate(2), not ftruncate: that would set mtime also where the size stays.
             os.truncate(path, size)
         if bits & (SET_UID | SET_GID) or _is_touch(bits, handle):
-            os.chown(path, uid if bits & SET_UID else -1, gid if bits & SET_GID else -1)
+            _chown(path, uid if bits & SET_UID else -1, gid if bits & SET_GID else -1)
         if bits & KILL_PRIVILEGES and node.kind != stat.S_IFDIR:
             _kill_privileges(path, handle.fd)
         if bits & SET_MODE:
@@ -522,7 +522,7 @@ def _attributes(node: Node, seen: "os.stat_result", born_ns: int = 0) -> "tuple[
     )  # fmt: skip
 
 
-def _first_process() -> "tuple[int, int]":
+def first_process() -> "tuple[int, int]":
     """The user and group of the container's own: its first process."""
     try:
         with open("/proc/1/status", "rb") as file:
@@ -530,6 +530,14 @@ def _first_process() -> "tuple[int, int]":
         return int(fields[b"Uid"].split()[1]), int(fields[b"Gid"].split()[1])
     except (OSError, LookupError, ValueError):
         return 0, 0
+
+
+def _chown(path: bytes, uid: int, gid: int) -> None:
+    try:
+        os.chown(path, uid, gid)
+    except OSError as error:
+        # An id that this user namespace has no number for: as the kernel has it where a mount's ids are mapped.
+        raise fail(errno.EOVERFLOW) if error.errno == errno.EINVAL else error from None
 
 
 def _is_touch(bits: int, handle: Handle) -> bool:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 
-from protocol.backends.container.helper.files import Files
+from protocol.backends.container.helper.files import Files, first_process
 from protocol.backends.container.helper.trees import Trees
 from protocol.backends.container.helper.wire import (
     HEADER,
@@ -33,6 +33,11 @@ _PATIENCE_S = 0.005
 _IDLE_ROUNDS = 200  # for so long it is watched without anything to do
 _MOST_THREADS = 64
 _READ_BYTES = 256 * 1024
+_REASONS = {
+    errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
+    errno.EEXIST: "is no directory in the container, or a symlink that leads nowhere",
+    errno.ENOTDIR: "is no directory in the container",
+}
 
 
 class Server:
@@ -159,14 +164,24 @@ def _pong(numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
     return (), ()
 
 
+def make_directories(path: bytes) -> None:
+    """Make what is missing of a path; it belongs to the container's own user."""
+    if os.path.isdir(path):
+        return
+    make_directories(os.path.dirname(path))
+    os.mkdir(path, 0o755)
+    if os.geteuid() == 0:
+        os.chown(path, *first_process())
+
+
 def main(arguments: "list[str]") -> None:
     """`arguments`: the directory to serve, made where it is missing."""
     root = os.fsencode(arguments[0])
     try:
-        os.makedirs(root, 0o755, exist_ok=True)
+        make_directories(root)
         files = Files(root)
     except OSError as error:
-        sys.stderr.write("%s: %s\n" % (arguments[0], error.strerror))
+        sys.stderr.write("the working directory %s\n" % _REASONS.get(error.errno or 0, error.strerror))
         sys.exit(2)
     # What is printed must not come between frames.
     target = os.dup(1)
