@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -168,6 +170,52 @@ def test_a_python_project_is_tested_in_the_sandbox(
     assert "calc.py" in changed
     workspace.restore("exec-1")
     assert run(where, "--", "python3", "-B", "-m", "unittest").returncode == 1
+
+
+def bring_git(root: Path) -> list[str]:
+    """Put this machine's git into the workspace, for an image that has none; options of `vfsd exec` that use it."""
+    git = shutil.which("git")
+    assert git is not None
+    shown = subprocess.run(["ldd", git], capture_output=True, text=True, check=True).stdout
+    (root / "tools").mkdir()
+    for path in [git, *re.findall(r"=> (/\S+) \(0x", shown)]:
+        shutil.copy(path, root / "tools")
+    for name in ("git-upload-pack", "git-receive-pack"):
+        (root / "tools" / name).symlink_to("git")
+    variables = {
+        "PATH": "/workspace/tools:/usr/bin:/bin",
+        "GIT_EXEC_PATH": "/workspace/tools",
+        "LD_LIBRARY_PATH": "/workspace/tools",
+        "GIT_CONFIG_GLOBAL": "/dev/null",
+    }
+    return [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
+
+
+def test_a_repository_is_cloned_and_tested_in_the_sandbox(
+    sandboxed: SandboxIt, python_image: str, podman: PodmanService, workdir: Path
+) -> None:
+    workspace = sandboxed(image=python_image)
+    root = Path(workspace.path)
+    where = where_of(workspace, container_of(podman, workspace))
+    git = bring_git(root)
+    origin = root / "origin"
+    subprocess.run(["git", "init", "-q", origin], check=True)
+    for number in range(60):
+        (origin / f"test_{number}.py").write_text(
+            f"import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual({number}, {number})\n"
+        )
+    subprocess.run(["git", "-C", origin, "add", "."], check=True)
+    subprocess.run(["git", "-C", origin, "commit", "-qm", "first"], check=True)
+    cloned = run(where, *git, "--", "git", "clone", "-q", "--no-local", "/workspace/origin", "/workspace/clone")
+    assert (cloned.returncode, cloned.stdout) == (0, b""), cloned.stderr
+    tested = run(where, "--cwd", "clone", "--", "python3", "-m", "unittest", "discover", "-p", "test_*.py")
+    assert tested.returncode == 0
+    assert b"Ran 60 tests" in tested.stderr
+    # What was written in there is a repository here, and the other way round.
+    status = subprocess.run(["git", "-C", root / "clone", "status", "-s"], capture_output=True, text=True, check=True)
+    assert status.stdout == "?? __pycache__/\n"
+    (root / "clone" / "new").write_text("from here")
+    assert run(where, *git, "--cwd", "clone", "--", "git", "status", "-s", "new").stdout == b"?? new\n"
 
 
 def test_the_shell_and_python_tools_run_in_the_sandbox(sandboxed: SandboxIt, python_image: str) -> None:
