@@ -492,7 +492,10 @@ def test_unmount_all_in_json_tells_what_was_done_and_what_failed(daemon: FakeDae
     assert answer["error"]["errno"] == "EBUSY"
 
 
-def test_a_workspace_whose_daemon_is_dead_is_listed_and_cleared_away(workdir: Path) -> None:
+def test_a_workspace_whose_daemon_is_dead_is_listed_and_cleared_away(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workdir)
     with subprocess.Popen(["true"]) as ended:
         pass
     with FakeDaemon("demo", str(workdir)) as fake:
