@@ -354,6 +354,8 @@ def test_a_sandbox_that_cannot_be_had_fails_the_mount_and_leaves_nothing(workdir
     (workdir / "m").mkdir()
     with pytest.raises(OSError, match="no Podman service"):
         Workspace.mount(workdir / "m", name=workdir.name, sandbox="image:x", podman_url=f"unix://{workdir}/none.sock")
+    with pytest.raises(OSError, match="needs a Podman on this machine"):
+        Workspace.mount(workdir / "m", name=workdir.name, sandbox="image:x", podman_url="tcp://127.0.0.1:1")
     assert not os.path.ismount(workdir / "m")
 
 
