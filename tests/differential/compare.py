@@ -28,6 +28,7 @@ from vfsd.workspace import Workspace
 
 __all__ = ["Bench", "Hung", "executors", "mount_flags"]
 
+_REPOSITORY: Final = Path(__file__).parents[2]
 MAX_BYTES: Final = 64 * 1024 * 1024
 _ANSWER_S: Final = 60.0  # an executor that takes longer hangs
 _ATTRIBUTES: Final = (
@@ -283,7 +284,7 @@ def executors() -> Iterator[_Nursery]:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.differential.executor", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                cwd=_REPOSITORY, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             )  # fmt: skip
         try:
             yield _Nursery(ours)

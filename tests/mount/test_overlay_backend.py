@@ -259,7 +259,8 @@ def half_applied(workdir: Path) -> Path:
         (place / path).parent.mkdir(parents=True, exist_ok=True)
         (place / path).write_bytes(data)
     os.symlink("src/main.c", place / "link")
-    done = subprocess.run([sys.executable, "-c", KILLED_HALF_WAY, place], check=False, capture_output=True)
+    command, repository = [sys.executable, "-c", KILLED_HALF_WAY, place], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=repository, check=False, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (place / "a").exists()
     return place

@@ -66,8 +66,9 @@ def copies(below: Path, tmp_path: Path) -> Iterator[Callable[[], Path]]:
 def run() -> Iterator[Run]:
     """Applies or recovers in another process, killed before its change number N; whether it was killed."""
     program = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.killed_apply"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "tests.unit.killed_apply"],
+        cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert program.stdin is not None
     assert program.stdout is not None
 
