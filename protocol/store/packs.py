@@ -35,7 +35,9 @@ _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
 _END: Final = b"vfsdend1"
 _BUFFER_BYTES: Final = 1 << 20
-_SMALL_PACK: Final = 4096  # entries; of smaller packs all are in one table
+# A table is ten times as fast as the index of a pack, and takes five times the memory.
+_SMALL_PACK: Final = 16 << 10  # entries
+_MOST_IN_TABLE: Final = 64 << 10
 _OPEN_FILES: Final = 64
 _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -48,7 +50,7 @@ class DamagedError(OSError):
 
 
 class Place(NamedTuple):
-    """Where a blob is."""
+    """Where a blob is; `pack` is without the suffix, which changes when a snapshot is dropped."""
 
     pack: str
     offset: int
@@ -136,10 +138,11 @@ class PackWriter:
 class Pack:
     """What a pack holds, from its index; DamagedError where that is not whole."""
 
-    __slots__ = ("_index", "entries", "name", "record", "size_bytes")
+    __slots__ = ("_index", "entries", "name", "record", "size_bytes", "stem")
 
     def __init__(self, path: str) -> None:
         self.name = os.path.basename(path)
+        self.stem = _stem(self.name)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.size_bytes = os.fstat(descriptor).st_size
@@ -167,7 +170,7 @@ class Pack:
     def places(self) -> Iterator[tuple[bytes, Place]]:
         """Every blob, and where it is."""
         for digest, offset, length in _ENTRY.iter_unpack(self._index):
-            yield digest, Place(self.name, offset, length)
+            yield digest, Place(self.stem, offset, length)
 
     def find(self, digest: bytes) -> Place | None:
         """Where a blob is.  Digests are spread evenly, so a guess is close."""
@@ -182,7 +185,7 @@ class Pack:
             found = index[start : start + DIGEST_BYTES]
             if found == digest:
                 _, offset, length = _ENTRY.unpack_from(index, start)
-                return Place(self.name, offset, length)
+                return Place(self.stem, offset, length)
             if found < digest:
                 low, first = at + 1, int.from_bytes(found[:8], "big")
             else:
@@ -214,14 +217,21 @@ class Packs:
         """See what others have added and removed."""
         with self._lock:
             try:
-                names = {name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack"))}
+                listed = sorted(name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack")))
             except FileNotFoundError:
-                names = set()
-            gone = self._packs.keys() - names
+                listed = []
+            # A snapshot that is dropped becomes a pack, and stays the same file.
+            names = {_stem(name): name for name in listed}
+            gone = self._packs.keys() - names.keys()
             if gone:
                 self._forget(gone)
-            for name in names - self._packs.keys():
-                self._enter(name)
+            self.damaged = {name: error for name, error in self.damaged.items() if name in listed}
+            for stem, name in names.items():
+                known = self._packs.get(stem)
+                if known is None:
+                    self._enter(name)
+                else:
+                    known.name = name
 
     def _enter(self, name: str) -> None:
         path = os.path.join(self._directory, name)
@@ -233,23 +243,25 @@ class Packs:
             self.damaged[name] = error
             return
         self.damaged.pop(name, None)
-        self._packs[name] = pack
-        if pack.entries > _SMALL_PACK:
+        self._packs[pack.stem] = pack
+        self._make_findable(pack)
+
+    def _make_findable(self, pack: Pack) -> None:
+        if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:
             self._large.append(pack)
         else:
             self._table.update(pack.places())
 
-    def _forget(self, names: set[str]) -> None:
-        for name in names:
-            descriptor = self._files.pop(name, None)
+    def _forget(self, stems: set[str]) -> None:
+        for stem in stems:
+            descriptor = self._files.pop(stem, None)
             if descriptor is not None:
                 os.close(descriptor)
-        self._packs = {name: pack for name, pack in self._packs.items() if name not in names}
-        self._large = [pack for pack in self._packs.values() if pack.entries > _SMALL_PACK]
+        self._packs = {stem: pack for stem, pack in self._packs.items() if stem not in stems}
+        self._large = []
         self._table = {}
         for pack in self._packs.values():
-            if pack.entries <= _SMALL_PACK:
-                self._table.update(pack.places())
+            self._make_findable(pack)
 
     def read_anew(self) -> None:
         """See also what was replaced under its name."""
@@ -261,10 +273,6 @@ class Packs:
         """The packs that are whole."""
         with self._lock:
             return list(self._packs.values())
-
-    def get(self, name: str) -> Pack | None:
-        """One of them."""
-        return self._packs.get(name)
 
     def find(self, digest: bytes) -> Place | None:
         """Where a blob is, if in any."""
@@ -288,16 +296,23 @@ class Packs:
             raise DamagedError("the pack is cut short", os.path.join(self._directory, place.pack))
         return data
 
-    def _file(self, name: str) -> int:
-        descriptor = self._files.get(name)
+    def _file(self, stem: str) -> int:
+        descriptor = self._files.get(stem)
         if descriptor is not None:
-            self._files.move_to_end(name)
+            self._files.move_to_end(stem)
             return descriptor
-        try:
-            descriptor = os.open(os.path.join(self._directory, name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise DamagedError("a pack is gone", os.path.join(self._directory, name)) from None
-        self._files[name] = descriptor
+        descriptor = self._files[stem] = self._open(os.path.join(self._directory, stem))
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         return descriptor
+
+    @staticmethod
+    def _open(path: str) -> int:
+        for suffix in (".snap", ".pack"):
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(path + suffix, os.O_RDONLY | os.O_CLOEXEC)
+        raise DamagedError("a pack is gone", path)
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]

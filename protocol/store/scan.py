@@ -351,9 +351,13 @@ class _Listing:
                         if child is not None:
                             self._subdirectory(at, name, child)
                 return
-            was = self._places_before(cached)
-            for at, name in enumerate(self._names):
-                self._again(at, name, cached, was.get(name))
+            if self._is_as_cached:
+                for at, name in enumerate(self._names):
+                    self._again(at, name, cached, at)
+            else:
+                was = self._places_before(cached)
+                for at, name in enumerate(self._names):
+                    self._again(at, name, cached, was.get(name))
             return
         old = cached.rows() if cached is not None else {}
         was = self._places_before(cached) if cached is not None else {}
@@ -365,7 +369,9 @@ class _Listing:
         return {name: at for at, name in enumerate(cached.names)}
 
     def _is_unchanged(self, at: int, cached: CachedDirectory, was: int) -> bool:
-        return key_of(self._records, at) == key_of(cached.records, was)
+        now = self._records[at * RECORD_BYTES : (at + 1) * RECORD_BYTES]
+        before = cached.records[was * RECORD_BYTES : (was + 1) * RECORD_BYTES]
+        return now == before or key_of(now) == key_of(before)
 
     def _again(self, at: int, name: bytes, cached: CachedDirectory, was: int | None) -> None:
         """A name of a directory of which the store has the old listing."""
