@@ -3,7 +3,7 @@
 One request of the kernel is one request to the helper; any number may be under way.  Nothing is kept that could grow
 stale, but for the page of a directory that was listed last: a kernel asks for its entries next, one by one
 (READDIRPLUS), and for the rest of it, and gets them without a trip each, for _LISTED_S at most and until anything is
-changed.
+changed; and that a file that was just made has no capabilities, for which it asks before it writes.
 
 What the helper says is checked (`agent_replies`); a reply that makes no sense ends the link to it.
 
@@ -62,6 +62,10 @@ _PAGE_ENTRIES: Final = 200
 _MOST_PAGE_ENTRIES: Final = 1600
 _LISTED_S: Final = 0.2
 _LISTINGS_KEPT: Final = 16
+# What a kernel asks for before the first write to a file, and what a file that was just made cannot have.
+_CAPABILITY: Final = b"security.capability"
+_NEW_S: Final = 0.2
+_NEW_KEPT: Final = 256
 _MOST_XATTR_BYTES: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 _PATH_MAX: Final = 4096
 _SUPERUSER: Final = Caller(0, 0)
@@ -102,6 +106,7 @@ class AgentVolume:
         self._owners = owners
         self._user = user
         self._listings: dict[int, _Listing] = {}
+        self._new: dict[int, float] = {}  # files made a moment ago, and until when they are that
         self._changes = 0  # grows with the beginning and the end of each
         self._changing = 0
 
@@ -236,7 +241,12 @@ class AgentVolume:
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
         self._check_room(name)
         numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
-        return await self._make(Op.MKNOD, numbers, (name,), mode & 0o170000 or 0o100000)
+        made = await self._make(Op.MKNOD, numbers, (name,), mode & 0o170000 or 0o100000)
+        self._new.pop(made.inode, None)
+        self._new[made.inode] = trio.current_time() + _NEW_S
+        if len(self._new) > _NEW_KEPT:
+            del self._new[next(iter(self._new))]
+        return made
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
         self._check_room(name)
@@ -387,11 +397,14 @@ class AgentVolume:
         return self._checked(lambda: statfs_in(numbers))
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
+        if name == _CAPABILITY and self._new.get(inode, 0.0) > trio.current_time():
+            raise fail(errno.ENODATA)
         _, strings = await self._link.call(Op.GETXATTR, (inode,), (name,), most_bytes=_MOST_XATTR_BYTES)
         return self._checked(lambda: string_in(strings, _MOST_XATTR_BYTES))
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
         self._check_writable()
+        self._new.pop(inode, None)
         await self._change(Op.SETXATTR, (inode, flags), (name, value))
 
     async def listxattr(self, inode: int) -> Sequence[bytes]:

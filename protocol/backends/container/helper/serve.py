@@ -48,6 +48,8 @@ class Server:
         self._source = source
         self._target = target
         self._buffer = bytearray()
+        # Read into, and kept: so much memory asked for each time would be mapped and unmapped each time.
+        self._read = memoryview(bytearray(_READ_BYTES))
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._awake = threading.Event()
@@ -145,10 +147,10 @@ class Server:
 
     def _fill(self, length: int) -> None:
         while len(self._buffer) < length:
-            data = os.read(self._source, _READ_BYTES)
-            if not data:
+            count = os.readv(self._source, [self._read])
+            if not count:
                 os._exit(0)
-            self._buffer += data
+            self._buffer += self._read[:count]
 
     def _write(self, data: bytes) -> None:
         with self._writing:
