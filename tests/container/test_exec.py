@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from protocol.backends.container.podman import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
-from tests.exec_suite import ExecSuite, Where, run
+from tests.exec_suite import ExecSuite, Where, line_of, run, started
 from tests.mount.conftest import mounted, socket_of
 from vfsd.workspace import Workspace
 
@@ -64,6 +66,25 @@ class TestInAnImagesContainer(ExecSuite):
     @classmethod
     def where(cls, podman: PodmanService, busybox_image: str, session_dir: str) -> Iterator[Where]:
         yield from one_for_all(session_dir, podman, backend=f"image:{busybox_image}", cache_timeout_s=0)
+
+
+def test_what_a_killed_daemon_left_in_a_container_that_stays_is_ended_by_the_next(
+    start_container: StartContainer, podman: PodmanService, workdir: Path
+) -> None:
+    container = start_container()
+    inside(container, "mkdir /workspace; setsid sleep 9000 > /dev/null 2>&1 &")
+    (workdir / "m").mkdir()
+    options: dict[str, Any] = {"name": workdir.name, "podman_url": podman.address.url}
+    first = Workspace.mount(workdir / "m", f"container:{container.name}", **options)
+    where = where_of(first, container)
+    with started(where, "--", "sh", "-c", "setsid sleep 7005 & echo ready; exec sleep 7005") as client:
+        assert line_of(client) == b"ready\n"
+        os.kill(first.pid, signal.SIGKILL)
+        assert client.wait(60) == 125
+    assert where.running("sleep 7005") > 0
+    with Workspace.mount(workdir / "m", f"container:{container.name}", **options):
+        assert run(where, "--", "true").returncode == 0
+        assert (where.running("sleep 7005"), where.running("sleep 9000")) == (0, 1)
 
 
 def test_commands_of_a_container_workspace_run_in_that_container(

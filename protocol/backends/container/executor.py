@@ -18,7 +18,7 @@ from typing import Final, Literal
 import trio
 
 from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exec
-from protocol.backends.container.marked import Marked
+from protocol.backends.container.marked import Marked, kill_abandoned
 from protocol.backends.container.podman import Container
 from protocol.backends.container.target import DEFAULT_WORKDIR
 from protocol.backends.container.with_input import WithInput
@@ -51,6 +51,7 @@ class ContainerPlace:
         self._workdir = workdir
         self._owned = owned
         self._running = 0
+        self._tidied = ""  # the container that was looked through for what dead daemons left
         self._with_shell: dict[str, bool] = {}  # by a container's id
 
     where: Final = "in its container"
@@ -62,7 +63,7 @@ class ContainerPlace:
         FileNotFoundError: the container is gone; OSError (ENOTCONN): it does not run; see `ContainerProcess.wait`.
         """
         check_command(command)
-        container = await trio.to_thread.run_sync(self._find, abandon_on_cancel=True)
+        container = await trio.to_thread.run_sync(self._found, abandon_on_cancel=True)
         self._running += 1
         try:
             process = await self._start(container, command)
@@ -76,6 +77,14 @@ class ContainerPlace:
                     await process.end()
         finally:
             self._running -= 1
+
+    def _found(self) -> Container:
+        container = self._find()
+        if container.id != self._tidied:
+            self._tidied = container.id
+            with contextlib.suppress(OSError):  # it does not run
+                kill_abandoned(container)
+        return container
 
     async def _start(self, container: Container, command: Command) -> ContainerProcess:
         terminal = command.terminal

@@ -6,13 +6,14 @@ does not help to throw the mark off; and where such a container has no room for 
 it is restarted: its files stay, and every command in it ends.
 
 What holds in a container that is not vfsd's: a process that takes itself a new session, a new parent *and* a new
-environment is the container's then, and stays.  And a daemon that is itself killed can kill nothing: its commands go
-on in a container that stays.
+environment is the container's then, and stays.  A daemon that is itself killed can kill nothing: what its commands
+left in a container that stays is ended by the next one that runs any there (`kill_abandoned`), on this machine.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -20,13 +21,36 @@ from typing import Final
 import trio
 
 from protocol.backends.container.exec_stream import open_exec
+from protocol.backends.container.owned import has_died, this_daemon
 from protocol.backends.container.podman import Container, ContainerNotFoundError
-from protocol.backends.container.processes import KILL_SCRIPT, MARK, SIGNAL_SCRIPT, Outside
+from protocol.backends.container.processes import DAEMON, KILL_SCRIPT, MARK, SIGNAL_SCRIPT, Outside
 
-__all__ = ["Marked"]
+__all__ = ["Marked", "kill_abandoned"]
+
+_logger = logging.getLogger(__name__)
 
 _KILL_S: Final = 10.0
 _SHELL_S: Final = 5.0
+
+
+def _outside(container: Container) -> Outside | None:
+    """The container's processes, where this machine's /proc has them."""
+    if not container.service.is_local:
+        return None
+    state = container.inspect()
+    outside = Outside(state.id, state.pid)
+    return outside if outside.is_here else None
+
+
+def kill_abandoned(container: Container) -> None:
+    """End what runs in `container` of commands whose daemons were killed.  Blocks.  OSError."""
+    outside = _outside(container)
+    if outside is None:
+        return
+    for value, daemon in outside.values(MARK, DAEMON).items():
+        if has_died(daemon):
+            _logger.info("ending what a daemon that died had left running", extra={"operation": "exec"})
+            outside.kill(f"{MARK}={value}", with_orphans=False, timeout_s=_KILL_S)
 
 
 class Marked:
@@ -40,7 +64,7 @@ class Marked:
     @property
     def env(self) -> Mapping[str, str]:
         """The mark: what the command's environment must have."""
-        return {MARK: self._value}
+        return {MARK: self._value, DAEMON: this_daemon()}
 
     @property
     def _mark(self) -> str:
@@ -65,12 +89,7 @@ class Marked:
 
     # -- from outside: in a worker thread ------------------------------------------------------------
     def _outside(self) -> Outside | None:
-        """The container's processes, where this machine's /proc has them."""
-        if not self._container.service.is_local:
-            return None
-        state = self._container.inspect()
-        outside = Outside(state.id, state.pid)
-        return outside if outside.is_here else None
+        return _outside(self._container)
 
     def _signal_from_outside(self, number: int) -> bool:
         outside = self._outside()

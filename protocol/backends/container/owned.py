@@ -15,7 +15,7 @@ from typing import Any, Final
 from protocol.backends.container.podman import PIDS_LIMIT, Container, PodmanService
 from protocol.backends.container.state import ContainerMount, ContainerState
 
-__all__ = ["WORKSPACE_LABEL", "create_owned", "remove_orphans"]
+__all__ = ["WORKSPACE_LABEL", "create_owned", "has_died", "remove_orphans", "this_daemon"]
 
 _logger = logging.getLogger(__name__)
 
@@ -84,6 +84,18 @@ def _is_orphan(state: ContainerState) -> bool:
         return not state.running
     pid, _, started = daemon.partition(":")
     return pid.isdigit() and _start_ticks(int(pid)) != started
+
+
+def this_daemon() -> str:
+    """This process, for `has_died` in another."""
+    return f"{_boot()} {os.getpid()}:{_start_ticks(os.getpid())}"
+
+
+def has_died(daemon: str) -> bool:
+    """Whether it was a process of this boot and this process namespace, and is one no more."""
+    boot, _, process = daemon.rpartition(" ")
+    pid, _, started = process.partition(":")
+    return boot == _boot() and pid.isdigit() and _start_ticks(int(pid)) != started
 
 
 def _labels(workspace: str) -> dict[str, str]:

@@ -22,9 +22,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "Outside"]
+__all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "Outside"]
 
 MARK: Final = "VFSD_EXEC"
+DAEMON: Final = "VFSD_EXEC_DAEMON"  # whose command it is
 _PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.2
 _GONE: Final = ("Z", "X")
@@ -167,6 +168,16 @@ class Outside:
             if not more:
                 return found
             found |= more
+
+    def values(self, mark: str, name: str) -> dict[str, str]:
+        """The value of the variable `name` for each value that the variable `mark` has in some process."""
+        found = {}
+        for process in self._all():
+            entries = _environment(process.pid).decode(errors="replace").split("\0")
+            variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if mark in variables and name in variables:
+                found[variables[mark]] = variables[name]
+        return found
 
     def signal(self, mark: str, number: int) -> None:
         """Send a signal to the command's own process group: that of whose parent is not in the container."""
