@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import trio
 
 from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
-from protocol.backends.container.podman import Container
+from protocol.backends.container.podman import Container, PodmanService
 from protocol.backends.container.processes import Outside
 from protocol.execution import Command, Executor
 from protocol.tools import TOOLS, ToolContext
@@ -22,11 +23,25 @@ from tests.container.conftest import StartContainer, inside
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
 
 
-@pytest.fixture
-def container(start_container: StartContainer) -> Container:
-    container = start_container(pids_limit=200)
+def prepared(container: Container) -> Container:
     inside(container, "mkdir -p /workspace/sub && chown dev /workspace && echo text > /workspace/file")
     return container
+
+
+@pytest.fixture(scope="module")
+def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
+    """One for all tests that leave it as it was."""
+    container = podman.create(busybox_image, pids_limit=200)
+    try:
+        container.start()
+        yield prepared(container)
+    finally:
+        container.remove()
+
+
+@pytest.fixture
+def own_container(start_container: StartContainer) -> Container:
+    return prepared(start_container(pids_limit=200))
 
 
 @pytest.fixture
@@ -76,10 +91,9 @@ def test_input_that_is_not_read_costs_no_output(executor: ContainerExecutor, scr
         assert (done.exit_status, done.stdout, done.stderr) == (3, b"done\n", b"end\n")
 
 
-def test_without_a_shell_a_container_runs_commands_all_the_same(
-    executor: ContainerExecutor, container: Container
-) -> None:
-    inside(container, "rm /bin/sh")
+def test_without_a_shell_a_container_runs_commands_all_the_same(own_container: Container) -> None:
+    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    inside(own_container, "rm /bin/sh")
     assert executor.run(["cat"], stdin=b"input").stdout == b"input"
     assert executor.run(["echo", "x"]).stdout == b"x\n"
 
@@ -134,14 +148,14 @@ ESCAPING = "setsid sh -c 'sleep 1000 & exec sleep 2000' & (sleep 3000 &) ; sleep
 def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
     executor: ContainerExecutor, container: Container, way: str, ending: str
 ) -> None:
-    done = executor.run(["sh", "-c", ESCAPING + ending], timeout_s=3 if ending else 60)
+    done = executor.run(["sh", "-c", ESCAPING + ending], timeout_s=2 if ending else 60)
     assert (done.timed_out, done.exit_status) == ((True, -signal.SIGKILL) if ending else (False, 0))
     assert sleepers(container) == []
 
 
-def test_another_command_and_the_containers_own_processes_stay(
-    executor: ContainerExecutor, container: Container, way: str
-) -> None:
+def test_another_command_and_the_containers_own_processes_stay(own_container: Container, way: str) -> None:
+    container = own_container
+    executor = ContainerExecutor(ContainerPlace(lambda: container))
     inside(container, "setsid sleep 9000 >/dev/null 2>&1 &")
     started = threading.Event()
     other = executor.start(["sh", "-c", "sleep 8000"])
@@ -157,11 +171,13 @@ def test_another_command_and_the_containers_own_processes_stay(
     assert sleepers(container) == ["sleep 9000"]
 
 
-def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(container: Container, way: str) -> None:
-    executor = ContainerExecutor(ContainerPlace(lambda: container, owned=True))
+def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(
+    own_container: Container, way: str
+) -> None:
+    executor = ContainerExecutor(ContainerPlace(lambda: own_container, owned=True))
     executor.run(["sh", "-c", "env -i setsid sh -c '(env -i setsid sleep 1000 &)'; sleep 0.2"])
-    assert sleepers(container) == []
-    assert inside(container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
+    assert sleepers(own_container) == []
+    assert inside(own_container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
 
 
 def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, container: Container, way: str) -> None:
@@ -197,12 +213,12 @@ def test_a_signal_reaches_the_command_and_what_it_runs(container: Container, way
 BOMB = "bomb() { bomb | bomb & }; bomb; sleep 1000"
 
 
-def test_a_fork_bomb_ends_at_its_time(container: Container, way: str) -> None:
+def test_a_fork_bomb_ends_at_its_time(own_container: Container, way: str) -> None:
     """From inside there is no process left to do it with: the container of ours is restarted."""
-    executor = ContainerExecutor(ContainerPlace(lambda: container, owned=True))
-    done = executor.run(["sh", "-c", BOMB], timeout_s=3)
+    executor = ContainerExecutor(ContainerPlace(lambda: own_container, owned=True))
+    done = executor.run(["sh", "-c", BOMB], timeout_s=2)
     assert done.timed_out
-    left = inside(container, "ps -o args | grep -c '[b]omb' || true")
+    left = inside(own_container, "ps -o args | grep -c '[b]omb' || true")
     assert left == b"0\n"
     assert executor.run(["echo", "fine"]).stdout == b"fine\n"
 
