@@ -78,6 +78,10 @@ class ReconnectingVolume:
     def connected(self) -> bool:
         return self._volume is not None
 
+    def known_files(self) -> Iterator[File]:
+        """What the kernel holds, with the places where it was seen."""
+        return iter(self._known)
+
     # -- the volume beneath ------------------------------------------------------------------------
     def disconnect(self) -> Coherence:
         """From now on all is EIO.  What the kernel is to forget, so that it asks, and hears that."""
