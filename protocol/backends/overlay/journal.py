@@ -41,6 +41,7 @@ _VERSION: Final = 1
 # Somebody may just look whether there is something to recover.
 _PATIENCE: Final = 10
 _PAUSE_S: Final = 0.05
+_NAMED: Final = 5  # paths that a sentence names
 _REJECTED: Final = b".vfsd-new"
 _Step = Callable[[], None]
 
@@ -63,11 +64,20 @@ class Recovered:
     def __str__(self) -> str:
         if self.undone:
             return "an apply was killed before it had changed anything: what it had prepared is removed"
-        said = f"an apply was killed half-way, and is finished now ({len(self.paths)} paths were left)"
+        said = (
+            f"an apply was killed half-way, and is finished now ({len(self.paths)} paths were left{_named(self.paths)})"
+        )
         if self.rejected:
-            names = ", ".join(repr(os.fsdecode(path)) for path in self.rejected)
-            said += f"; changed by others meanwhile, and left as they are: {names} (see *.vfsd-new beside them)"
+            said += f"; {len(self.rejected)} paths that others changed meanwhile are left as they are"
+            said += f"{_named(self.rejected)}, with what was to be there beside them as *.vfsd-new"
         return said
+
+
+def _named(paths: Sequence[bytes]) -> str:
+    if not paths:
+        return ""
+    names = [repr(os.fsdecode(path)) for path in paths[:_NAMED]]
+    return ": " + ", ".join(names) + (", ..." if len(paths) > _NAMED else "")
 
 
 class Journal:
