@@ -61,7 +61,8 @@ def running_service(place: Path) -> Iterator[str]:
     with log.open("wb") as file:
         service = subprocess.Popen(
             [*_command(place), "system", "service", "--time=0", url],
-            env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            env=environment, cwd=place,  # conmon leaves a file where it runs when memory runs out
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         )  # fmt: skip
     try:
         _wait_for(place / "podman.sock", service, log)
