@@ -42,7 +42,12 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     vfsd mount ~/work --backend image:docker.io/library/python:3.12
     """,
 )
-@click.argument("mountpoint", type=click.Path(), shell_complete=lambda *_: [CompletionItem("", type="dir")])
+@click.argument(
+    "mountpoint",
+    # Not asked whether it is readable: access(2) on what a stopped daemon serves would wait for that daemon.
+    type=click.Path(readable=False),
+    shell_complete=lambda *_: [CompletionItem("", type="dir")],
+)
 @click.option(
     "--backend",
     type=BACKEND,
