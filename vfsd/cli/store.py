@@ -250,18 +250,18 @@ def _show_gc(report: GarbageReport) -> None:
     """,
 )
 @_store_option
-@click.argument("workspace")
+@click.argument("key", metavar="WORKSPACE")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.pass_obj
-def drop_command(app: App, store: str | None, workspace: str, names: tuple[str, ...]) -> None:
+def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...]) -> None:
     """Delete snapshots of a workspace that need not be mounted, or all of them.
 
     WORKSPACE is as `vfsd store list` has it.  `vfsd store gc` then frees what only they had.
     """
     with _opened(store) as opened:
-        wanted = names or tuple(info.name for info in opened.snapshots(workspace))
+        wanted = names or tuple(info.name for info in opened.snapshots(key))
         if not wanted:
-            raise FileNotFoundError(2, "the store has no snapshots of this workspace", workspace)
+            raise FileNotFoundError(2, "the store has no snapshots of this workspace", key)
         for name in wanted:
-            opened.drop(workspace, name)
+            opened.drop(key, name)
     app.emit({"dropped": wanted}, lambda _: output.say(f"dropped {len(wanted)}") if output.on_terminal() else None)
