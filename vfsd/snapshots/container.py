@@ -77,3 +77,9 @@ class _MountTarget(DirectoryTarget):
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:
         if expected is not None:
             super()._check(directory, name, path, expected)
+
+    def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
+        if expected is not None:
+            super()._place(directory, temporary, name, path, expected)
+        else:  # not known, which does not mean that nothing is there
+            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
