@@ -22,7 +22,6 @@ import contextlib
 import errno
 import logging
 import re
-import secrets
 import select
 from collections.abc import AsyncIterator
 from typing import Final
@@ -148,7 +147,7 @@ class Sandbox:
             pids_limit=options.pids_limit or PIDS_LIMIT,
             mounts=[ContainerMount("bind", options.mountpoint, WORKDIR, read_only=options.read_only)],
             memory_bytes=options.memory_bytes,
-            options={**_OPTIONS, "name": f"vfsd-{options.name}-{secrets.token_hex(3)}", "hostname": _hostname(options)},
+            options={**_OPTIONS, "hostname": _hostname(options)},
         )
         try:
             self._check_sees_mount(container)

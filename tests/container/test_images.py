@@ -53,6 +53,7 @@ def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounte
 
     assert (state.network, state.image, workspace.status().container) == ("none", busybox_image, "running")
     assert state.pids_limit
+    assert state.name.startswith(f"vfsd-{workspace.name}-")
     assert inside(podman.container(made), "cat /workspace/f") == b"x"
     workspace.unmount()
     assert ours(podman, workspace.name) == []

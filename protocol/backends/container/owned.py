@@ -47,6 +47,7 @@ def create_owned(
         service.pull(image)
     container = service.create(
         image,
+        name=f"vfsd-{workspace}-{os.urandom(3).hex()}",  # for `podman ps`; no two ever meet
         network=network,
         pids_limit=pids_limit,
         memory_bytes=memory_bytes,
