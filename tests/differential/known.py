@@ -155,6 +155,13 @@ def _allocated_twice(call: Call, difference: Difference) -> bool:
     return call.args[2] == os.SEEK_HOLE and -1 < found < at
 
 
+def _hole_of_the_last_page(call: Call, difference: Difference) -> bool:
+    if call.operation not in {"seek_sparse", "lseek"} or difference.what != "answer":
+        return False
+    kind, found = difference.tmpfs  # type: ignore[misc]
+    return kind == "ok" and isinstance(found, list | tuple) and found[0] == -(2**63)
+
+
 def _seeks_hole(call: Call, difference: Difference) -> bool:
     return call.operation == "lseek" and call.args[2] in {os.SEEK_DATA, os.SEEK_HOLE} and difference.what == "answer"
 
@@ -259,6 +266,14 @@ KNOWN: Final[tuple[Known, ...]] = (
         _allocated_twice,
         "what fallocate(2) has allocated twice is still a hole, until it is written: tmpfs has filled it with zeros by "
         "then (shmem_get_folio_gfp, mm/shmem.c).  It reads as zeros in both",
+        "Sparse files",
+        ends_episode=True,
+    ),
+    Known(
+        _BOTH,
+        _hole_of_the_last_page,
+        "SEEK_HOLE in the last page that a file can have answers the file's end; in tmpfs -2^63, as the sum overflows "
+        "(shmem_file_llseek, mm/shmem.c)",
         "Sparse files",
         ends_episode=True,
     ),

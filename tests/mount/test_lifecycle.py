@@ -118,7 +118,7 @@ def hostile_archive(path: Path) -> None:
         ("a file", ("not a directory",)),
         ("hostile archive", ("files/../../etc/passwd",)),
         ("no archive", ("none.zip",)),
-        ("backend to come", ("container backend is not available",)),
+        ("no Podman", ("/nowhere/podman.sock", "podman system service")),
     ],
 )
 def test_a_start_that_fails_says_why_on_the_terminal_and_leaves_nothing(
@@ -138,7 +138,7 @@ def test_a_start_that_fails_says_why_on_the_terminal_and_leaves_nothing(
     elif case == "no archive":
         arguments = ["--from", workdir / "none.zip"]
     else:
-        arguments = ["--backend", "container:box"]
+        arguments = ["--backend", "container:box", "--podman-url", "unix:///nowhere/podman.sock"]
 
     said = failed(vfsd("mount", place, "--name", "failing", *arguments))
     for word in words:
