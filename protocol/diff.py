@@ -18,7 +18,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from protocol.errors import fail
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Change", "ChangeKind", "ComparesContent", "Counts", "changes", "count", "is_below"]
+__all__ = ["Change", "ChangeKind", "ComparesContent", "Counts", "changes", "count", "is_below", "outermost"]
 
 ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
 _Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
@@ -75,7 +75,7 @@ def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool
     for path in paths:
         if _pair(old, new, path) == (None, None):
             raise fail(2, repr(path))
-    scopes = _outermost(paths) if paths else [b""]
+    scopes = outermost(paths) if paths else [b""]
     touched = new.touched(old)
     pairs = (
         chain.from_iterable(_merged_walk(old, new, scope) for scope in scopes)
@@ -105,7 +105,7 @@ def _order(path: bytes) -> list[bytes]:
     return path.split(b"/") if path else []
 
 
-def _outermost(paths: Sequence[bytes]) -> list[bytes]:
+def outermost(paths: Sequence[bytes]) -> list[bytes]:
     """`paths` sorted, without those below another one."""
     outer: list[bytes] = []
     for path in sorted(paths, key=_order):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.diff import Change, ChangeKind, is_below
+from protocol.diff import Change, ChangeKind, outermost
 from protocol.errors import fail
 from protocol.store.rows import Row, entry_of
 from protocol.store.target import ChangedMeanwhileError, Target
@@ -146,7 +146,7 @@ class _Planner:
 
     def plan(self, paths: Sequence[bytes]) -> Plan:
         steps = []
-        scopes = _outermost(paths) if paths else [b""]
+        scopes = outermost(paths) if paths else [b""]
         for scope in scopes:
             old, new = _row(self._live, scope), _row(self._wanted, scope)
             if old is None and new is None:
@@ -244,14 +244,6 @@ def _row(tree: MerkleTree, path: bytes) -> Row | None:
         if error.errno in _MISSING:
             return None
         raise
-
-
-def _outermost(paths: Sequence[bytes]) -> list[bytes]:
-    outer: list[bytes] = []
-    for path in sorted(paths, key=lambda path: path.split(b"/") if path else []):
-        if not outer or not is_below(path, outer[-1]):
-            outer.append(path)
-    return outer
 
 
 # -- doing it --------------------------------------------------------------------------------------

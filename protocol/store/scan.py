@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ __all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "unt
 TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
 _TRIES: Final = 5
 _TOLD_EVERY: Final = 512
+_FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
 _TICK_S: Final = 0.005
 _O_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
@@ -83,6 +85,8 @@ def scan(
     """
     walk = _Walk(sink, trusted=trusted, unreadable=unreadable, progress=progress)
     known = cache.root
+    if sys.getrecursionlimit() < _FRAMES:
+        sys.setrecursionlimit(_FRAMES)  # these frames are on the heap: nothing but memory bounds them
     with contextlib.nullcontext() if watch is None else watch.walking(root, known) as where:
         if watch is not None and where is not None:
             walk.watch, walk.where = watch, where

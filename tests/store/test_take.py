@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from protocol.diff import changes
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
-from protocol.store import DirectorySource, Store, TreeSource, default_directory
+from protocol.store import DirectorySource, DirectoryTarget, Store, TreeSource, default_directory
 from protocol.store.blobs import LARGE_BYTES
 from protocol.store.digests import CHUNK_BYTES, ContentDigest, digest_of
 from protocol.store.statcache import is_racy
@@ -301,6 +302,24 @@ def test_the_live_state_is_compared_without_reading_what_is_unchanged(store: Sto
         assert [(change.path, change.kind) for change in changes(old, new)] == [(b"small", "modified")]
         assert new.read(b"small", 0, 10) == b"other"
     assert told[-1] < 100
+
+
+def test_directories_far_below_others_are_kept_and_come_back(store: Store, root: Path) -> None:
+    depth = 400
+    made = bottom = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=bottom)
+        made, bottom = bottom, os.open("d", os.O_RDONLY, dir_fd=bottom)
+        os.close(made)
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=bottom))
+    os.close(bottom)
+
+    info = store.take("w", "deep", DirectorySource(root))
+
+    assert (info.files, info.directories) == (1, depth)
+    shutil.rmtree(root / "d")
+    store.restore("w", "deep", DirectoryTarget(root), safety=None)
+    assert store.take("w", "again", DirectorySource(root)).directories == depth
 
 
 def test_a_moved_directory_leads_nowhere_else(store: Store, root: Path, tmp_path: Path) -> None:
