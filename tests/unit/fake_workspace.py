@@ -63,6 +63,8 @@ class FakeDaemon:
     holders: list[str] = field(default_factory=list)
     archives: dict[str, State] = field(default_factory=dict)
     forced_changes: list[m.ChangeRecord] | None = None  # what diff answers instead, where set
+    problems: list[m.ProblemRecord] = field(default_factory=list)  # of restores
+    unreadable: list[str] = field(default_factory=list)  # in snapshots
     silent: bool = False  # takes requests and never answers
     undo_to: str | None = None
     unmounted: bool = False
@@ -190,7 +192,9 @@ class FakeDaemon:
             raise SnapshotExistsError(name)
         self.snapshots[name] = dict(self.live)
         self.tags[name] = params.tag
-        return self._record_of(name)
+        record = self._record_of(name)
+        record.unreadable = self.unreadable
+        return record
 
     async def do_snapshots(self, params: m.SnapshotsParams, call: Any) -> m.SnapshotsResult:
         records, before = [], State()
@@ -221,7 +225,7 @@ class FakeDaemon:
         if not params.dry_run:
             safety = self._keep_state()
             self.live = dict(target)
-        return m.RestoreResult(name, safety, count(changes), changes)
+        return m.RestoreResult(name, safety, count(changes), changes, problems=self.problems)
 
     def _limited(self, target: State, wire_paths: list[str]) -> State:
         """The live state with `wire_paths`, and what is below, as in `target`."""

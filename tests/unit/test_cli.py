@@ -165,11 +165,50 @@ def test_an_error_is_one_line_and_with_json_a_document_too(daemon: FakeDaemon) -
 
 
 def test_wrong_usage_is_status_2() -> None:
-    for args in (["nonsense"], ["mount"], ["snapshot", "a", "b"], ["restore"], ["diff", "a", "b", "c"], ["list", "-x"]):
+    for args in (
+        ["nonsense"],
+        ["mount"],
+        ["snapshot", "a", "b"],
+        ["restore"],
+        ["restore", "one", "--store", "s"],
+        ["restore", "--undo", "--of", "host:d"],
+        ["diff", "a", "b", "c"],
+        ["list", "-x"],
+    ):
         result = run(*args)
         assert result.exit_code == 2, args
         assert "Usage:" in result.stderr
         assert result.stdout == ""
+
+
+def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaemon) -> None:
+    ok("snapshot", "one")
+    daemon.problems = [m.ProblemRecord(f"path-{number}", "for no good reason") for number in range(25)]
+    result = run("restore", "one")
+    assert result.exit_code == 1
+    assert "restored one" in result.stdout
+    *notes, last_line = result.stderr.splitlines()
+    assert notes == [f"vfsd: path-{number}: for no good reason" for number in range(20)]
+    assert last_line.startswith("vfsd: error: 25 paths are not as they were to be")
+    result = run("restore", "one", "--json")
+    assert result.exit_code == 1
+    assert len(json.loads(result.stdout)["problems"]) == 25
+
+
+def test_a_snapshot_says_what_it_lacks(daemon: FakeDaemon) -> None:
+    daemon.unreadable = ["secret", "another"]
+    result = run("snapshot", "one")
+    assert (result.exit_code, result.stdout) == (0, "one\n")
+    assert result.stderr == "vfsd: secret, and 1 more: could not be read, and is not in it\n"
+
+
+def test_a_snapshot_of_another_directory_is_asked_for_by_its_real_path(daemon: FakeDaemon, workdir: Path) -> None:
+    (workdir / "real").mkdir()
+    (workdir / "alias").symlink_to("real")
+    ok("snapshot", "one")
+    ok("restore", "one", "--of", f"host:{workdir}/alias", "--store", f"{workdir}/s")
+    params = last(daemon, "restore")
+    assert (params.name, params.of, params.store) == ("one", f"host:{workdir}/real", f"{workdir}/s")
 
 
 def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> None:
