@@ -153,7 +153,7 @@ def a_round(place: Path, files: int, rows: Rows, clock: Callable[[], float]) -> 
             row("restore of ten changes", git.restore, ours.restore, "change")
             row("- no safety snapshot", git.restore, lambda: ours.restore(safety=False), "change")
         row("restore of all files", git.restore, lambda: ours.restore(safety=False), "empty")
-    shutil.rmtree(place)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def summary(cells: dict[str, list[float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ moment; one that keeps changing is stored as it was read last, and named.  What 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import os
@@ -22,7 +23,16 @@ from protocol.errors import fail
 from protocol.store.blobs import LARGE_BYTES, Sink
 from protocol.store.rows import ELSEWHERE, UNREADABLE, Counts, More, Row, Xattrs, encode_listing
 from protocol.store.statcache import CachedDirectory, is_racy
-from protocol.store.statx import RECORD_BYTES, Seen, inode_of, key_of, seen_at, seen_of_descriptor, statx_names
+from protocol.store.statx import (
+    RECORD_BYTES,
+    Seen,
+    differing,
+    inode_of,
+    key_of,
+    seen_at,
+    seen_of_descriptor,
+    statx_names,
+)
 
 if TYPE_CHECKING:
     from protocol.store.statcache import StatCache
@@ -355,9 +365,10 @@ class _Listing:
                         if child is not None:
                             self._subdirectory(at, name, child)
                 return
-            if self._is_as_cached:
-                for at, name in enumerate(self._names):
-                    self._again(at, name, cached, at)
+            if self._is_as_cached and not cached.children:
+                racy = {bisect.bisect_left(self._names, name) for name in cached.racy}
+                for at in sorted(racy.union(differing(self._records, cached.records))):
+                    self._again(at, self._names[at], cached, at)
             else:
                 was = self._places_before(cached)
                 for at, name in enumerate(self._names):

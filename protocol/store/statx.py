@@ -20,7 +20,17 @@ from typing import Final, NamedTuple
 
 from protocol.errors import fail
 
-__all__ = ["RECORD_BYTES", "Seen", "inode_of", "key_of", "links_of", "seen_at", "seen_of_descriptor", "statx_names"]
+__all__ = [
+    "RECORD_BYTES",
+    "Seen",
+    "differing",
+    "inode_of",
+    "key_of",
+    "links_of",
+    "seen_at",
+    "seen_of_descriptor",
+    "statx_names",
+]
 
 RECORD_BYTES: Final = 256
 _AT_SYMLINK_NOFOLLOW: Final = 0x100
@@ -111,6 +121,23 @@ def key_of(records: bytes, index: int = 0) -> bytes:
     """What of a record changes whenever the inode does, and with the inode."""
     record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
     return record[_KEY] + record[_KEY_TIMES]
+
+
+def differing(records: bytes, others: bytes) -> list[int]:
+    """The indexes at which two runs of records of one length differ, found by halves: few of many do."""
+    found: list[int] = []
+    pending = [(0, len(records) // RECORD_BYTES)]
+    while pending:
+        low, high = pending.pop()
+        part = slice(low * RECORD_BYTES, high * RECORD_BYTES)
+        if low == high or records[part] == others[part]:
+            continue
+        if high - low == 1:
+            found.append(low)
+        else:
+            middle = (low + high) // 2
+            pending += ((low, middle), (middle, high))
+    return found
 
 
 def inode_of(key: bytes) -> int:
