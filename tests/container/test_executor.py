@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -221,6 +223,28 @@ def test_a_fork_bomb_ends_at_its_time(own_container: Container, way: str) -> Non
     left = inside(own_container, "ps -o args | grep -c '[b]omb' || true")
     assert left == b"0\n"
     assert executor.run(["echo", "fine"]).stdout == b"fine\n"
+
+
+def monitors_of(container: Container) -> int:
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                count += words[0].endswith(b"conmon") and container.id.encode() in words
+    return count
+
+
+def test_podmans_monitors_of_commands_that_have_ended_do_not_pile_up(own_container: Container) -> None:
+    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    before = monitors_of(own_container)  # `own_container` has itself run a command in there
+    for _ in range(6):
+        assert executor.run(["true"]).exit_status == 0
+    for _ in range(300):  # each cleans up after its command
+        if monitors_of(own_container) <= before:
+            break
+        select.select([], [], [], 0.1)
+    assert monitors_of(own_container) <= before
 
 
 def test_the_shell_and_python_tools_run_in_the_container(

@@ -19,6 +19,7 @@ import trio
 
 from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exec
 from protocol.backends.container.marked import Marked, kill_abandoned
+from protocol.backends.container.monitors import let_go
 from protocol.backends.container.podman import Container
 from protocol.backends.container.target import DEFAULT_WORKDIR
 from protocol.backends.container.with_input import WithInput
@@ -111,7 +112,15 @@ class ContainerPlace:
                 with contextlib.suppress(OSError):  # it may have been started all the same
                     await marked.kill(is_alone=self._running == 1)
                 raise
-        return ContainerProcess(stream, command, directory, marked, with_input, lambda: self._running == 1)
+        return ContainerProcess(
+            stream,
+            command,
+            directory,
+            marked,
+            with_input,
+            lambda: self._running == 1,
+            is_local=container.service.is_local,
+        )
 
     async def _has_shell(self, container: Container) -> bool:
         """Whether there is a /bin/sh in it."""
@@ -137,6 +146,8 @@ class ContainerProcess:
         marked: Marked,
         with_input: WithInput | None,
         is_alone: Callable[[], bool],
+        *,
+        is_local: bool,
     ) -> None:
         self._stream = stream
         self._command = command
@@ -144,6 +155,7 @@ class ContainerProcess:
         self._marked = marked
         self._with_input = with_input
         self._is_alone = is_alone
+        self._is_local = is_local
         self._killed = False
         self._sending = trio.Lock()
         self._refusal = b""  # what may be the runtime's word that the program could not be started
@@ -246,6 +258,16 @@ class ContainerProcess:
             _logger.warning("what a command may have left is not looked for: %s", error, extra={"operation": "exec"})
         finally:
             await self._stream.aclose()
+            if self._is_local:
+                # Nobody has to wait for that.
+                trio.lowlevel.spawn_system_task(_let_monitor_go, self._stream.id)
+
+
+async def _let_monitor_go(exec_id: str) -> None:
+    try:
+        await trio.to_thread.run_sync(let_go, exec_id)
+    except OSError as error:
+        _logger.debug("a monitor of Podman's waits on: %s", error)
 
 
 @contextlib.contextmanager
