@@ -15,7 +15,7 @@ import msgspec
 from protocol.tree import TreeEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "ELSEWHERE",
@@ -25,10 +25,13 @@ __all__ = [
     "More",
     "Row",
     "Xattrs",
+    "counts_of",
     "decode_listing",
     "directory_number",
     "encode_listing",
     "entry_of",
+    "size_of",
+    "sum_counts",
 ]
 
 Xattrs = tuple[tuple[bytes, bytes], ...]
@@ -100,6 +103,31 @@ def encode_listing(rows: Sequence[Row]) -> bytes:
 def decode_listing(data: bytes) -> list[Row]:
     """The rows of a listing.  ValueError (msgspec.DecodeError)."""
     return _decoder.decode(data)
+
+
+def size_of(row: Row) -> int:
+    """What a row adds to the sum of sizes, in bytes."""
+    return row.size if row.is_file else 0
+
+
+def counts_of(row: Row) -> tuple[int, int, int]:
+    """What a row adds to its directory's counts: files, directories, bytes."""
+    if stat.S_ISDIR(row.mode):
+        below = row.more.counts or Counts()
+        return below.files, below.directories + 1, below.size_bytes
+    if row.more.link:
+        return 0, 0, 0
+    return 1, 0, size_of(row)
+
+
+def sum_counts(several: Iterable[tuple[int, int, int]]) -> Counts:
+    """The sum of what `counts_of` gave."""
+    files = directories = size_bytes = 0
+    for more_files, more_directories, more_bytes in several:
+        files += more_files
+        directories += more_directories
+        size_bytes += more_bytes
+    return Counts(files, directories, size_bytes)
 
 
 def directory_number(path: bytes) -> int:

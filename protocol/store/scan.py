@@ -21,7 +21,19 @@ from typing import TYPE_CHECKING, Final, Literal
 from protocol.backends.beneath import open_beneath, proc_path
 from protocol.errors import fail
 from protocol.store.blobs import LARGE_BYTES, Sink
-from protocol.store.rows import ELSEWHERE, UNREADABLE, Counts, More, Row, Xattrs, encode_listing
+from protocol.store.rows import (
+    ELSEWHERE,
+    UNREADABLE,
+    Counts,
+    More,
+    Row,
+    Xattrs,
+    counts_of,
+    decode_listing,
+    encode_listing,
+    size_of,
+    sum_counts,
+)
 from protocol.store.statcache import CachedDirectory, is_racy
 from protocol.store.statx import (
     RECORD_BYTES,
@@ -496,25 +508,38 @@ class _Listing:
         self._names = [self._names[at] for at in kept]
 
     def _written(self) -> tuple[bytes, Counts, dict[int, int]]:
-        rows = self._cached.rows() if self._cached is not None else {}
+        cached = self._cached
+        if cached is not None and self._is_as_cached and not cached.links and None not in self._rows.values():
+            found = self._replaced(cached)
+            if found is not None:
+                return found
+        rows = cached.rows() if cached is not None else {}
         rows.update({name: row for name, row in self._rows.items() if row is not None})
         gone = {name for name, row in self._rows.items() if row is None}
         listed = [rows[name] for name in self._names if name not in gone]
-        files = directories = size_bytes = 0
-        links: dict[int, int] = {}
-        for row in listed:
-            more = row.rare
-            if stat.S_ISDIR(row.mode):
-                counts = row.more.counts or Counts()
-                files += counts.files
-                directories += counts.directories + 1
-                size_bytes += counts.size_bytes
-            elif more is not None and more.link:
-                links[more.link] = row.size if row.is_file else 0
-            else:
-                files += 1
-                size_bytes += row.size if row.is_file else 0
-        return encode_listing(listed), Counts(files, directories, size_bytes), links
+        links = {row.more.link: size_of(row) for row in listed if row.rare is not None and row.rare.link}
+        return encode_listing(listed), sum_counts(map(counts_of, listed)), links
+
+    def _replaced(self, cached: CachedDirectory) -> tuple[bytes, Counts, dict[int, int]] | None:
+        """The same, where names are as they were: only what is new is counted; None where there are links to count."""
+        listed = decode_listing(cached.listing)
+        if len(listed) != len(self._names):
+            return None
+        old, new = [], []
+        for name, row in self._rows.items():
+            at = bisect.bisect_left(self._names, name)
+            if row is None or row.more.link or listed[at].name != name:
+                return None
+            old.append(counts_of(listed[at]))
+            new.append(counts_of(row))
+            listed[at] = row
+        less, more = sum_counts(old), sum_counts(new)
+        counts = Counts(
+            cached.counts.files - less.files + more.files,
+            cached.counts.directories - less.directories + more.directories,
+            cached.counts.size_bytes - less.size_bytes + more.size_bytes,
+        )
+        return encode_listing(listed), counts, {}
 
 
 def _row(name: bytes, seen: Seen, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from protocol.backends.beneath import open_beneath
 from protocol.errors import fail
 from protocol.store.blobs import LARGE_BYTES, Sink
-from protocol.store.rows import Counts, More, Row, encode_listing
+from protocol.store.rows import Counts, More, Row, counts_of, encode_listing, sum_counts
 from protocol.store.scan import Progress, Scanned, Unreadable, scan, untold
 from protocol.store.statcache import StatCache
 
@@ -171,7 +171,7 @@ class _TreeWalk:
     def _close(self) -> Row:
         entry, rows = self._open.pop()
         rows.sort(key=lambda row: row.name)
-        counts = Counts(*map(sum, zip(*map(_counted, rows), strict=True))) if rows else Counts()
+        counts = sum_counts(map(counts_of, rows))
         digest = self._sink.listing(encode_listing(rows))
         more = More(nlink=entry.nlink, xattrs=tuple(sorted(entry.xattrs.items())), counts=counts)
         row = Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, 0, digest, more)
@@ -209,12 +209,3 @@ class _TreeWalk:
 
 def _is_in(path: bytes, directory: bytes) -> bool:
     return not directory or path.startswith(directory + b"/")
-
-
-def _counted(row: Row) -> tuple[int, int, int]:
-    if row.is_dir:
-        below = row.more.counts or Counts()
-        return below.files, below.directories + 1, below.size_bytes
-    if row.more.link:
-        return 0, 0, 0
-    return 1, 0, row.size if row.is_file else 0

@@ -34,10 +34,9 @@ __all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
 RACY_NS: Final = 20_000_000
 _COARSE_NS: Final = 2_000_000_000  # of a file system that keeps whole seconds, or FAT's two
 _SECOND: Final = 1_000_000_000
-_MAGIC: Final = b"vfsdstat1"
+_MAGIC: Final = b"vfsdstat2"
 _FRAME: Final = struct.Struct("<II")  # length, crc32
 _SLACK_BYTES: Final = 1 << 20
-_KEPT: Final = ((16, 48), (96, 128))  # of a record: what `key_of` takes
 
 
 def is_racy(ctime_ns: int, now_ns: int) -> bool:
@@ -108,7 +107,7 @@ class _Stored(msgspec.Struct, array_like=True, gc=False):
     own: bytes
     listed_racy: bool
     names: list[bytes]
-    keys: bytes
+    records: bytes
     racy: list[bytes]
     listing: bytes
     digest: bytes
@@ -231,28 +230,20 @@ def _frames(data: bytes, at: int) -> Iterator[bytes]:
 
 
 def _stored(path: bytes, directory: CachedDirectory) -> _Stored:
-    records = directory.records
-    keys = b"".join(records[at + low : at + high] for at in range(0, len(records), RECORD_BYTES) for low, high in _KEPT)
     return _Stored(
-        path, directory.own, directory.listed_racy, directory.names, keys, list(directory.racy), directory.listing,
-        directory.digest, directory.counts, directory.links,
+        path, directory.own, directory.listed_racy, directory.names, directory.records, list(directory.racy),
+        directory.listing, directory.digest, directory.counts, directory.links,
     )  # fmt: skip
 
 
 def _linked(found: dict[bytes, _Stored]) -> CachedDirectory | None:
     """The directories of a log, each below its parent; those whose parent no longer has them are left out."""
     made: dict[bytes, CachedDirectory] = {}
-    size = sum(high - low for low, high in _KEPT)
     for path, stored in found.items():
-        records = bytearray(RECORD_BYTES * len(stored.names))
-        for index in range(len(stored.names)):
-            at = index * size
-            for low, high in _KEPT:
-                start = index * RECORD_BYTES
-                records[start + low : start + high] = stored.keys[at : at + high - low]
-                at += high - low
+        if len(stored.records) != RECORD_BYTES * len(stored.names):
+            return None
         directory = CachedDirectory(
-            stored.own, stored.names, bytes(records), frozenset(stored.racy), stored.listing, stored.digest,
+            stored.own, stored.names, stored.records, frozenset(stored.racy), stored.listing, stored.digest,
             stored.counts, stored.links, listed_racy=stored.listed_racy,
         )  # fmt: skip
         made[path] = directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_where_there_are_more_directories_than_may_be_watched_all_is_looked_at(
             assert state_of_tree(tree) == state_of(root)
 
 
+def counted(root: Path) -> tuple[int, int, int]:
+    """Files, directories and bytes below a directory, each inode once."""
+    paths = [os.path.join(at, name) for at, below, names in os.walk(root) for name in below + names]
+    seen = {found.st_ino: found for found in map(os.lstat, paths)}
+    directories = sum(stat.S_ISDIR(found.st_mode) for found in seen.values())
+    size_bytes = sum(found.st_size for found in seen.values() if stat.S_ISREG(found.st_mode))
+    return len(seen) - directories, directories, size_bytes
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_that_happens_is_missed(store: Store, root: Path, seed: int) -> None:
     chaos = Chaos(root, seed)
@@ -155,7 +165,10 @@ def test_nothing_that_happens_is_missed(store: Store, root: Path, seed: int) -> 
     steps = random.Random(seed)
     for _ in range(40):
         chaos.change(steps.randrange(4))
-        with store.tree("w", taken(store, source)) as tree:
+        name = taken(store, source)
+        with store.tree("w", name) as tree:
             found = state_of_tree(tree)
+        info = store.snapshot("w", name)
+        assert (info.files, info.directories, info.size_bytes) == counted(root)
         assert differences(found, state_of(root)) == []
         assert found.links == state_of(root).links
