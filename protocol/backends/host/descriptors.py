@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Final
 
 from protocol.backends.beneath import open_beneath, proc_path
+from protocol.backends.host.closing import Closing
 from protocol.backends.host.nodes import Node, Table
 from protocol.errors import fail
 
@@ -59,6 +60,9 @@ class Descriptors:
         self._table: Table
         self._holding = False
         self._doomed: list[int] = []
+        # Of many files that lost their names at once; the last to let go of them shall not wait for each.
+        self.nameless: set[Node] = set()
+        self._closing = Closing()
 
     def bind(self, table: Table) -> None:
         """The table whose nodes these are."""
@@ -84,8 +88,10 @@ class Descriptors:
                 os.close(descriptor)
             self._doomed.clear()
 
-    def _close(self, descriptor: int) -> None:
-        if self._holding:
+    def _close(self, descriptor: int, *, soon: bool = False) -> None:
+        if soon:
+            self._closing.soon(descriptor)
+        elif self._holding:
             self._doomed.append(descriptor)
         else:
             os.close(descriptor)
@@ -308,7 +314,7 @@ class Descriptors:
     def release_file(self, node: Node) -> None:
         """Close the descriptor for content, or of a directory; the root keeps its."""
         if node.fd >= 0 and node.fd != self._root:
-            self._close(node.fd)
+            self._close(node.fd, soon=node in self.nameless)
             node.fd = -1
             node.writable = False
             self._open.pop(node, None)
@@ -317,12 +323,24 @@ class Descriptors:
     def release(self, node: Node) -> None:
         """Close all that is open for `node`."""
         self.release_file(node)
+        if node in self.nameless:
+            self.nameless.remove(node)
+            if node.pin >= 0:
+                self._close(node.pin, soon=True)
+                node.pin = -1
         self.unpin(node)
 
     def close_writers(self) -> None:
-        """Close what was opened to write, executable or not: whoever makes it so may execute it."""
+        """Keep open only to read what was opened to write, executable or not: whoever makes it so may execute it."""
         for node in tuple(self._writable):
-            self.release_file(node)
+            try:
+                reader = os.open(proc_path(node.fd), os.O_RDONLY | _O_CAREFUL | os.O_CLOEXEC)
+            except OSError:  # may be written, but not read, by its mode; or there is no room for one more
+                self.release_file(node)
+                continue
+            self._close(node.fd)
+            node.fd, node.writable = reader, False
+            del self._writable[node]
 
     def close_idle_writers(self) -> None:
         """Close executables that were opened to write and not used since the last call.
@@ -349,6 +367,7 @@ class Descriptors:
         for node in self._table:
             if node is not self._table.root:
                 self.release(node)
+        self._closing.end()
         if self._root >= 0:
             os.close(self._root)
             self._root = self._table.root.fd = -1
