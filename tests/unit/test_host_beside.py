@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,7 +122,8 @@ def test_a_removed_directory_goes_with_all_that_is_open_in_it(volume: HostVolume
     before = descriptors()
     for number in (file, below, directory):
         volume.forget(number, 1)
-    assert descriptors() < before
+    while descriptors() >= before:
+        time.sleep(0.01)  # a thread closes them; the test's own time limit is the limit
 
 
 def test_what_takes_the_place_of_a_directory_is_told_too(volume: HostVolume, fs: Driver, inside: Path) -> None:

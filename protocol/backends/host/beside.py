@@ -184,6 +184,8 @@ class _Found:
             self._forget_scan(node)
         if node.lookups and not self._descriptors.pin(node):
             self._table.lose(node)
+        if node.lookups and not node.more:
+            self._descriptors.nameless.add(node)
         self._table.remove_place(node, parent, name)
         if node.parent is not None:
             self._descriptors.unpin(node)
