@@ -60,7 +60,8 @@ def running_service(place: Path) -> Iterator[str]:
     url, log = f"unix://{place}/podman.sock", place / "service.log"
     with log.open("wb") as file:
         service = subprocess.Popen(
-            [*_command(place), "system", "service", "--time=0", url],
+            # It ends with this process, however that ends.
+            ["setpriv", "--pdeathsig=TERM", *_command(place), "system", "service", "--time=0", url],
             env=environment, cwd=place,  # conmon leaves a file where it runs when memory runs out
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         )  # fmt: skip
