@@ -18,16 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from protocol.backends.beneath import open_beneath, proc_path
-from protocol.errors import fail
+from protocol.backends.beneath import open_beneath
 from protocol.store.blobs import LARGE_BYTES, Sink
+from protocol.store.leaves import DENIED, GONE, Leaves, VanishedError, read_xattrs
 from protocol.store.rows import (
     ELSEWHERE,
     UNREADABLE,
     Counts,
     More,
     Row,
-    Xattrs,
     counts_of,
     decode_listing,
     encode_listing,
@@ -53,16 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "untold"]
 
 TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
-_TRIES: Final = 5
 _TOLD_EVERY: Final = 512
 _FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
-_TICK_S: Final = 0.005
-_O_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
-_O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
-_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE})
-_NO_XATTRS: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
 
 # Called with (files looked at, bytes read).  What it raises ends the work.
 Progress = Callable[[int, int], None]
@@ -84,10 +76,6 @@ class Scanned:
     leftovers: tuple[bytes, ...] = ()  # temporary files of restores, which are no part of it
     directory: CachedDirectory | None = None
     changed: list[tuple[bytes, CachedDirectory]] = field(default_factory=list)  # of the stat cache
-
-
-class _Vanished(Exception):  # noqa: N818 -- no error: it is not there
-    """What was listed is gone, or something else by now."""
 
 
 def scan(
@@ -121,7 +109,7 @@ def scan(
     total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
     progress(walk.files, walk.read_bytes)
     return Scanned(
-        row, total, tuple(walk.unstable), tuple(walk.unreadable), tuple(walk.leftovers), directory, walk.changed
+        row, total, tuple(walk.leaves.unstable), tuple(walk.unreadable), tuple(walk.leftovers), directory, walk.changed
     )
 
 
@@ -133,7 +121,6 @@ class _Walk:
         self._progress = progress
         self.files = 0
         self.read_bytes = 0
-        self.unstable: list[bytes] = []
         self.unreadable: list[bytes] = []
         self.leftovers: list[bytes] = []
         self.links: dict[int, int] = {}
@@ -141,7 +128,7 @@ class _Walk:
         self.watch: Watch | None = None
         self.where: Where | None = None
         self._untold = 0
-        self._no_atime = os.O_NOATIME
+        self.leaves = Leaves(sink, self._deny, self._read)
 
     # -- directories -----------------------------------------------------------------------------
     def directory(
@@ -204,11 +191,11 @@ class _Walk:
         except OSError as error:
             if error.errno == errno.EXDEV:
                 return self._closed(name, seen, ELSEWHERE), None
-            if error.errno in _DENIED:
+            if error.errno in DENIED:
                 self._deny(path, error)
                 return self._closed(name, seen, UNREADABLE), None
-            if error.errno in _GONE:
-                raise _Vanished from None
+            if error.errno in GONE:
+                raise VanishedError from None
             raise
         try:
             return self.directory(descriptor, path, name, cached, at_home=at_home)
@@ -250,90 +237,8 @@ class _Walk:
 
     def _read(self, count: int) -> None:
         self.read_bytes += count
-        self._progress(self.files, self.read_bytes)
-
-    # -- what is no directory --------------------------------------------------------------------
-    def leaf(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
-        """The row of anything else, and as what it was seen when it was read (None: it did not stand still)."""
-        if stat.S_ISREG(seen.mode):
-            return self._file(parent, name, path, seen)
-        try:
-            descriptor = os.open(name, _O_PATH, dir_fd=parent)
-        except OSError as error:
-            if error.errno in _GONE:
-                raise _Vanished from None
-            raise
-        try:
-            now = seen_at(seen_of_descriptor(descriptor), 0)
-            if stat.S_IFMT(now.mode) != stat.S_IFMT(seen.mode):
-                raise _Vanished
-            target = os.readlink(b"", dir_fd=descriptor) if stat.S_ISLNK(now.mode) else b""
-            return _row(name, now, len(target), target, read_xattrs(proc_path(descriptor)), 0), now
-        finally:
-            os.close(descriptor)
-
-    def _open(self, parent: int, name: bytes) -> int:
-        try:
-            return os.open(name, _O_READ | self._no_atime, dir_fd=parent)
-        except PermissionError:
-            # O_NOATIME is for the owner.
-            return os.open(name, _O_READ, dir_fd=parent)
-
-    def _file(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
-        try:
-            descriptor = self._open(parent, name)
-        except OSError as error:
-            if error.errno in _DENIED:
-                self._deny(path, error)
-                return _row(name, seen, seen.size, b"", (), UNREADABLE), seen
-            if error.errno in _GONE:
-                raise _Vanished from None
-            raise
-        try:
-            return self._steady(descriptor, name, path, seen)
-        finally:
-            os.close(descriptor)
-
-    def _steady(self, descriptor: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
-        before = seen
-        for _ in range(_TRIES):
-            digest, size = self._content(descriptor, before)
-            xattrs = read_xattrs(descriptor)
-            after = os.fstat(descriptor)
-            same = (after.st_ctime_ns, after.st_mtime_ns, after.st_size) == (
-                before.ctime_ns, before.mtime_ns, before.size,
-            )  # fmt: skip
-            if same and after.st_ino == before.inode and size == before.size:
-                return _row(name, before, size, digest, xattrs, 0), before
-            if not stat.S_ISREG(after.st_mode):
-                raise _Vanished
-            before = seen_at(seen_of_descriptor(descriptor), 0)
-        self.unstable.append(path)
-        if size < 0:
-            digest, size = self._last_resort(descriptor, before.size)
-        return _row(name, before, size, digest, xattrs, 0), None
-
-    def _last_resort(self, descriptor: int, size: int) -> tuple[bytes, int]:
-        """What it had while it was changing: named as unstable, but better than nothing."""
-        data = os.pread(descriptor, size, 0)
-        return (self.sink.small(data) if data else b""), len(data)
-
-    def _content(self, descriptor: int, seen: Seen) -> tuple[bytes, int]:
-        """The digest of what is there, and how much; nothing of a digest that changes as it is read is kept."""
-        size = seen.size
-        racy = is_racy(seen.ctime_ns, time.time_ns())
-        if size > LARGE_BYTES:
-            while racy and is_racy(seen.ctime_ns, time.time_ns()):
-                time.sleep(_TICK_S)  # until a write would show in its ctime
-            digest, count = self.sink.large(descriptor, size, self._read)
-            return (digest if count else b""), count
-        if not size:
-            return b"", 0
-        data = os.pread(descriptor, size, 0)
-        self.read_bytes += len(data)
-        if racy and os.pread(descriptor, size, 0) != data:
-            return b"", -1
-        return (self.sink.small(data) if data else b""), len(data)
+        if count > LARGE_BYTES:  # of small files is told by the directory
+            self._progress(self.files, self.read_bytes)
 
 
 class _Listing:
@@ -447,7 +352,7 @@ class _Listing:
             row, made = self._walk.enter(
                 self._descriptor, name, self._prefix + name, seen, child, at_home=at_home
             )  # fmt: skip
-        except _Vanished:
+        except VanishedError:
             return None
         if made is None:
             self._racy.add(name)  # whether it can be read may change without its showing
@@ -464,8 +369,8 @@ class _Listing:
             self._rows[name] = self._enter(name, seen, child)
             return
         try:
-            row, taken_as = self._walk.leaf(self._descriptor, name, self._prefix + name, seen)
-        except _Vanished:
+            row, taken_as = self._walk.leaves.take(self._descriptor, name, self._prefix + name, seen)
+        except VanishedError:
             self._rows[name] = None
             return
         self._rows[name] = row
@@ -540,35 +445,3 @@ class _Listing:
             cached.counts.size_bytes - less.size_bytes + more.size_bytes,
         )
         return encode_listing(listed), counts, {}
-
-
-def _row(name: bytes, seen: Seen, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:
-    rare = None
-    if seen.nlink > 1 or seen.rdev or xattrs or state:
-        rare = More(
-            link=seen.inode if seen.nlink > 1 else 0, nlink=seen.nlink, rdev=seen.rdev, xattrs=xattrs, state=state
-        )  # fmt: skip
-    return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, size, content, rare)
-
-
-def read_xattrs(at: int | bytes) -> Xattrs:
-    """All xattrs that can be read of a descriptor or /proc path, sorted."""
-    try:
-        names = os.listxattr(at)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return ()
-        raise
-    if not names:
-        return ()
-    found = []
-    for name in names:
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to read (trusted., security.)
-            found.append((os.fsencode(name), os.getxattr(at, name)))
-    return tuple(sorted(found))
-
-
-def check_readable(root: int) -> None:
-    """ENOTDIR unless `root` is a directory."""
-    if not stat.S_ISDIR(os.fstat(root).st_mode):
-        raise fail(errno.ENOTDIR)

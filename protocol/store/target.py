@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.syscalls import renameat2
 from protocol.errors import fail
+from protocol.store.leaves import read_xattrs
 from protocol.store.objects import clone, data_ranges
-from protocol.store.scan import TEMPORARY_PREFIX, read_xattrs
+from protocol.store.scan import TEMPORARY_PREFIX
 from protocol.store.source import DirectorySource, Source
 from protocol.store.statx import key_of, links_of, seen_at, seen_of_descriptor, statx_names
 from protocol.volume import RENAME_NOREPLACE
