@@ -51,11 +51,14 @@ format: ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: ## the table of workloads and file systems, and its picture; ARGS=--quick for two rounds
+bench: ## the tables of workloads and file systems, and a picture; ARGS=--quick for two rounds
 	@$(BOOTSTRAP) fuse tests
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
 	$(BIN)/python -m bench.table --json docs/bench.json --plot docs/bench.png $(ARGS)
 	$(BIN)/python -m bench.control --json docs/bench-control.json $(filter --quick,$(ARGS))
+	$(BIN)/python -m bench.overlay
+	$(BIN)/python -m bench.store
+	$(BIN)/python -m bench.container
 	$(BIN)/python -m bench.container --json docs/bench-container.json $(filter --quick,$(ARGS))
 
 clean: ## remove what was built and measured; .venv too
