@@ -6,14 +6,16 @@ import errno
 import math
 import os
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
 
 from protocol.backends.container.address import parse_address
 from vfsd.options import ENGINES, NAME_PATTERN, TRANSPORTS, EngineChoice, MountOptions, TransportChoice
 from vfsd.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.userpaths import current_directory
 
-__all__ = ["check_backend", "mount_options", "running_workspace"]
+__all__ = ["FilePath", "MountArguments", "check_backend", "mount_options", "running_workspace"]
+
+FilePath: TypeAlias = str | os.PathLike[str]
 
 # The grammar's backends but memory, and what each is of.
 _ARGUMENTS: Final = {
@@ -22,6 +24,7 @@ _ARGUMENTS: Final = {
     "container": "a container's name",
     "image": "an image's name",
 }
+_OF_DIRECTORIES: Final = frozenset({"host", "overlay"})
 _IN_MEMORY: Final = frozenset({"memory", "overlay"})
 _IN_CONTAINERS: Final = frozenset({"container", "image"})
 
@@ -55,145 +58,128 @@ def _host_directory(directory: str, mountpoint: str) -> str:
     return place
 
 
-def _check_host_options(what: str, archive: object, **limits: int | None) -> None:
-    if archive is not None:
+def _check_host_options(what: str, options: MountOptions) -> None:
+    if options.archive is not None:
         raise ValueError(f"{what} has its own content: it takes no archive to begin with")
-    for name, limit in limits.items():
-        if limit is not None:
+    for name in ("max_bytes", "max_inodes"):
+        if getattr(options, name) is not None:
             raise ValueError(f"{name} is the memory backend's: {what} has what its file system has")
 
 
-def _check_container_options(
-    kind: str, sandbox: str | None, podman_url: str | None, workdir: str | None, transport: str, network: str | None
-) -> None:
-    if podman_url is not None:
-        parse_address(podman_url)
+def _check_container_options(options: MountOptions, kind: str) -> None:
+    if options.podman_url is not None:
+        parse_address(options.podman_url)
+    if options.transport not in TRANSPORTS:
+        raise ValueError(f"not a transport: {options.transport!r} (one of {', '.join(TRANSPORTS)})")
     if kind not in _IN_CONTAINERS:
-        given = {"workdir": workdir} if sandbox else {"podman_url": podman_url, "workdir": workdir, "network": network}
-        names = [name for name, value in given.items() if value is not None]
-        if names or transport != "auto":
-            raise ValueError(f"{(names or ['transport'])[0]} goes with container:NAME or image:REF")
+        names = ["workdir"] if options.sandbox else ["podman_url", "workdir", "network"]
+        given = [name for name in names if getattr(options, name) is not None]
+        if given or options.transport != "auto":
+            raise ValueError(f"{(given or ['transport'])[0]} goes with container:NAME or image:REF")
         return
-    if sandbox is not None:
+    if options.sandbox is not None:
         raise ValueError(f"the commands of a {kind} workspace run in its container: it takes no sandbox")
+    workdir = options.workdir
     if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
         raise ValueError(f"workdir must be an absolute path in the container, without '..': {workdir!r}")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"not a transport: {transport!r} (one of {', '.join(TRANSPORTS)})")
-    if network is not None and kind == "container":
+    if options.network is not None and kind == "container":
         raise ValueError("network is for a container that vfsd makes (image:REF); this one has its own")
 
 
-def _check_sandbox_options(kind: str, sandbox: str | None, *, exec_on_host: bool, **limits: int | None) -> None:
+def _check_sandbox_options(options: MountOptions, kind: str) -> None:
+    sandbox = options.sandbox
     if sandbox is not None and (not sandbox.startswith("image:") or sandbox == "image:"):
         raise ValueError(f"not a sandbox: {sandbox!r}; it is written image:REF")
-    if sandbox is not None and exec_on_host:
+    if sandbox is not None and options.exec_on_host:
         raise ValueError("commands run in a sandbox or on this host, not in both")
-    for name, limit in limits.items():
-        if limit is not None and sandbox is None and kind != "image":
+    for name in ("pids_limit", "memory_bytes"):
+        if getattr(options, name) is not None and sandbox is None and kind != "image":
             raise ValueError(f"{name} is for a container that vfsd makes: it goes with a sandbox, or with image:REF")
-        if limit is not None and limit <= 0:
-            raise ValueError(f"{name} must be positive, not {limit}")
 
 
-def _check_cache_timeout(kind: str, cache_timeout_s: float) -> None:
+def _check_cache_timeout(options: MountOptions, kind: str) -> None:
+    timeout_s = options.cache_timeout_s
+    if timeout_s is None:
+        return
     if kind not in {"host", *_IN_CONTAINERS}:
         raise ValueError(f"nobody but vfsd changes a {kind} workspace: there is no cache_timeout_s to set")
-    if not 0 <= cache_timeout_s < math.inf:
-        raise ValueError(f"cache_timeout_s is a number of seconds, not {cache_timeout_s}")
+    if not 0 <= timeout_s < math.inf:
+        raise ValueError(f"cache_timeout_s is a number of seconds, not {timeout_s}")
 
 
-def _check_store(store: str | os.PathLike[str], kind: str) -> None:
-    if kind in _IN_MEMORY:
-        raise ValueError(f"the snapshots of a workspace of the {kind} backend are in memory: it takes no store")
-    if not os.fspath(store):
-        raise ValueError("the store's directory is an empty string")
+class MountArguments(TypedDict, total=False):
+    """What `mount_options` takes beside mountpoint and backend.  `MountOptions` says what each means without it."""
+
+    name: str | None
+    engine: EngineChoice
+    archive: FilePath | None
+    max_bytes: int | None
+    max_inodes: int | None
+    read_only: bool
+    allow_other: bool
+    cache_timeout_s: float | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    exec_on_host: bool
+    store: FilePath | None
+    sandbox: str | None
+    snapshot_each: bool
+    podman_url: str | None
+    workdir: str | None
+    transport: TransportChoice
+    network: str | None
+    pids_limit: int | None
+    memory_bytes: int | None
+    log_level: Literal["debug", "info", "warning", "error"]
+    log_format: Literal["text", "json", "journal"]
 
 
-def mount_options(
-    mountpoint: str | os.PathLike[str],
-    backend: str = "memory",
-    *,
-    name: str | None = None,
-    engine: EngineChoice = "auto",
-    archive: str | os.PathLike[str] | None = None,
-    max_bytes: int | None = None,
-    max_inodes: int | None = None,
-    read_only: bool = False,
-    allow_other: bool = False,
-    cache_timeout_s: float | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    exec_on_host: bool = False,
-    store: str | os.PathLike[str] | None = None,
-    sandbox: str | None = None,
-    snapshot_each: bool = False,
-    podman_url: str | None = None,
-    workdir: str | None = None,
-    transport: TransportChoice = "auto",
-    network: str | None = None,
-    pids_limit: int | None = None,
-    memory_bytes: int | None = None,
-    log_level: Literal["debug", "info", "warning", "error"] = "info",
-    log_format: Literal["text", "json", "journal"] = "text",
-) -> MountOptions:
+def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
     """The options of a mount at `mountpoint`; without a `name`, one made from its last part.
 
-    ValueError for a value that makes no sense.
+    ValueError for a value that makes no sense, TypeError for an argument that there is not.
     """
     check_backend(backend)
-    if name is not None and NAME_PATTERN.fullmatch(name) is None:
-        raise ValueError(f"not a workspace name: {name!r} (letters, digits, '.', '_', '-', at most 64)")
-    if engine not in ENGINES:
-        raise ValueError(f"not an engine: {engine!r} (one of {', '.join(ENGINES)})")
-    for what, limit in (("max_bytes", max_bytes), ("max_inodes", max_inodes)):
-        if limit is not None and limit <= 0:
-            raise ValueError(f"{what} must be positive, not {limit}")
     if not os.fspath(mountpoint):
         raise ValueError("the mountpoint is an empty string")  # not where the caller stands
     place = os.path.abspath(mountpoint)
     kind, _, argument = backend.partition(":")
-    if kind == "host":
-        _check_host_options("a host directory", archive, max_bytes=max_bytes, max_inodes=max_inodes)
-        backend = f"host:{_host_directory(argument, place)}"
-    elif kind == "overlay":
-        backend = f"overlay:{_host_directory(argument, place)}"
-    elif kind in _IN_CONTAINERS:
-        _check_host_options("a container", archive, max_bytes=max_bytes, max_inodes=max_inodes)
-    _check_sandbox_options(kind, sandbox, exec_on_host=exec_on_host, pids_limit=pids_limit, memory_bytes=memory_bytes)
-    _check_container_options(kind, sandbox, podman_url, workdir, transport, network)
-    if store is not None:
-        _check_store(store, kind)
-    if (include or exclude) and kind != "overlay":
+    if kind in _OF_DIRECTORIES:
+        backend = f"{kind}:{_host_directory(argument, place)}"
+    given: dict[str, Any] = dict(arguments)
+    if given.get("name") is None:
+        given["name"] = unique_name(place)
+    for name in ("archive", "store"):
+        if given.get(name) is not None:
+            if not os.fspath(given[name]):
+                raise ValueError(f"{name} is an empty string")
+            given[name] = os.path.abspath(given[name])
+    for name in ("include", "exclude"):
+        given[name] = tuple(given.get(name, ()))
+    options = MountOptions(mountpoint=place, backend=backend, **given)
+    _check(options, kind)
+    return options
+
+
+def _check(options: MountOptions, kind: str) -> None:
+    """ValueError for what makes no sense, by itself or with the others."""
+    if NAME_PATTERN.fullmatch(options.name) is None:
+        raise ValueError(f"not a workspace name: {options.name!r} (letters, digits, '.', '_', '-', at most 64)")
+    if options.engine not in ENGINES:
+        raise ValueError(f"not an engine: {options.engine!r} (one of {', '.join(ENGINES)})")
+    for name in ("max_bytes", "max_inodes", "pids_limit", "memory_bytes"):
+        limit = getattr(options, name)
+        if limit is not None and limit <= 0:
+            raise ValueError(f"{name} must be positive, not {limit}")
+    if kind not in _IN_MEMORY:
+        _check_host_options("a host directory" if kind == "host" else "a container", options)
+    elif options.store is not None:
+        raise ValueError(f"the snapshots of a workspace of the {kind} backend are in memory: it takes no store")
+    _check_sandbox_options(options, kind)
+    _check_container_options(options, kind)
+    if (options.include or options.exclude) and kind != "overlay":
         raise ValueError("only an overlay hides what is below it: include and exclude go with overlay:DIR")
-    if cache_timeout_s is not None:
-        _check_cache_timeout(kind, cache_timeout_s)
-    return MountOptions(
-        mountpoint=place,
-        name=name or unique_name(place),
-        backend=backend,
-        engine=engine,
-        archive=None if archive is None else os.path.abspath(archive),
-        max_bytes=max_bytes,
-        max_inodes=max_inodes,
-        read_only=read_only,
-        allow_other=allow_other,
-        cache_timeout_s=cache_timeout_s,
-        include=tuple(include),
-        exclude=tuple(exclude),
-        exec_on_host=exec_on_host,
-        store=None if store is None else os.path.abspath(store),
-        sandbox=sandbox,
-        snapshot_each=snapshot_each,
-        podman_url=podman_url,
-        workdir=workdir,
-        transport=transport,
-        network=network,
-        pids_limit=pids_limit,
-        memory_bytes=memory_bytes,
-        log_level=log_level,
-        log_format=log_format,
-    )
+    _check_cache_timeout(options, kind)
 
 
 def running_workspace(selector: str | None = None) -> WorkspaceRecord:

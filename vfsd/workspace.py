@@ -21,9 +21,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 import trio
 
@@ -34,9 +34,9 @@ from vfsd.control.client import ControlClient
 from vfsd.control.messages import Progress
 from vfsd.ending import daemon_end
 from vfsd.executor import WorkspaceExecutor
-from vfsd.mounting import mount_options, running_workspace
+from vfsd.mounting import FilePath, MountArguments, mount_options, running_workspace
 from vfsd.mounts import mount_at
-from vfsd.options import EngineChoice, MountOptions, TransportChoice
+from vfsd.options import EngineChoice, MountOptions
 from vfsd.results import Applied, Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
 from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import UserPath
@@ -49,7 +49,6 @@ __all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
 T = TypeVar("T")
 OnProgress = Callable[[Progress], None]
-FilePath = str | os.PathLike[str]
 
 
 class _Base:
@@ -118,27 +117,8 @@ class Workspace(_Base):
         path: FilePath,
         backend: str = "memory",
         *,
-        name: str | None = None,
-        engine: EngineChoice = "auto",
-        archive: FilePath | None = None,
-        max_bytes: int | None = None,
-        max_inodes: int | None = None,
-        read_only: bool = False,
-        allow_other: bool = False,
-        cache_timeout_s: float | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        exec_on_host: bool = False,
-        store: FilePath | None = None,
-        podman_url: str | None = None,
-        workdir: str | None = None,
-        transport: TransportChoice = "auto",
-        network: str | None = None,
-        sandbox: str | None = None,
-        snapshot_each: bool = False,
-        pids_limit: int | None = None,
-        memory_bytes: int | None = None,
         create: bool = True,
+        **arguments: Unpack[MountArguments],
     ) -> Self: ...
 
     @classmethod
@@ -148,27 +128,8 @@ class Workspace(_Base):
         backend: str = "memory",
         *,
         filesystem: Filesystem | None = None,
-        name: str | None = None,
-        engine: EngineChoice = "auto",
-        archive: FilePath | None = None,
-        max_bytes: int | None = None,
-        max_inodes: int | None = None,
-        read_only: bool = False,
-        allow_other: bool = False,
-        cache_timeout_s: float | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        exec_on_host: bool = False,
-        store: FilePath | None = None,
-        podman_url: str | None = None,
-        workdir: str | None = None,
-        transport: TransportChoice = "auto",
-        network: str | None = None,
-        sandbox: str | None = None,
-        snapshot_each: bool = False,
-        pids_limit: int | None = None,
-        memory_bytes: int | None = None,
         create: bool = True,
+        **arguments: Unpack[MountArguments],
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
@@ -190,32 +151,12 @@ class Workspace(_Base):
         ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
         OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
         """
-        options = mount_options(
-            path,
-            backend,
-            name=name,
-            engine=engine,
-            archive=archive,
-            max_bytes=max_bytes,
-            max_inodes=max_inodes,
-            read_only=read_only,
-            allow_other=allow_other,
-            cache_timeout_s=cache_timeout_s,
-            include=include,
-            exclude=exclude,
-            exec_on_host=exec_on_host,
-            store=store,
-            podman_url=podman_url,
-            workdir=workdir,
-            transport=transport,
-            network=network,
-            sandbox=sandbox,
-            snapshot_each=snapshot_each,
-            pids_limit=pids_limit,
-            memory_bytes=memory_bytes,
-        )
+        options = mount_options(path, backend, **arguments)
         if filesystem is not None:
-            if options != mount_options(path, name=name, engine=engine, allow_other=allow_other):
+            plain = MountOptions(
+                options.mountpoint, options.name, engine=options.engine, allow_other=options.allow_other
+            )
+            if options != plain:
                 raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
             return _mount_object(filesystem, options, create=create)
         return cls._started(_launch(options, create=create))
@@ -395,53 +336,11 @@ class AsyncWorkspace(_Base):
         path: FilePath,
         backend: str = "memory",
         *,
-        name: str | None = None,
-        engine: EngineChoice = "auto",
-        archive: FilePath | None = None,
-        max_bytes: int | None = None,
-        max_inodes: int | None = None,
-        read_only: bool = False,
-        allow_other: bool = False,
-        cache_timeout_s: float | None = None,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        exec_on_host: bool = False,
-        store: FilePath | None = None,
-        podman_url: str | None = None,
-        workdir: str | None = None,
-        transport: TransportChoice = "auto",
-        network: str | None = None,
-        sandbox: str | None = None,
-        snapshot_each: bool = False,
-        pids_limit: int | None = None,
-        memory_bytes: int | None = None,
         create: bool = True,
+        **arguments: Unpack[MountArguments],
     ) -> Opening:
         """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
-        options = mount_options(
-            path,
-            backend,
-            name=name,
-            engine=engine,
-            archive=archive,
-            max_bytes=max_bytes,
-            max_inodes=max_inodes,
-            read_only=read_only,
-            allow_other=allow_other,
-            cache_timeout_s=cache_timeout_s,
-            include=include,
-            exclude=exclude,
-            exec_on_host=exec_on_host,
-            store=store,
-            podman_url=podman_url,
-            workdir=workdir,
-            transport=transport,
-            network=network,
-            sandbox=sandbox,
-            snapshot_each=snapshot_each,
-            pids_limit=pids_limit,
-            memory_bytes=memory_bytes,
-        )
+        options = mount_options(path, backend, **arguments)
 
         async def start() -> AsyncWorkspace:
             return cls._started(await trio.to_thread.run_sync(lambda: _launch(options, create=create)))
