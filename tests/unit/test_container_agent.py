@@ -529,3 +529,15 @@ def test_reads_and_writes_of_any_size_come_through_whole(tmp_path: Path) -> None
 
     trio.run(main)
     assert (tmp_path / "f").read_bytes() == content
+
+
+def test_what_is_given_back_while_a_frame_is_half_sent_does_not_come_in_between(tmp_path: Path) -> None:
+    for name in range(20):
+        tmp_path.joinpath(str(name)).touch()
+    with local_agent(str(tmp_path)) as agent:
+        made = agent.mknod(1, b"large", stat.S_IFREG | 0o644, 0, ME)
+        data = os.urandom(1 << 20)  # more than a pipe takes at once
+        agent.run(lambda: agent.inner.readdir(1, 0))  # its lookups are given back by whatever changes anything
+        assert agent.write(made.inode, 0, data) == len(data)
+        assert tmp_path.joinpath("large").read_bytes() == data
+        assert agent.getattr(made.inode).size == len(data)

@@ -244,7 +244,8 @@ class AgentLink:
                 await self._work.wait()
             frames, self._outgoing = self._outgoing, []
             if self._forgets:
-                frames.insert(0, self._take_forgets())
+                # Behind them: the first may be the rest of a frame whose begin was sent at once.
+                frames.append(self._take_forgets())
             self._is_sending = True
             await self._stream.send(b"".join(frames))
             self._is_sending = False
