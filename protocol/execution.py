@@ -66,6 +66,8 @@ def check_command(command: Command) -> None:
         raise fail(errno.EINVAL, "no command")
     if any("\0" in word for word in command.argv):
         raise fail(errno.EINVAL, "a NUL in a command")
+    if any(not name or "=" in name or "\0" in name + value for name, value in command.env.items()):
+        raise fail(errno.EINVAL, "a variable that no environment can have")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class HostExecutor:
         stdin: bytes = b"",
     ) -> Running:
         """Start a command; `wait` for it, in one thread, whatever happens: that is where its end is seen to."""
-        check_command(Command(argv))
+        check_command(Command(argv, env=env or {}))
         if timeout_s <= 0:
             raise fail(errno.EINVAL, "a timeout must be positive")
         directory = os.path.normpath(os.path.join(self._root, cwd))

@@ -125,6 +125,7 @@ def call(daemon: FsDaemon, method: str, params: Any) -> Any:
         ("write", "f", "--mode", "sideways"),
         ("exec",),
         ("exec", "--env", "novalue", "--", "true"),
+        ("exec", "--env", "A=\udcff", "--", "true"),
     ],
 )
 def test_wrong_usage_is_an_envelope_and_status_2(daemon: FsDaemon, args: tuple[str, ...]) -> None:

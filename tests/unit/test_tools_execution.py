@@ -110,6 +110,12 @@ def test_a_command_that_cannot_be_started_raises(
     assert caught.value.errno == code
 
 
+@pytest.mark.parametrize(("name", "value"), [("", "x"), ("A=B", "x"), ("A", "x\0y"), ("A\0", "x")])
+def test_a_variable_that_there_cannot_be_is_refused(executor: HostExecutor, name: str, value: str) -> None:
+    with pytest.raises(OSError, check=lambda error: error.errno == errno.EINVAL):
+        executor.run(["true"], env={name: value})
+
+
 ESCAPING = "setsid sh -c 'echo $$ >inner; exec sleep 1000' & echo $! >outer; while [ ! -s inner ]; do :; done"
 
 

@@ -13,7 +13,7 @@ import click
 
 from vfsd.cli import output
 from vfsd.cli.app import App, Command, check_alive, describe, error_record
-from vfsd.cli.values import SIZE
+from vfsd.cli.values import SIZE, is_text
 from vfsd.control.exec_messages import ExecEnded, ExecParams
 from vfsd.control.messages import wire_path
 from vfsd.userpaths import current_directory, workspace_path
@@ -38,6 +38,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
             found[name] = text
         elif name in os.environ:
             found[name] = os.environ[name]
+        if not is_text(name + found.get(name, "")):
+            raise click.BadParameter(f"{name!r} is not UTF-8")
     return found
 
 
@@ -108,7 +110,7 @@ def exec_command(
         params = ExecParams(
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd=_directory(cwd, record.mountpoint),
-            env=({"TERM": os.environ["TERM"]} if tty and "TERM" in os.environ else {}) | env,
+            env=({"TERM": term} if tty and (term := os.environ.get("TERM")) and is_text(term) else {}) | env,
             user=user,
             input=interactive,
             timeout_s=timeout,

@@ -19,7 +19,7 @@ import msgspec
 from vfsd.cli import output
 from vfsd.cli.app import INTERRUPTED, App, Command, describe, json_option, workspace_option
 from vfsd.cli.output import base64_text, text_or_base64
-from vfsd.cli.values import SIZE
+from vfsd.cli.values import SIZE, is_text
 from vfsd.control import fs_messages as fs
 from vfsd.control.messages import from_wire_path, wire_path
 from vfsd.runtime import WorkspaceRecord
@@ -361,6 +361,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
     for value in values:
         if "=" not in value or value.startswith("="):
             raise click.BadParameter(f"{value!r} is not NAME=VALUE")
+        if not is_text(value):
+            raise click.BadParameter(f"{value!r} is not UTF-8")
     return dict(value.split("=", 1) for value in values)
 
 

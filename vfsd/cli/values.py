@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from vfsd.mounting import check_backend
 from vfsd.options import NAME_PATTERN
 
-__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Size"]
+__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Size", "is_text"]
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
@@ -23,6 +23,15 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?", re.IGNORECASE)
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 # The kernel's file sizes and counts are signed 64-bit numbers (off_t).
 _LARGEST: Final = 2**63 - 1
+
+
+def is_text(value: str) -> bool:
+    """Whether an argument or a variable is UTF-8, as what goes to a daemon must be; but for paths and commands."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Size(_SizeType):
