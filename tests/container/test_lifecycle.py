@@ -18,7 +18,16 @@ from tests.container.conftest import MountContainer, StartContainer, attempt, in
 
 # -- addresses ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "url", ["unix:///run/podman/podman.sock", "ssh://me@host:2222/run/podman.sock", "tcp://host:8080", "ssh://h/s"]
+    "url",
+    [
+        "unix:///run/podman/podman.sock",
+        "ssh://me@host:2222/run/podman.sock",
+        "tcp://host:8080",
+        "ssh://h/s",
+        "ssh://Me@BuildBox/s",
+        "ssh://me@[fe80::1]:22/s",
+        "tcp://[::1]:8080",
+    ],
 )
 def test_an_address_is_shown_as_it_was_given(url: str) -> None:
     assert parse_address(url).url == url

@@ -30,7 +30,9 @@ class ServiceAddress:
         """As --podman-url takes it."""
         if self.kind == "unix":
             return f"unix://{self.path}"
-        return f"{self.kind}://{self.host}{f':{self.port}' if self.port else ''}{self.path}"
+        user, at, host = self.host.rpartition("@")
+        host = f"[{host}]" if ":" in host else host  # RFC 3986 has the numbers of IPv6 so
+        return f"{self.kind}://{user}{at}{host}{f':{self.port}' if self.port else ''}{self.path}"
 
     def __str__(self) -> str:
         return self.url
@@ -44,8 +46,10 @@ def parse_address(url: str) -> ServiceAddress:
         port = parts.port
     except ValueError:
         port = -1
-    named = parts.netloc.rpartition("@")[0], parts.hostname
-    host = "@".join(part for part in named if part)
+    user, at, place = parts.netloc.rpartition("@")
+    # As it was written: a name in ssh_config(5) has its case, which `hostname` loses.
+    start = place.lower().find(parts.hostname or "")
+    host = user + at + place[start : start + len(parts.hostname or "")]
     if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
         return ServiceAddress("unix", path=parts.path)
     # What ssh would take for an option is no host.
