@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -302,3 +303,55 @@ def test_what_goes_into_another_mount_is_staged_there(below: Path) -> None:
         assert sorted(os.listdir(below / "other")) == ["d", "f"]
     finally:
         subprocess.run(["umount", "-l", str(below / "other")], check=True)
+
+
+# -- journals that were not made here ----------------------------------------------------------------
+def planted(below: Path, step: dict[str, object], **changed: object) -> Path:
+    """A journal in `below` that says what to do, as somebody may have put it into a repository."""
+    place = below / ".vfsd-apply"
+    place.mkdir(0o700)
+    plan = {"version": 2, "pid": 1, "inode": place.stat().st_ino, "steps": [{"seen": None, **step}], **changed}
+    (place / "plan").write_text(json.dumps(plan))
+    return place
+
+
+def test_a_journal_that_came_with_the_files_is_not_followed(below: Path) -> None:
+    seen = list((below / "README").lstat()[1:3])[::-1]
+    inode = below.stat().st_ino  # some other directory's
+    planted(below, {"do": "attributes", "path": "src", "attributes": [0o40777, 0, 0, 1, {}], "seen": seen}, inode=inode)
+    (below / "src").chmod(0o755)
+    with pytest.raises(OSError, match="made elsewhere"):
+        recover(str(below))
+    assert stat.S_IMODE((below / "src").stat().st_mode) == 0o755
+
+
+def test_no_step_of_a_journal_leads_out_of_its_directory(below: Path) -> None:
+    below.parent.chmod(0o700)
+    for path in ("..", "src/../..", "src/..", "."):
+        place = planted(below, {"do": "attributes", "path": path, "attributes": [0o40777, 0, 0, 1, {}]})
+        with pytest.raises(OSError, match="no journal"):
+            recover(str(below))
+        shutil.rmtree(place)
+    assert stat.S_IMODE(below.parent.stat().st_mode) == 0o700
+
+
+def test_a_journal_of_another_user_is_not_followed(below: Path) -> None:
+    place = planted(below, {"do": "attributes", "path": "README", "attributes": [0o104755, 0, 0, 1, {}]})
+    os.chown(place, 65534, 65534)
+    with pytest.raises(PermissionError):
+        recover(str(below))
+    os.chown(place, 0, 0)
+    place.chmod(0o777)
+    with pytest.raises(PermissionError):
+        recover(str(below))
+
+
+def test_only_what_an_apply_has_staged_is_removed(below: Path) -> None:
+    place = below / ".vfsd-apply"
+    place.mkdir(0o700)
+    (below / "src" / ".vfsd-apply-1").write_bytes(b"staged")
+    (place / "elsewhere").write_bytes(b"README\0src/main.c\0src/.vfsd-apply-1\0")
+    assert recover(str(below)) == Recovered(undone=True)
+    assert (below / "README").exists()
+    assert (below / "src" / "main.c").exists()
+    assert not (below / "src" / ".vfsd-apply-1").exists()

@@ -7,6 +7,9 @@ a rename, and whoever comes next finds it.  Then the steps are written into `pla
 - Killed after it: `recover` does the steps that are left; the directory is what it was to be.  What others changed
   there meanwhile stays as it is; the new version is put beside it, as NAME.vfsd-new.
 
+A journal is followed only where it was made: by this user, in this very directory.  One that came with the files, in a
+repository or an archive, or that somebody else put there, is another's word on what to change here.
+
 `recover` may itself be killed, and run again.  A lock on the journal's directory (flock(2), which dies with its
 holder) tells an apply that goes on from one that was killed.
 
@@ -37,7 +40,8 @@ _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"
 _DONE: Final = b"done"
 _ELSEWHERE: Final = b"elsewhere"  # what is staged in other directories: of other mounts
-_VERSION: Final = 1
+_VERSION: Final = 2
+_OTHERS_MAY_WRITE: Final = 0o022
 # Somebody may just look whether there is something to recover.
 _PATIENCE: Final = 10
 _PAUSE_S: Final = 0.05
@@ -124,7 +128,9 @@ class Journal:
 
     def commit(self, steps: Sequence[Step]) -> None:
         """From here on the steps are done, whatever happens."""
-        plan = {"version": _VERSION, "pid": os.getpid(), "steps": [step.record() for step in steps]}
+        inode = os.fstat(self.directory.fd).st_ino
+        records = [step.record() for step in steps]
+        plan = {"version": _VERSION, "pid": os.getpid(), "inode": inode, "steps": records}
         self.before()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with open(os.open(_UNFINISHED_PLAN, flags, 0o600, dir_fd=self.directory.fd), "w", encoding="ascii") as file:
@@ -145,6 +151,8 @@ class Journal:
     def recover(self) -> Recovered | None:
         """Finish or undo what an apply that was killed has left here; None where it has left nothing."""
         names = self._names()
+        if names:
+            self._check_own()
         if not names or _DONE in names:
             self.clear()
             return None
@@ -156,18 +164,23 @@ class Journal:
         self.clear()
         return found
 
+    def _check_own(self) -> None:
+        """EPERM where somebody else made it, or may write to it: what it says is not to be done as this user."""
+        seen = os.fstat(self.directory.fd)
+        if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS_MAY_WRITE:
+            reason = f"an apply of user {seen.st_uid} was killed here, and is that user's to finish"
+            raise OSError(errno.EPERM, reason, os.fsdecode(RESERVED))
+
     def _names(self) -> set[bytes]:
         return set(map(os.fsencode, os.listdir(self.directory.fd)))
 
     def _finish(self) -> Recovered:
         handle = Handle(os.open(_PLAN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd))
         with open(handle.fd, encoding="ascii", closefd=False) as file:
-            plan = json.load(file)
-        if plan["version"] != _VERSION:
-            raise OSError(errno.EOPNOTSUPP, f"a journal of version {plan['version']}: made by another vfsd")
+            todo = self._steps_of(file.read())
         steps = Steps(self.root)
         left, rejected = [], []
-        for step in map(Step.of_record, plan["steps"]):
+        for step in todo:
             self.before()
             if self._is_left(step):
                 left.append(step.path)
@@ -176,6 +189,19 @@ class Journal:
                 rejected.append(step.path)
         steps.sync()
         return Recovered(False, tuple(dict.fromkeys(left)), tuple(dict.fromkeys(rejected)))
+
+    def _steps_of(self, text: str) -> list[Step]:
+        """The steps of a plan.  EOPNOTSUPP, EINVAL for one that was not made here."""
+        shown = os.fsdecode(RESERVED)
+        try:
+            plan = json.loads(text)
+            if plan["version"] != _VERSION:
+                raise OSError(errno.EOPNOTSUPP, f"a journal of version {plan['version']}: made by another vfsd", shown)
+            if plan["inode"] != os.fstat(self.directory.fd).st_ino:
+                raise OSError(errno.EINVAL, "this journal was made elsewhere, and copied here: remove it", shown)
+            return [Step.of_record(record) for record in plan["steps"]]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise OSError(errno.EINVAL, "no journal that an apply has written: remove it", shown) from None
 
     def _run(self, steps: Steps, step: Step) -> bool:
         try:
@@ -227,14 +253,19 @@ class Journal:
         if _ELSEWHERE in names:
             handle = Handle(os.open(_ELSEWHERE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.directory.fd))
             with open(handle.fd, "rb", closefd=False) as file:
-                elsewhere = [path for path in file.read().split(b"\0") if path]
+                elsewhere = [path for path in file.read().split(b"\0") if _is_staged_elsewhere(path)]
             for path in elsewhere:
                 self.before()
                 _unlink_at(self.root, path)
-        for name in sorted(names - {_PLAN}, key=lambda name: name in {_DONE, _ELSEWHERE}):
+        for name in sorted(names - {_PLAN}, key=lambda name: (name == _DONE, name == _ELSEWHERE)):
             self.before()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.directory.fd)
+
+
+def _is_staged_elsewhere(path: bytes) -> bool:
+    """Whether it is a name that `Journal.stage` gives: nothing else is removed, whatever a file says."""
+    return path.rpartition(b"/")[2].startswith(RESERVED + b"-")
 
 
 def _stat_at(root: int, path: bytes) -> os.stat_result | None:

@@ -72,8 +72,11 @@ class Step:
                 mode, uid, gid, mtime_ns, {os.fsencode(name): bytes.fromhex(v) for name, v in xattrs.items()}
             )
         seen = record["seen"]
-        staged = os.fsencode(record.get("staged", ""))
-        return cls(record["do"], os.fsencode(record["path"]), seen and (*seen,), staged, attributes)
+        path, staged = os.fsencode(record["path"]), os.fsencode(record.get("staged", ""))
+        for each in (path, staged):
+            if each and not {b"", b".", b".."}.isdisjoint(each.split(b"/")):
+                raise ValueError(f"{os.fsdecode(each)!r} leads elsewhere")
+        return cls(record["do"], path, seen and (*seen,), staged, attributes)
 
 
 def attributes_of(entry: TreeEntry) -> Attributes:
