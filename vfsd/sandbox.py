@@ -168,9 +168,10 @@ class Sandbox:
             raise OSError(errno.ENXIO, reason)
 
     def _remove(self) -> None:
-        container, self._container, self._place = self._container, None, None
+        container = self._container
         if container is not None:
-            container.remove()
+            container.remove()  # known until it is gone: the next attempt is for it too
+            self._container = self._place = None
             _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
 
 

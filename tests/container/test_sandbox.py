@@ -321,6 +321,22 @@ def test_however_it_ends_the_sandbox_goes_with_the_workspace(ending: Workspace, 
         os.close(handle)
 
 
+def test_a_sandbox_that_could_not_be_removed_is_removed_by_the_next_attempt(
+    podman: PodmanService, busybox_image: str, workdir: Path
+) -> None:
+    (workdir / "m").mkdir()
+    socket = workdir / "podman.sock"
+    socket.symlink_to(podman.address.path)
+    options: dict[str, Any] = {"sandbox": f"image:{busybox_image}", "podman_url": f"unix://{socket}"}
+    workspace = Workspace.mount(workdir / "m", name=workdir.name, **options)
+    socket.unlink()
+    with pytest.raises(OSError, match="no Podman service"):
+        workspace.unmount()
+    socket.symlink_to(podman.address.path)
+    workspace.unmount()
+    assert sandboxes(podman, workspace) == []
+
+
 def test_a_sandbox_that_was_removed_is_made_again(sandboxed: SandboxIt, podman: PodmanService) -> None:
     workspace = sandboxed()
     fs_exec(workspace, "echo text > f")
