@@ -99,6 +99,11 @@ class Blobs:
 class Sink(Protocol):
     """What takes a state in.  Contents of up to LARGE_BYTES are `small`."""
 
+    @property
+    def stores(self) -> bool:
+        """Whether what it is given is in the store afterwards."""
+        ...
+
     def has(self, digest: bytes) -> bool:
         """Whether a content or listing need not be brought again."""
         ...
@@ -126,6 +131,8 @@ class Sink(Protocol):
 
 class Digesting:
     """Names contents, and keeps listings (in memory) of which the store has none."""
+
+    stores: Final = False
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
@@ -165,6 +172,8 @@ class Digesting:
 
 class Storing:
     """Keeps what the store lacks in a new pack, and in new objects."""
+
+    stores: Final = True
 
     def __init__(self, blobs: Blobs, pack: PackWriter, objects: NewObjects) -> None:
         self._blobs = blobs

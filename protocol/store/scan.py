@@ -162,7 +162,7 @@ class _Walk:
         self._tell(len(names))
         if cached is not None and names is cached.names and cached.is_plain and records == cached.records:
             row = cached.row
-            if row is not None and row.name == name and self.holds(cached.digest):
+            if row is not None and row.name == name and self.holds(cached):
                 self.links.update(cached.links)
                 self._looked_at(path, cached)
                 return row, cached
@@ -172,7 +172,8 @@ class _Walk:
         made = listing.finish(own, listed_racy=bool(left) or is_racy(seen.ctime_ns, now_ns))
         self.links.update(made.links)
         self._looked_at(path, made)
-        old = cached.row if cached is not None and own == cached.own else None
+        # A racy one may have got other xattrs in the same tick.
+        old = cached.row if cached is not None and own == cached.own and not cached.listed_racy else None
         if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:
             return old, made
         xattrs = old.more.xattrs if old is not None else read_xattrs(descriptor)
@@ -204,7 +205,7 @@ class _Walk:
 
     def is_quiet(self, path: bytes, directory: CachedDirectory) -> bool:
         """Whether a directory that is where it was need not be looked at, nor what is below."""
-        if self.where is None or not self.where.is_quiet(path) or not self.holds(directory.digest):
+        if self.where is None or not self.where.is_quiet(path) or not self.holds(directory):
             return False
         self._tell(directory.counts.files)
         return True
@@ -218,9 +219,15 @@ class _Walk:
         more = More(nlink=seen.nlink, state=state, counts=Counts())
         return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, 0, digest, more)
 
-    def holds(self, digest: bytes) -> bool:
-        """Whether a listing that was there is there still, with all below it."""
-        return self._trusted and self.sink.keeps(digest)
+    def holds(self, directory: CachedDirectory) -> bool:
+        """Whether the listing of a directory that was there is there still, with all below it."""
+        is_known = directory.is_stored or not self.sink.stores
+        return self._trusted and is_known and self.sink.keeps(directory.digest)
+
+    def is_stored(self, digest: bytes, cached: CachedDirectory | None) -> bool:
+        """Whether the store has all of a directory, when this walk has come to its end."""
+        was = self._trusted and cached is not None and cached.is_stored and cached.digest == digest
+        return self.sink.stores or was
 
     def _deny(self, path: bytes, error: OSError) -> None:
         if not self._skip_unreadable:
@@ -273,7 +280,7 @@ class _Listing:
     def take(self) -> None:
         """Look at all names."""
         cached, walk = self._cached, self._walk
-        if cached is not None and walk.holds(cached.digest):
+        if cached is not None and walk.holds(cached):
             self._is_as_cached = self._names == cached.names
             if self._is_as_cached and self._records == cached.records and not cached.racy:
                 if cached.children:
@@ -394,7 +401,7 @@ class _Listing:
                 listed_racy = True
         made = CachedDirectory(
             own, self._names, self._records, frozenset(self._racy), listing, digest, counts, links,
-            listed_racy=listed_racy,
+            listed_racy=listed_racy, is_stored=walk.is_stored(digest, cached),
         )  # fmt: skip
         made.children = self._children
         if not is_same:

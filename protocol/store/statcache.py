@@ -34,7 +34,7 @@ __all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
 RACY_NS: Final = 20_000_000
 _COARSE_NS: Final = 2_000_000_000  # of a file system that keeps whole seconds, or FAT's two
 _SECOND: Final = 1_000_000_000
-_MAGIC: Final = b"vfsdstat2"
+_MAGIC: Final = b"vfsdstat3"
 _FRAME: Final = struct.Struct("<II")  # length, crc32
 _SLACK_BYTES: Final = 1 << 20
 
@@ -45,10 +45,15 @@ def is_racy(ctime_ns: int, now_ns: int) -> bool:
 
 
 class CachedDirectory:
-    """A directory as it was.  `records` has RECORD_BYTES for each of `names`; `racy` names those to read again."""
+    """A directory as it was.  `records` has RECORD_BYTES for each of `names`; `racy` names those to read again.
+
+    `is_stored`: whether a snapshot was taken of it.  Who only looked at it knows its digest, and not whether the store
+    has all below: it may have the listing still, and no longer the contents, which nothing needed.
+    """
 
     __slots__ = (
-        "children", "counts", "digest", "links", "listed_racy", "listing", "names", "own", "racy", "records", "row",
+        "children", "counts", "digest", "is_stored", "links", "listed_racy", "listing", "names", "own", "racy",
+        "records", "row",
     )  # fmt: skip
 
     def __init__(
@@ -63,9 +68,11 @@ class CachedDirectory:
         links: dict[int, int],
         *,
         listed_racy: bool,
+        is_stored: bool,
     ) -> None:
         self.own = own
         self.listed_racy = listed_racy
+        self.is_stored = is_stored
         self.names = names
         self.records = records
         self.racy = racy
@@ -113,6 +120,7 @@ class _Stored(msgspec.Struct, array_like=True, gc=False):
     digest: bytes
     counts: Counts
     links: dict[int, int]
+    is_stored: bool
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -232,7 +240,7 @@ def _frames(data: bytes, at: int) -> Iterator[bytes]:
 def _stored(path: bytes, directory: CachedDirectory) -> _Stored:
     return _Stored(
         path, directory.own, directory.listed_racy, directory.names, directory.records, list(directory.racy),
-        directory.listing, directory.digest, directory.counts, directory.links,
+        directory.listing, directory.digest, directory.counts, directory.links, directory.is_stored,
     )  # fmt: skip
 
 
@@ -244,7 +252,7 @@ def _linked(found: dict[bytes, _Stored]) -> CachedDirectory | None:
             return None
         directory = CachedDirectory(
             stored.own, stored.names, stored.records, frozenset(stored.racy), stored.listing, stored.digest,
-            stored.counts, stored.links, listed_racy=stored.listed_racy,
+            stored.counts, stored.links, listed_racy=stored.listed_racy, is_stored=stored.is_stored,
         )  # fmt: skip
         made[path] = directory
     try:

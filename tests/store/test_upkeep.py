@@ -116,6 +116,21 @@ def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: S
         assert state_of_tree(tree) == state_of(root)
 
 
+def test_a_look_at_the_live_state_does_not_pass_for_a_snapshot_of_it(kept: Store, root: Path) -> None:
+    flip(packs(kept)[0], 10)
+    store = Store(kept.directory)
+    store.collect_garbage(repair=True)
+
+    # It looks through the files, and stores none.
+    with store.live_tree("host:/w", DirectorySource(root)):
+        pass
+    store.take("host:/w", "third", DirectorySource(root))
+
+    assert all(("host:/w", "third") not in damage.snapshots for damage in store.check().damages)
+    with store.tree("host:/w", "third") as tree:
+        assert state_of_tree(tree) == state_of(root)
+
+
 def test_what_only_a_dropped_snapshot_had_is_freed(store: Store, root: Path) -> None:
     (root / "shared").write_bytes(os.urandom(100_000))
     (root / "early").write_bytes(os.urandom(LARGE_BYTES + 1))
