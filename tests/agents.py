@@ -99,9 +99,9 @@ class Agent:
             return method
         return lambda *args, **options: self.run(lambda: method(*args, **options))
 
-    def tree(self, owners: Owners = IDENTITY) -> AgentTree:
+    def tree(self, owners: Owners = IDENTITY, **options: Any) -> AgentTree:
         """The live state, for the thread that asks."""
-        return AgentTree(self.agent_link, self._token, owners)
+        return AgentTree(self.agent_link, self._token, owners, **options)
 
     def run(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers, once it is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -185,3 +186,37 @@ def test_a_walk_that_makes_no_sense_is_eio_and_ends_the_link(page: bytes) -> Non
         with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
             list(agent.tree().walk())
         assert agent.agent_link.lost.is_set()
+
+
+@pytest.mark.parametrize("way", ["a walk", "its children"])
+def test_a_directory_without_an_end_is_eio_and_costs_no_more_than_its_limit(way: str) -> None:
+    pages = itertools.count()
+
+    def answer(number: int, op: int, _numbers: tuple[int, ...], _strings: list[bytes]) -> bytes:
+        if op == Op.TREE_WALK:
+            return pack(number, 0, (1,))
+        first = 100 * next(pages)
+        assert first < 100_000, "asked for more and more"
+        names = [b"%09d" % at for at in range(first, first + 100)]
+        if op == Op.TREE_CHILDREN:
+            return pack(number, 0, (1,), (b"".join(name + b"\0" for name in names),))
+        entries = b"".join(map(tree_entry, names))
+        return pack(number, 0, (1,), ((b"" if first else ROOT) + entries,))
+
+    async def opened(_nursery: Any) -> Scripted:
+        return Scripted(answer)
+
+    with served(opened, b"the program") as agent:
+        tree = agent.tree(most_listed_bytes=1 << 20)
+        with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
+            list(tree.walk() if way == "a walk" else tree.children(b""))
+        assert "no end" in agent.agent_link.reason
+
+
+def test_many_directories_of_many_entries_are_within_the_limit(place: Path, agent: Agent) -> None:
+    for number in range(20):
+        (place / str(number)).mkdir()
+        for name in range(20):
+            (place / str(number) / str(name)).touch()
+    tree = agent.tree(most_listed_bytes=70 * 45)  # of two directories of them, not of all
+    assert len(list(tree.walk())) == 1 + 20 + 400

@@ -34,15 +34,26 @@ _ENTRY_BYTES: Final = 512 * 1024  # the largest, with its attributes: one may be
 _AHEAD_BYTES: Final = 4 * CHUNK_BYTES
 _AHEAD_FILES: Final = 128
 _COMING_FILES: Final = 65536
+# What the entries of a directory take here, and of those it is in: some five million, which no honest helper has.
+_LISTED_BYTES: Final = 512 * 1024 * 1024
+_EACH_BYTES: Final = 64  # of each beside its name
 
 
 class AgentTree:
     """Implements `protocol.tree.Tree`.  `token` is of the loop that serves `link`."""
 
-    def __init__(self, link: AgentLink, token: trio.lowlevel.TrioToken, owners: Owners = IDENTITY) -> None:
+    def __init__(
+        self,
+        link: AgentLink,
+        token: trio.lowlevel.TrioToken,
+        owners: Owners = IDENTITY,
+        *,
+        most_listed_bytes: int = _LISTED_BYTES,
+    ) -> None:
         self._link = link
         self._token = token
         self._owners = owners
+        self._most_listed_bytes = most_listed_bytes
         # Files of the last walk that were not read yet: path, size; and those that were asked for.
         self._coming: OrderedDict[bytes, int] = OrderedDict()
         self._ahead: OrderedDict[bytes, tuple[Pending, int]] = OrderedDict()
@@ -88,6 +99,7 @@ class AgentTree:
 
     def children(self, path: bytes) -> list[bytes]:
         names: list[bytes] = []
+        room = self._most_listed_bytes
         more = True
         while more:
             after = names[-1] if names else b""
@@ -98,6 +110,9 @@ class AgentTree:
                 _check_names(page, after)
                 if more and not page:
                     raise WireError("more, and nothing")
+                room -= sum(map(len, page)) + _EACH_BYTES * len(page)
+                if room < 0:
+                    raise WireError(f"{path!r} has no end")
             names += page
         return names
 
@@ -115,7 +130,7 @@ class AgentTree:
 
     def _walked(self, path: bytes, walk: int) -> Iterator[TreeEntry]:
         request = {b"": (Op.TREE_NEXT, (walk, _PAGE_BYTES), (), _PAGE_BYTES + _ENTRY_BYTES)}
-        order = _Order(path)
+        order = _Order(path, self._most_listed_bytes)
         more = True
         (pending,) = self._post(request)
         while more:
@@ -200,13 +215,17 @@ class AgentTree:
 
 
 class _Order:
-    """What a walk of `root` may give next: parents before what is in them, siblings in order, nothing twice."""
+    """What a walk of `root` may give next: parents before what is in them, siblings in order, nothing twice.
 
-    def __init__(self, root: bytes) -> None:
+    And of the directories that it is in, whose entries the caller keeps, only as many as `room` bytes hold.
+    """
+
+    def __init__(self, root: bytes, room: int) -> None:
         self._root = root
+        self._room = room
         self._begun = False
-        # The directories that the walk is in, each with the last name that was given of it.
-        self._inside: list[tuple[bytes, bytes]] = []
+        # The directories that the walk is in, each with the last name that was given of it, and what all those take.
+        self._inside: list[tuple[bytes, bytes, int]] = []
 
     def check(self, entry: TreeEntry) -> None:
         """WireError where an honest walk would not give `entry`."""
@@ -217,13 +236,18 @@ class _Order:
         else:
             above, _, name = entry.path.rpartition(b"/")
             while self._inside and self._inside[-1][0] != above:
-                self._inside.pop()
+                self._room += self._inside.pop()[2]
             if not self._inside:
                 raise WireError(f"{entry.path!r} out of place")
-            _check_names([name], self._inside[-1][1])
-            self._inside[-1] = (above, name)
+            _, last, taken = self._inside[-1]
+            _check_names([name], last)
+            size = _EACH_BYTES + len(name)
+            self._room -= size
+            if self._room < 0:
+                raise WireError(f"{above!r} has no end")
+            self._inside[-1] = (above, name, taken + size)
         if stat.S_ISDIR(entry.mode):
-            self._inside.append((entry.path, b""))
+            self._inside.append((entry.path, b"", 0))
 
 
 def _check_names(names: list[bytes], after: bytes) -> None:
