@@ -136,7 +136,7 @@ def _fifo_times(call: Call, difference: Difference) -> bool:
 
 
 def _touched(call: Call, difference: Difference) -> bool:
-    sets_now = call.operation == "utimes_now" or (call.operation in {"utimens", "futimens"} and call.args[2] == NOW)
+    sets_now = call.operation == "utimes_now" or (call.operation in {"utimens", "futimens"} and NOW in call.args[1:3])
     in_one_tick = "time" in difference.what and (difference.tmpfs, difference.mount) == ("now", "same")
     return sets_now and (difference.what.endswith(": order of times") or in_one_tick)
 

@@ -768,15 +768,15 @@ class Half:
         self.name = workdir.name
         self._mount = (self.place, "--backend", f"host:{directory}", "--name", self.name, "--engine", engine)
         for number in range(400):
-            (directory / f"d{number % 20}").mkdir(exist_ok=True)
-            (directory / f"d{number % 20}" / f"f{number}").write_text(f"one {number}")
+            (directory / f"d{number % 6}").mkdir(exist_ok=True)
+            (directory / f"d{number % 6}" / f"f{number}").write_text(f"one {number}")
         self.ready = started(self.place, f"host:{directory}", engine=engine)
         Workspace.attach(self.name).snapshot("one")
         self.one = tree_of(directory)
 
     def change(self) -> None:
         for number in range(400):
-            (self.place / f"d{number % 20}" / f"f{number}").write_text(f"two, and longer {number}")
+            (self.place / f"d{number % 6}" / f"f{number}").write_text(f"two, and longer {number}")
         shutil.rmtree(self.place / "d3")
         (self.place / "new").write_text("new")
         self.two = tree_of(self.directory)
