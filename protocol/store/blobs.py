@@ -50,9 +50,14 @@ class Blobs:
         return self.packs.find(digest) is not None or self.objects.has(digest)
 
     def small(self, digest: bytes) -> bytes | None:
-        """A content or listing that is in a pack."""
+        """A content or listing that is in a pack.  DamagedError where it is not what was stored."""
         place = self.packs.find(digest)
-        return None if place is None else self.packs.read(place)
+        if place is None:
+            return None
+        data = self.packs.read(place)
+        if digest_of(data) != digest:
+            raise DamagedError(f"the content {digest.hex()} is not what was stored: `vfsd store check` says more")
+        return data
 
     def listing(self, digest: bytes) -> list[Row]:
         """The rows of a listing."""

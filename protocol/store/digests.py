@@ -24,7 +24,7 @@ _LONG: Final = b"vfsd content in chunks\0"  # so that no short content has the n
 
 
 def digest_of(data: Buffer) -> bytes:
-    """The name of a content of at most CHUNK_BYTES."""
+    """The name of what is in a pack: a content of at most CHUNK_BYTES, or a listing of any length."""
     return hashlib.sha256(data).digest()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.store.digests import ContentDigest
+from protocol.store.digests import ContentDigest, digest_of
 from protocol.store.layout import sync_directory, write_atomically
 from protocol.store.objects import fed_from_file
 from protocol.store.packs import DamagedError, PackWriter
@@ -126,11 +126,8 @@ def _check_contents(blobs: Blobs, found: _Found, progress: Progress) -> None:
     found.packs.update({name: str(error.strerror) for name, error in blobs.packs.damaged.items()})
     for pack in packs:
         for digest, place in pack.places():
-            content = ContentDigest()
             try:
-                data = blobs.packs.read(place)
-                content.feed(data)
-                if content.digest() != digest:
+                if digest_of(blobs.packs.read(place)) != digest:
                     found.bad[digest] = f"a content in {pack.name} is not what was stored"
             except OSError as error:
                 found.bad[digest] = f"{pack.name}: {error.strerror}"

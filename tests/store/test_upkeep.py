@@ -54,6 +54,17 @@ def test_a_whole_store_is_found_whole(kept: Store) -> None:
     assert report.size_bytes > 5 * LARGE_BYTES
 
 
+def test_a_listing_of_several_megabytes_is_whole(store: Store, root: Path) -> None:
+    for number in range(20_000):
+        os.mknod(root / f"{number:0230}")
+    store.take("w", "many", DirectorySource(root))
+
+    assert store.check().damages == ()
+    assert store.collect_garbage(repair=True).freed_contents == 0
+    with Store(store.directory).tree("w", "many") as tree:
+        assert len(tree.children(b"")) == 20_000
+
+
 def test_a_flipped_byte_is_found_and_named_with_its_paths(kept: Store) -> None:
     flip(packs(kept)[0], 10)
 
@@ -98,6 +109,15 @@ def test_a_damaged_content_is_not_restored_as_if_it_were_whole(kept: Store, root
     with pytest.raises(DamagedError):
         kept.restore("host:/w", "first", DirectoryTarget(root), safety=None)
     assert not (root / "large").exists()
+
+
+def test_a_small_content_that_is_not_what_was_stored_is_not_restored(kept: Store, root: Path) -> None:
+    flip(packs(kept)[0], 10)
+    (root / "directory" / "file").unlink()
+
+    with pytest.raises(DamagedError):
+        Store(kept.directory).restore("host:/w", "first", DirectoryTarget(root), safety=None)
+    assert not (root / "directory" / "file").exists()
 
 
 def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: Store, root: Path) -> None:
