@@ -89,7 +89,12 @@ class Leaves:
     def _steady(self, descriptor: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
         before = seen
         for _ in range(_TRIES):
-            digest, size = self._content(descriptor, before)
+            try:
+                digest, size = self._content(descriptor, before)
+            except OSError:
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise
+                raise VanishedError from None
             xattrs = read_xattrs(descriptor)
             after = os.fstat(descriptor)
             same = (after.st_ctime_ns, after.st_mtime_ns, after.st_size) == (
@@ -107,6 +112,9 @@ class Leaves:
 
     def _last_resort(self, descriptor: int, size: int) -> tuple[bytes, int]:
         """What it had while it was changing: named as unstable, but better than nothing."""
+        if size > LARGE_BYTES:
+            digest, count = self._sink.large(descriptor, size, self._done)
+            return (digest if count else b""), count
         data = os.pread(descriptor, size, 0)
         return (self._sink.small(data) if data else b""), len(data)
 
@@ -115,8 +123,7 @@ class Leaves:
         size = seen.size
         racy = is_racy(seen.ctime_ns, time.time_ns())
         if size > LARGE_BYTES:
-            while racy and is_racy(seen.ctime_ns, time.time_ns()):
-                time.sleep(_TICK_S)  # until a write would show in its ctime
+            _wait_until_safe(seen.ctime_ns)
             digest, count = self._sink.large(descriptor, size, self._done)
             return (digest if count else b""), count
         if not size:
@@ -126,6 +133,12 @@ class Leaves:
         if racy and os.pread(descriptor, size, 0) != data:
             return b"", -1
         return (self._sink.small(data) if data else b""), len(data)
+
+
+def _wait_until_safe(ctime_ns: int) -> None:
+    """Until a write would show in the ctime; not for one of the future, as files have when the clock was set back."""
+    while ctime_ns <= (now_ns := time.time_ns()) and is_racy(ctime_ns, now_ns):
+        time.sleep(_TICK_S)
 
 
 def _row(name: bytes, seen: Seen, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:

@@ -53,6 +53,7 @@ __all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "unt
 
 TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
 _TOLD_EVERY: Final = 512
+_TRIES: Final = 5
 _FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 
@@ -63,6 +64,10 @@ Unreadable = Literal["fail", "skip"]
 
 def untold(files: int, size_bytes: int) -> None:
     """Nobody wants to hear of it."""
+
+
+if sys.getrecursionlimit() < _FRAMES:
+    sys.setrecursionlimit(_FRAMES)  # these frames are on the heap: nothing but memory bounds them
 
 
 @dataclass(slots=True)
@@ -95,8 +100,6 @@ def scan(
     """
     walk = _Walk(sink, trusted=trusted, unreadable=unreadable, progress=progress)
     known = cache.root
-    if sys.getrecursionlimit() < _FRAMES:
-        sys.setrecursionlimit(_FRAMES)  # these frames are on the heap: nothing but memory bounds them
     with contextlib.nullcontext() if watch is None else watch.walking(root, known) as where:
         if watch is not None and where is not None:
             walk.watch, walk.where = watch, where
@@ -369,8 +372,19 @@ class _Listing:
         return row
 
     def _take(self, at: int, name: bytes) -> None:
-        """Read a name anew."""
+        """Read a name anew; again where it became something else while it was read."""
         seen = seen_at(self._records, at)
+        for _ in range(_TRIES):
+            self._take_as(name, seen)
+            if self._rows[name] is not None:
+                return
+            record, gone = statx_names(self._descriptor, [name])
+            if gone:
+                return
+            seen = seen_at(record, 0)
+            self._racy.add(name)  # its record is that of what was there before
+
+    def _take_as(self, name: bytes, seen: Seen) -> None:
         if stat.S_ISDIR(seen.mode):
             child = self._cached.children.get(name) if self._cached is not None else None
             self._rows[name] = self._enter(name, seen, child)
