@@ -28,13 +28,14 @@ from protocol.store.digests import DIGEST_BYTES
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["DamagedError", "Pack", "PackWriter", "Packs", "Place"]
+__all__ = ["GENERATION", "DamagedError", "Pack", "PackWriter", "Packs", "Place"]
 
 _MAGIC: Final = b"vfsdpak1"
 _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
 _END: Final = b"vfsdend1"
 _BUFFER_BYTES: Final = 1 << 20
+GENERATION: Final = "generation"  # how often garbage was collected
 # A table is ten times as fast as the index of a pack, and takes five times the memory.
 _SMALL_PACK: Final = 16 << 10  # entries
 _MOST_IN_TABLE: Final = 64 << 10
@@ -203,6 +204,7 @@ class Packs:
         self._packs: dict[str, Pack] = {}
         self._large: list[Pack] = []
         self._table: dict[bytes, Place] = {}
+        self._generation = b""
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.RLock()
         self.damaged: dict[str, DamagedError] = {}
@@ -214,8 +216,12 @@ class Packs:
                 os.close(self._files.popitem()[1])
 
     def refresh(self) -> None:
-        """See what others have added and removed."""
+        """See what others have added and removed, and, when a new generation has begun, what they have replaced."""
         with self._lock:
+            generation = self._read_generation()
+            if generation != self._generation:
+                self._generation = generation
+                self._forget(set(self._packs))
             try:
                 listed = sorted(name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack")))
             except FileNotFoundError:
@@ -233,10 +239,16 @@ class Packs:
                 else:
                     known.name = name
 
-    def _enter(self, name: str) -> None:
-        path = os.path.join(self._directory, name)
+    def _read_generation(self) -> bytes:
         try:
-            pack = Pack(path)
+            with open(os.path.join(os.path.dirname(self._directory), GENERATION), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    def _enter(self, name: str) -> None:
+        try:
+            pack = self._opened(name)
         except FileNotFoundError:
             return
         except DamagedError as error:
@@ -245,6 +257,12 @@ class Packs:
         self.damaged.pop(name, None)
         self._packs[pack.stem] = pack
         self._make_findable(pack)
+
+    def _opened(self, name: str) -> Pack:
+        try:
+            return Pack(os.path.join(self._directory, name))
+        except FileNotFoundError:  # dropped since it was listed: then it has the other suffix
+            return Pack(os.path.join(self._directory, _stem(name) + ".pack"))
 
     def _make_findable(self, pack: Pack) -> None:
         if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:

@@ -157,7 +157,9 @@ class StatCache:
         self._root, self._generation, self._loaded = root, generation, True
         if self._path is None:
             return
-        frames = [_frame(_encoder.encode(_stored(path, directory))) for path, directory in changed]
+        # Each before what is below it.  A log that ends between the two then says of a directory less than is true now:
+        # what it was earlier, which no longer fits.
+        frames = [_frame(_encoder.encode(_stored(path, directory))) for path, directory in reversed(changed)]
         size = sum(map(len, frames))
         with contextlib.suppress(OSError):  # without it the next walk takes longer, and that is all
             if is_new or not self._append(frames) or self._log_bytes + size > 2 * self._base_bytes + _SLACK_BYTES:
@@ -261,8 +263,10 @@ def _linked(found: dict[bytes, _Stored]) -> CachedDirectory | None:
             for row in decode_listing(directory.listing):
                 child = made.get(prefix + row.name) if row.is_dir else None
                 if child is not None:
-                    # The row as this listing has it: the log may end between the two.
+                    # The row as this listing has it: the log may end between the two, and several write to it.
                     child.row = row
+                    if row.content != child.digest:
+                        child.own = b""  # nothing is what it was, so it is looked through
                     directory.children[row.name] = child
     except ValueError:
         return None

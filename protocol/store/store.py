@@ -24,7 +24,7 @@ from protocol.store.journal import Entry as JournalEntry
 from protocol.store.journal import Interrupted, Journal
 from protocol.store.layout import Layout, default_directory, is_inside, sync_directory, write_atomically
 from protocol.store.objects import NewObjects
-from protocol.store.packs import DamagedError, Pack, PackWriter
+from protocol.store.packs import GENERATION, DamagedError, Pack, PackWriter
 from protocol.store.records import (
     Record,
     StoredSnapshot,
@@ -380,7 +380,7 @@ class Store:
     def generation(self) -> int:
         """How often garbage was collected."""
         try:
-            with open(os.path.join(self.directory, "generation"), encoding="ascii") as file:
+            with open(os.path.join(self.directory, GENERATION), encoding="ascii") as file:
                 return int(file.read())
         except (FileNotFoundError, ValueError):
             return 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.store.digests import ContentDigest, digest_of
 from protocol.store.layout import sync_directory, write_atomically
 from protocol.store.objects import fed_from_file
-from protocol.store.packs import DamagedError, PackWriter
+from protocol.store.packs import GENERATION, DamagedError, PackWriter
 from protocol.store.records import Record, read_record, workspace_and_serial
 from protocol.store.rows import Row, decode_listing
 
@@ -275,7 +275,7 @@ def _take_out_damage(layout: Layout, blobs: Blobs, progress: Progress) -> None:
 
 
 def _new_generation(layout: Layout) -> None:
-    path = os.path.join(layout.directory, "generation")
+    path = os.path.join(layout.directory, GENERATION)
     try:
         with open(path, encoding="ascii") as file:
             number = int(file.read())

@@ -352,3 +352,27 @@ def test_a_content_has_one_digest_wherever_its_holes_are(parts: list[tuple[bool,
     assert with_holes.digest() == without.digest()
     if len(whole) <= CHUNK_BYTES:
         assert without.digest() == digest_of(whole)
+
+
+def test_a_stat_cache_that_was_cut_short_tells_nothing_wrong(store: Store, root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "was").write_bytes(b"was")
+    (root / "plain").mkdir()
+    settle(root)
+    store.take("w", "first", DirectorySource(root))
+    cache = next(Path(store.directory, "workspaces").glob("*/cache"))
+    before = cache.stat().st_size
+    (root / "a" / "b" / "new").write_bytes(b"new")
+    (root / "a" / "b" / "was").unlink()
+    (root / "a").chmod(0o700)
+    (root / "plain").chmod(0o711)
+    settle(root)
+    store.take("w", "second", DirectorySource(root))
+    log = cache.read_bytes()
+
+    for length in range(before, len(log), 40):
+        cache.write_bytes(log[:length])
+        with Store(store.directory) as other:
+            other.take("w", f"cut {length}", DirectorySource(root))
+            with other.tree("w", f"cut {length}") as tree:
+                assert state_of_tree(tree) == state_of(root)

@@ -151,6 +151,20 @@ def test_a_look_at_the_live_state_does_not_pass_for_a_snapshot_of_it(kept: Store
         assert state_of_tree(tree) == state_of(root)
 
 
+def test_who_had_the_store_open_reads_what_a_repair_has_moved(kept: Store, root: Path, tmp_path: Path) -> None:
+    (root / "directory" / "zzz").write_bytes(b"whole" * 1000)
+    (root / "damaged").write_bytes(b"lost" * 1000)
+    kept.take("host:/w", "third", DirectorySource(root))
+    data = packs(kept)[2].read_bytes()
+    flip(packs(kept)[2], data.index(b"lost"))
+    with Store(kept.directory) as other:
+        other.collect_garbage(repair=True)
+
+    kept.close()  # as when too many files are open
+    with kept.tree("host:/w", "third") as tree:
+        assert tree.read(b"directory/zzz", 0, 10_000) == b"whole" * 1000
+
+
 def test_what_only_a_dropped_snapshot_had_is_freed(store: Store, root: Path) -> None:
     (root / "shared").write_bytes(os.urandom(100_000))
     (root / "early").write_bytes(os.urandom(LARGE_BYTES + 1))
