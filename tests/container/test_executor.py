@@ -18,7 +18,7 @@ from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
 from protocol.backends.container.podman import Container, PodmanService
 from protocol.backends.container.processes import Outside
-from protocol.execution import Command, Executor
+from protocol.execution import Command, ExecResult, Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, inside
 
@@ -194,6 +194,40 @@ def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, 
     thread.join()
     assert (results[0].exit_status, results[0].timed_out) == (-signal.SIGKILL, False)
     assert sleepers(container) == []
+
+
+def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_container: Container) -> None:
+    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    running = executor.start(["sh", "-c", "echo said; exec sleep 1000"], timeout_s=3)
+    done: list[ExecResult] = []
+    thread = threading.Thread(target=lambda: done.append(running.wait()))
+    thread.start()
+    while not sleepers(own_container):
+        pass
+    own_container.pause()
+    try:
+        thread.join(120)
+        assert [(one.timed_out, one.stdout) for one in done] == [(True, b"said\n")]
+        for stdin in (b"", b"x"):
+            with pytest.raises(OSError, match="podman unpause"):
+                executor.run(["true"], stdin=stdin)
+    finally:
+        own_container.unpause()
+    thread.join(120)
+    assert executor.run(["echo", "fine"]).stdout == b"fine\n"
+    assert sleepers(own_container) == []
+
+
+def test_a_command_whose_container_is_removed_was_killed(own_container: Container) -> None:
+    running = ContainerExecutor(ContainerPlace(lambda: own_container)).start(["sleep", "1000"])
+    done: list[ExecResult] = []
+    thread = threading.Thread(target=lambda: done.append(running.wait()))
+    thread.start()
+    while not sleepers(own_container):
+        pass
+    own_container.remove()
+    thread.join(120)
+    assert [(one.exit_status, one.timed_out) for one in done] == [(128 + signal.SIGKILL, False)]
 
 
 def test_a_signal_reaches_the_command_and_what_it_runs(container: Container, way: str) -> None:

@@ -90,8 +90,9 @@ class ContainerPlace:
     async def _start(self, container: Container, command: Command) -> ContainerProcess:
         terminal = command.terminal
         with_input = None
-        if command.has_input and terminal is None and await self._has_shell(container):
-            with_input = WithInput(command.argv)
+        with _helpful(container):
+            if command.has_input and terminal is None and await self._has_shell(container):
+                with_input = WithInput(command.argv)
         marked = Marked(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
         # Shielded: what was started must be known.  It has a time limit of its own.
@@ -157,6 +158,7 @@ class ContainerProcess:
         self._is_alone = is_alone
         self._is_local = is_local
         self._killed = False
+        self._is_given_up = False
         self._sending = trio.Lock()
         self._refusal = b""  # what may be the runtime's word that the program could not be started
         self._has_begun = False
@@ -236,6 +238,10 @@ class ContainerProcess:
             await self._marked.kill(is_alone=self._is_alone())
         except OSError:
             await self._stream.kill()  # itself at least
+            if await self._marked.is_held_still():
+                # It dies when the container goes on, which nobody can wait for.
+                self._is_given_up = True
+                await self._stream.disconnect()
 
     async def wait(self) -> int:
         """Its exit status, once `output` has ended: 128 + N, as the runtime has it, for one that signal N killed.
@@ -243,12 +249,22 @@ class ContainerProcess:
         -9 for one that `kill` did.  OSError where it could not be started: FileNotFoundError for a program or a
         directory that is not there.
         """
-        status = await self._stream.wait()
+        status = await self._status()
         if self._refusal:
             raise _refused(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
         if self._with_input is not None and self._with_input.is_missing:
             raise fail(errno.ENOENT, self._command.argv[0])
         return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
+
+    async def _status(self) -> int:
+        if self._is_given_up:
+            return _KILLED
+        try:
+            return await self._stream.wait()
+        except FileNotFoundError as error:
+            if error.filename is not None:
+                raise  # the service's socket
+            return _KILLED  # the container was removed, and the command with it
 
     async def end(self) -> None:
         """Kill what is left of it, and close the connection.  Not to be cancelled."""
@@ -276,6 +292,8 @@ def _helpful(container: Container) -> Generator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EBUSY and "is paused" in str(error):
+            raise OSError(errno.EBUSY, f"the container is paused: podman unpause {container.name}") from None
         if error.errno != errno.ENOTCONN:
             raise
         reason = f"the container is not running: podman start {container.name}"

@@ -87,6 +87,13 @@ class Marked:
             raise OSError(errno.EBUSY, f"processes in the container {self._container.name} cannot be killed")
         await trio.to_thread.run_sync(self._restart)
 
+    async def is_held_still(self) -> bool:
+        """Whether the container is paused: what is killed in it may end when it goes on."""
+        try:
+            return (await trio.to_thread.run_sync(self._container.inspect)).paused
+        except OSError:
+            return False
+
     # -- from outside: in a worker thread ------------------------------------------------------------
     def _outside(self) -> Outside | None:
         return _outside(self._container)
