@@ -40,6 +40,7 @@ _O_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_C
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
+_MAY_CHANGE: Final = 0o300  # to the owner of a directory
 _COPY_BYTES: Final = 1 << 20
 _NOTHING_TO_REMEMBER: Final = contextlib.nullcontext()
 _ACCESS_ACL: Final = b"system.posix_acl_access"
@@ -119,6 +120,7 @@ class DirectoryTarget:
         self._count = 0
         self._near: tuple[bytes, int, float] | None = None  # a directory's path, its descriptor, opened when
         self._renewed: dict[int, bytes] = {}  # what inodes of several names are, after this restore changed them itself
+        self._unlocked: dict[bytes, int] = {}  # directories without write permission, and the mode that they had
 
     @property
     def source(self) -> Source:
@@ -130,10 +132,12 @@ class DirectoryTarget:
             self._root = root
             self._prefix = TEMPORARY_PREFIX + token.encode() + b"-"
             self._renewed = {}
+            self._unlocked = {}
             try:
                 yield
             finally:
                 self._leave()
+                self._lock_again()
                 self._root = -1
 
     # -- places --------------------------------------------------------------------------------
@@ -144,11 +148,30 @@ class DirectoryTarget:
             return near[1], name
         self._leave()
         descriptor = self._open_directory(above)
+        self._unlock(above, descriptor)
         self._near = (above, descriptor, time.monotonic())
         return descriptor, name
 
     def _open_directory(self, path: bytes) -> int:
         return open_beneath(self._root, path or b".", _O_DIRECTORY, same_mount=True)
+
+    def _unlock(self, path: bytes, descriptor: int) -> None:
+        """Allow the owner to change what is in a directory that he made read-only, as Go's module cache is."""
+        seen = os.fstat(descriptor)
+        if seen.st_uid == os.geteuid() != 0 and seen.st_mode & _MAY_CHANGE != _MAY_CHANGE:
+            os.fchmod(descriptor, stat.S_IMODE(seen.st_mode) | _MAY_CHANGE)
+            self._unlocked.setdefault(path, stat.S_IMODE(seen.st_mode))
+
+    def _lock_again(self) -> None:
+        """Those that have got no mode since, and are there."""
+        for path, mode in self._unlocked.items():
+            with contextlib.suppress(OSError):
+                descriptor = self._open_directory(path)
+                try:
+                    if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode | _MAY_CHANGE:
+                        os.fchmod(descriptor, mode)
+                finally:
+                    os.close(descriptor)
 
     def _leave(self) -> None:
         if self._near is not None:
@@ -261,6 +284,8 @@ class DirectoryTarget:
         os.mkdir(name, 0o700, dir_fd=directory)
 
     def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
+        if entry.is_dir:
+            self._unlocked.pop(entry.path, None)
         if not entry.path:
             return _apply(self._root, entry)
         directory, name = self._parent(entry.path)
@@ -284,6 +309,7 @@ class DirectoryTarget:
         parent, name = self._parent(path)
         if directory:
             os.rmdir(name, dir_fd=parent)
+            self._unlocked.pop(path, None)
             return
         self._check(parent, name, path, expected)
         with self._loses_a_name(parent, name, expected):

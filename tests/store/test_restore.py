@@ -303,3 +303,42 @@ def test_a_device_comes_back(store: Store, root: Path) -> None:
     store.restore("w", "s", DirectoryTarget(root), safety=None)
 
     assert os.stat(root / "null").st_rdev == os.makedev(1, 3)
+
+
+def test_what_is_in_read_only_directories_comes_back_without_being_root(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.fail("the tests run as root, as CI does: this one gives its rights away")
+    for at in [tmp_path, *tmp_path.parents]:
+        if at.stat().st_mode & 0o055 != 0o055:
+            os.chmod(at, at.stat().st_mode | 0o055)
+    own = tmp_path / "own"
+    own.mkdir()
+    os.chown(own, 65534, 65534)
+    os.seteuid(65534)
+    try:
+        root = own / "root"
+        (root / "cache" / "deep").mkdir(parents=True)
+        (root / "cache" / "deep" / "file").write_bytes(b"was")
+        for path in ("cache/deep", "cache"):
+            (root / path).chmod(0o555)
+        with Store(own / "store") as store:
+            store.take("w", "before", DirectorySource(root))
+            before = state_of(root)
+            (root / "cache" / "deep").chmod(0o755)
+            (root / "cache" / "deep" / "file").write_bytes(b"changed")
+            (root / "cache" / "deep" / "new").write_bytes(b"new")
+            (root / "cache" / "deep").chmod(0o555)
+            (root / "gone").mkdir()
+            (root / "gone" / "file").write_bytes(b"file")
+            (root / "gone").chmod(0o555)
+
+            done = store.restore("w", "before", DirectoryTarget(root), [b"cache/deep/file"], safety=None)
+            assert done.problems == ()
+            assert (root / "cache" / "deep" / "file").read_bytes() == b"was"
+            assert (root / "cache" / "deep").stat().st_mode & 0o777 == 0o555
+
+            done = store.restore("w", "before", DirectoryTarget(root), safety=None)
+            assert done.problems == ()
+            assert state_of(root) == before
+    finally:
+        os.seteuid(0)
