@@ -214,7 +214,9 @@ def _interrupted(layout: Layout) -> list[str]:
         place = os.path.join(layout.workspaces, name)
         if os.path.exists(os.path.join(place, "journal")):
             with contextlib.suppress(OSError), open(os.path.join(place, "key"), "rb") as file:
-                found.append(file.read().decode("utf-8", "surrogateescape"))
+                key = file.read().decode("utf-8", "surrogateescape")
+                with layout.if_nobody_changes(key) as is_idle:
+                    found += [key] * is_idle
     return found
 
 

@@ -165,6 +165,21 @@ def test_who_had_the_store_open_reads_what_a_repair_has_moved(kept: Store, root:
         assert tree.read(b"directory/zzz", 0, 10_000) == b"whole" * 1000
 
 
+def test_a_restore_that_goes_on_is_not_said_to_be_interrupted(store: Store, root: Path) -> None:
+    (root / "file").write_bytes(b"was")
+    store.take("w", "before", DirectorySource(root))
+    (root / "file").write_bytes(b"is")
+    found: list[tuple[str, ...]] = []
+
+    def look(done: int, total: int) -> None:
+        if os.path.exists(Path(store.layout.workspace("w"), "journal")):
+            with Store(store.directory) as other:
+                found.append(other.check().interrupted)
+
+    store.restore("w", "before", DirectoryTarget(root), safety=None, progress=look)
+    assert set(found) == {()}
+
+
 def test_what_only_a_dropped_snapshot_had_is_freed(store: Store, root: Path) -> None:
     (root / "shared").write_bytes(os.urandom(100_000))
     (root / "early").write_bytes(os.urandom(LARGE_BYTES + 1))
