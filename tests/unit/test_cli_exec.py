@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.exec_suite import ExecSuite, Where, run
+from tests.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd.commands.host import HostPlace
 from vfsd.commands.running import Commands
@@ -135,6 +135,21 @@ def test_a_variable_without_a_value_is_the_callers(where: Where, monkeypatch: py
     monkeypatch.setenv("MINE", "a b")
     done = run(where, "-e", "MINE", "-e", "NOT_SET_ANYWHERE", "--", "sh", "-c", 'echo "$MINE|${NOT_SET_ANYWHERE-no}"')
     assert done.stdout == b"a b|no\n"
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_standard_streams_that_are_closed_are_nothing_else(where: Where, closed: str) -> None:
+    line = command_line(where, "-i", "--", "sh", "-c", "cat; echo said; exit 7")
+    with subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *line],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as client:  # fmt: skip
+        try:
+            out, _ = client.communicate(timeout=WAIT_S)
+        finally:
+            client.kill()
+    assert client.returncode == 7
+    assert out == (b"" if "1>&-" in closed else b"said\n")
 
 
 def test_a_command_outside_of_the_workspace_is_refused(where: Where) -> None:

@@ -7,6 +7,7 @@ and `vfsd --help` prints the table below without importing any.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any, Final
 
@@ -98,8 +99,21 @@ def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
 cli.params += [workspace_option(), json_option()]
 
 
+def _open_standard_streams() -> None:
+    """Where one is closed, what is opened next would be taken for it: a socket for standard input."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # which Python has for one that was closed
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def main() -> None:
     """The entry point of the `vfsd` script."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding cannot say is written as an escape, never a traceback.
         if hasattr(stream, "reconfigure"):
