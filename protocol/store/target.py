@@ -40,6 +40,7 @@ _O_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_C
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
+_SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
 _MAY_CHANGE: Final = 0o300  # to the owner of a directory
 _COPY_BYTES: Final = 1 << 20
 _NOTHING_TO_REMEMBER: Final = contextlib.nullcontext()
@@ -382,21 +383,23 @@ def _copy(source: int, target: int, at: int, end: int) -> None:
 def _apply(at: int | bytes, entry: TreeEntry, descriptor: int | None = None) -> list[str]:
     """Give an inode, by a descriptor or its /proc path, the metadata of `entry`; what could not be set, in words."""
     lacking: list[str] = []
+    mode = entry.mode & _PERMISSIONS
     seen = os.fstat(at if isinstance(at, int) else descriptor)  # type: ignore[arg-type]
     if (seen.st_uid, seen.st_gid) != (entry.uid, entry.gid):
         try:
             os.chown(at, entry.uid, entry.gid)
         except OSError as error:
             lacking.append(f"owner {entry.uid}:{entry.gid}: {error.strerror}")
+            mode &= ~_SET_ID_BITS  # they would lend the rights of whoever restores
         seen = None  # type: ignore[assignment]  # a chown takes set-id bits away
-    if not entry.is_symlink and (seen is None or (seen.st_mode ^ entry.mode) & _PERMISSIONS):
-        os.chmod(at, entry.mode & _PERMISSIONS)
-    _apply_xattrs(at, entry, lacking)
+    if not entry.is_symlink and (seen is None or (seen.st_mode ^ mode) & _PERMISSIONS):
+        os.chmod(at, mode)
+    _apply_xattrs(at, entry, mode, lacking)
     os.utime(at, ns=(entry.mtime_ns if seen is None else seen.st_atime_ns, entry.mtime_ns))
     return lacking
 
 
-def _apply_xattrs(at: int | bytes, entry: TreeEntry, lacking: list[str]) -> None:
+def _apply_xattrs(at: int | bytes, entry: TreeEntry, mode: int, lacking: list[str]) -> None:
     there = dict(read_xattrs(at))
     wanted = entry.xattrs
     if there == wanted:
@@ -407,7 +410,7 @@ def _apply_xattrs(at: int | bytes, entry: TreeEntry, lacking: list[str]) -> None
         if there.get(name) != value:
             _attempt(lambda name=name, value=value: os.setxattr(at, name, value), name, lacking)  # type: ignore[misc]
     if _ACCESS_ACL in there and _ACCESS_ACL not in wanted:
-        os.chmod(at, entry.mode & _PERMISSIONS)  # without it the group's bits are what its mask was
+        os.chmod(at, mode)  # without it the group's bits are what its mask was
 
 
 def _attempt(change: Callable[[], None], name: bytes, lacking: list[str]) -> None:

@@ -342,3 +342,22 @@ def test_what_is_in_read_only_directories_comes_back_without_being_root(tmp_path
             assert state_of(root) == before
     finally:
         os.seteuid(0)
+
+
+def test_a_foreign_program_that_set_its_user_comes_back_without_that_where_its_owner_cannot_be_set(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "program").write_bytes(b"#!")
+    os.chown(root / "program", 1234, 1234)
+    (root / "program").chmod(0o6755)
+    take(store, root, "s")
+    (root / "program").unlink()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not yours to give away")
+
+    monkeypatch.setattr(os, "chown", refuse)
+    done = store.restore("w", "s", DirectoryTarget(root), safety=None)
+
+    assert (root / "program").stat().st_mode & 0o7777 == 0o755
+    assert "owner 1234:1234" in str(done.problems)
