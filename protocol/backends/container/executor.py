@@ -275,15 +275,8 @@ class ContainerProcess:
         finally:
             await self._stream.aclose()
             if self._is_local:
-                # Nobody has to wait for that.
-                trio.lowlevel.spawn_system_task(_let_monitor_go, self._stream.id)
-
-
-async def _let_monitor_go(exec_id: str) -> None:
-    try:
-        await trio.to_thread.run_sync(let_go, exec_id)
-    except OSError as error:
-        _logger.debug("a monitor of Podman's waits on: %s", error)
+                # Nobody has to wait for that, and it goes on when the loop has ended.
+                trio.lowlevel.start_thread_soon(lambda: let_go(self._stream.id), lambda _: None)
 
 
 @contextlib.contextmanager
