@@ -276,7 +276,11 @@ class Replay:
             raise _AbandonedError(str(error)) from None
         try:
             self._make_sure_of(root)
-            _Walk(root, coherence, self._answers, stopped).run()
+            try:
+                walk = _Walk(root, coherence, self._answers, stopped)
+            except OSError as error:  # the mount went away in that moment
+                raise _AbandonedError(str(error)) from None
+            walk.run()
         finally:
             os.close(root)
 

@@ -16,6 +16,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,6 +39,8 @@ _PULL_TIMEOUT_S: Final = 3600.0
 # What --network takes beside the names of networks: podman-run(1).
 _NETWORK_MODES: Final = ("none", "bridge", "host", "private", "slirp4netns", "pasta", "container:", "ns:")
 _NOT_FOUND: Final = 404
+# Podman may find a container's /dev/shm still busy when it has just killed what ran there.
+_REMOVAL_PAUSES_S: Final = (0.1, 0.5, 2.0)
 _CONFLICT: Final = 409
 
 
@@ -269,6 +272,16 @@ class Container:
         """Kill it, and remove it with its anonymous volumes; nothing where it is gone already."""
         with contextlib.suppress(OSError):  # it does not run
             self.kill()  # removing would first ask it to end, and give it ten seconds
+        for pause_s in _REMOVAL_PAUSES_S:
+            try:
+                return self._remove()
+            except OSError as error:
+                if "resource busy" not in str(error):
+                    raise
+                time.sleep(pause_s)
+        return self._remove()
+
+    def _remove(self) -> None:
         with contextlib.suppress(ContainerNotFoundError):
             self._do("removing", lambda one: one.remove(v=True, force=True))
 
