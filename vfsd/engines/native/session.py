@@ -29,6 +29,7 @@ from vfsd.engines.base import EngineSettings, Impersonator
 from vfsd.engines.native import mounting, permissions, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
 from vfsd.engines.native.operations import Handler, Operations
+from vfsd.engines.native.polling import Poller
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.engines.native.wire import InitFlag, Opcode
 
@@ -175,18 +176,18 @@ class NativeEngine:
         try:
             with self._stopped:
                 async with trio.open_nursery() as self._nursery:
-                    await self._serve(device, readable.poll)
+                    await self._serve(device, Poller(readable.poll))
                     self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
 
-    async def _serve(self, device: io.FileIO, wait: Callable[[int], object]) -> None:
+    async def _serve(self, device: io.FileIO, poller: Poller) -> None:
         descriptor = device.fileno()
         slices_waited = 0
 
         while True:
             try:
-                empty = self._answer_some(device.readinto, descriptor, wait)
+                empty = self._answer_some(device.readinto, descriptor, poller)
             except OSError as error:
                 if error.errno == errno.ENODEV:  # unmounted
                     return
@@ -207,20 +208,20 @@ class NativeEngine:
             else:
                 await trio.lowlevel.checkpoint()
 
-    def _answer_some(
-        self, read: Callable[[bytearray], int | None], descriptor: int, wait: Callable[[int], object]
-    ) -> bool:
+    def _answer_some(self, read: Callable[[bytearray], int | None], descriptor: int, poller: Poller) -> bool:
         """Answer requests until there is none (True) or the slice is over (False).  OSError of reading only."""
-        respond, buffer = self._respond, self._buffer
-        deadline = monotonic() + _SLICE_S
+        respond, buffer, wait = self._respond, self._buffer, poller.wait
+        answered = monotonic()
+        deadline = answered + _SLICE_S
         # Asked first, because asking costs less than being refused: EAGAIN is an exception made and thrown away.
         # Lingering would keep tasks that wait for a volume from going on.
-        while wait(0 if self._waiting else _LINGER_MS):
+        while poller.ready() if self._waiting else wait(answered, _LINGER_MS):
             length = read(buffer)
             if length:
                 respond(descriptor, length)
                 buffer = self._buffer  # another one where a volume keeps the data
-                if monotonic() > deadline:
+                answered = monotonic()
+                if answered > deadline:
                     return False
         return True
 

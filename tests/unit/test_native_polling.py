@@ -1,0 +1,156 @@
+"""When the native engine waits awake for the next request, and when it sleeps: a clock and a machine of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from vfsd.engines.native.polling import Poller, RunnableThreads
+
+US = 1e-6
+A_QUESTION_S = 0.5 * US  # what poll(0) takes
+CPUS = 2
+
+
+class Machine:
+    """A clock that goes on with every question, and requests that come at their time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.next_s = float("inf")
+        self.runnable = 1
+        self.slept = 0
+        self.questions = 0
+        self.looks = 0
+        self.lose_cpu_s = 0.0
+        self.poller = Poller(self.poll, runnable=self.count, cpus=CPUS, clock=lambda: self.now_s)
+
+    def count(self) -> int:
+        self.looks += 1
+        return self.runnable
+
+    def poll(self, milliseconds: int) -> list[object]:
+        if milliseconds == 0:
+            self.questions += 1
+            self.now_s += A_QUESTION_S + self.lose_cpu_s
+        elif self.next_s > self.now_s:
+            self.slept += 1
+            self.now_s = min(self.now_s + milliseconds / 1000, self.next_s)
+        return [object()] if self.next_s <= self.now_s else []
+
+    def request_after(self, gap_s: float) -> bool:
+        """Wait for a request that comes `gap_s` after the last answer; whether it came without sleep."""
+        slept, answered = self.slept, self.now_s
+        self.next_s = answered + gap_s
+        assert self.poller.wait(answered, 1)
+        self.poller.check_invariants()
+        return self.slept == slept
+
+    def burst(self, requests: int = 20) -> None:
+        for _ in range(requests):
+            self.request_after(4 * US)
+
+
+def test_a_burst_is_answered_without_sleep() -> None:
+    machine = Machine()
+    machine.burst()
+    assert all(machine.request_after(4 * US) for _ in range(50))
+
+
+def test_what_is_there_already_is_found_with_one_question() -> None:
+    machine = Machine()
+    machine.burst()
+    asked = machine.questions
+    assert machine.request_after(0)
+    assert machine.questions == asked + 1
+
+
+def test_rare_requests_are_slept_for() -> None:
+    machine = Machine()
+    machine.burst()
+    for _ in range(10):
+        machine.request_after(500 * US)
+    asked = machine.questions
+    for _ in range(10):
+        assert not machine.request_after(500 * US)
+    assert machine.questions == asked + 10  # one before each sleep
+
+
+def test_an_occasional_pause_does_not_end_a_burst() -> None:
+    machine = Machine()
+    machine.burst()
+    for _ in range(20):
+        machine.request_after(200 * US)
+        assert all([machine.request_after(4 * US) for _ in range(9)][1:])
+
+
+def test_where_every_other_request_is_late_nothing_is_spun_for() -> None:
+    machine = Machine()
+    asked = machine.questions
+    for _ in range(50):
+        machine.request_after(4 * US)
+        machine.request_after(200 * US)
+    assert machine.questions <= asked + 100
+
+
+def test_silence_is_not_spun_through() -> None:
+    machine = Machine()
+    machine.burst()
+    machine.next_s = float("inf")
+    asked, began = machine.questions, machine.now_s
+    assert not machine.poller.wait(machine.now_s, 1)
+    assert machine.questions - asked <= 20 * US / A_QUESTION_S + 2
+    assert machine.now_s - began < 1.1e-3
+
+
+def test_more_runnable_threads_than_cpus_end_the_spin_until_they_are_gone() -> None:
+    machine = Machine()
+    machine.burst()
+    machine.runnable = CPUS + 1
+    machine.request_after(1500 * US)  # time for a look
+    machine.burst(10)
+    assert not any(machine.request_after(4 * US) for _ in range(20))
+    machine.runnable = CPUS
+    machine.request_after(25e-3)
+    machine.burst()
+    assert machine.request_after(4 * US)
+
+
+def test_looks_are_rare() -> None:
+    machine = Machine()
+    machine.burst()
+    began, looks = machine.now_s, machine.looks
+    machine.burst(1000)
+    assert machine.looks - looks <= (machine.now_s - began) * 1000 + 1
+
+
+def test_a_spin_that_loses_the_cpu_is_followed_by_a_pause() -> None:
+    machine = Machine()
+    machine.burst()
+    machine.lose_cpu_s = 3e-3
+    machine.request_after(10e-3)
+    machine.lose_cpu_s = 0
+    machine.burst(10)
+    assert not any(machine.request_after(4 * US) for _ in range(20))
+    machine.request_after(25e-3)
+    machine.burst()
+    assert machine.request_after(4 * US)
+
+
+def test_any_sequence_keeps_the_invariants() -> None:
+    chance = random.Random(1)
+    machine = Machine()
+    gaps: tuple[Callable[[], float], ...] = (
+        lambda: 0,
+        lambda: 4 * US,
+        lambda: chance.random() * 50 * US,
+        lambda: 0.5e-3,
+    )
+    for _ in range(3000):
+        machine.runnable = chance.choice((0, 1, 2, 3, 9))
+        machine.lose_cpu_s = chance.choice((0, 0, 0, 1e-3))
+        machine.request_after(chance.choice(gaps)())
+
+
+def test_the_machine_tells_how_many_threads_want_a_cpu() -> None:
+    assert RunnableThreads()() >= 1  # this one
