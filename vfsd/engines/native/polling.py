@@ -55,7 +55,7 @@ class Poller:
     want a CPU, of which there are `cpus`; `clock` gives seconds.
     """
 
-    __slots__ = ("_clock", "_cpus", "_credit", "_look_at", "_poll", "_runnable", "_spin_from")
+    __slots__ = ("_clock", "_cpus", "_credit", "_look_at", "_poll", "_runnable", "_spin_from", "at_once")
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Poller:
         self._cpus = cpus or len(os.sched_getaffinity(0))
         self._clock = clock
         self._credit = 0
+        self.at_once = False  # whether there was no need to wait the last time
         self._look_at = self._spin_from = clock()  # when to look next, and when to spin again
 
     def check_invariants(self) -> None:
@@ -87,7 +88,9 @@ class Poller:
         """
         poll = self._poll
         if ready := poll(0):
+            self.at_once = True
             return ready
+        self.at_once = False
         until = since + _SPIN_S
         if self._credit > 0 and (ready := self._spin(until)):
             self._credit = min(self._credit + 1, _MOST_CREDIT)

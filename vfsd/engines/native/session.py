@@ -213,9 +213,11 @@ class NativeEngine:
         respond, buffer, wait = self._respond, self._buffer, poller.wait
         answered = monotonic()
         deadline = answered + _SLICE_S
-        # Asked first, because asking costs less than being refused: EAGAIN is an exception made and thrown away.
+        # Asked first, because asking costs less than being refused (EAGAIN is an exception made and thrown away); but
+        # not where the last request was there at once: then the next one is, too.
         # Lingering would keep tasks that wait for a volume from going on.
-        while poller.ready() if self._waiting else wait(answered, _LINGER_MS):
+        eager = False
+        while eager or (poller.ready() if self._waiting else wait(answered, _LINGER_MS)):
             length = read(buffer)
             if length:
                 respond(descriptor, length)
@@ -223,6 +225,9 @@ class NativeEngine:
                 answered = monotonic()
                 if answered > deadline:
                     return False
+                eager = poller.at_once
+            else:
+                eager = poller.at_once = False
         return True
 
     def _respond(self, descriptor: int, length: int) -> None:
