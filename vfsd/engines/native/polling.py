@@ -34,12 +34,19 @@ _PAUSE_S: Final = 0.02
 
 
 class RunnableThreads:
-    """How many threads of the machine run or want to: `/proc/loadavg`, proc(5).  Call it; 0 where nothing tells."""
+    """How many threads of the machine run or want to, from /proc/loadavg (proc(5)).  Call it; 0 where nothing tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | os.PathLike[str] = "/proc/loadavg") -> None:
         self._file: io.FileIO | None = None
         with contextlib.suppress(OSError):
-            self._file = io.FileIO("/proc/loadavg")
+            self._file = io.FileIO(path)
+
+    def __enter__(self) -> RunnableThreads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def __call__(self) -> int:
         if self._file is None:
@@ -61,12 +68,12 @@ class Poller:
         self,
         poll: Callable[[int], object],
         *,
-        runnable: Callable[[], int] | None = None,
+        runnable: Callable[[], int],
         cpus: int | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._poll = poll
-        self._runnable = runnable or RunnableThreads()
+        self._runnable = runnable
         self._cpus = cpus or len(os.sched_getaffinity(0))
         self._clock = clock
         self._credit = 0

@@ -29,7 +29,7 @@ from vfsd.engines.base import EngineSettings, Impersonator
 from vfsd.engines.native import mounting, permissions, wire
 from vfsd.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
 from vfsd.engines.native.operations import Handler, Operations
-from vfsd.engines.native.polling import Poller
+from vfsd.engines.native.polling import Poller, RunnableThreads
 from vfsd.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.engines.native.wire import InitFlag, Opcode
 
@@ -174,9 +174,9 @@ class NativeEngine:
         readable = select.poll()
         readable.register(device, select.POLLIN)
         try:
-            with self._stopped:
+            with self._stopped, RunnableThreads() as runnable:
                 async with trio.open_nursery() as self._nursery:
-                    await self._serve(device, Poller(readable.poll))
+                    await self._serve(device, Poller(readable.poll, runnable=runnable))
                     self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None

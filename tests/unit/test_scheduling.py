@@ -1,0 +1,74 @@
+"""Threads that give way, and those beside them, which do not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from protocol import scheduling
+
+_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
+MILLISECOND_NS = 1_000_000
+
+
+def nice_of_this_thread() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def turn_ns_of_this_thread() -> int:
+    """As the kernel has it: sched_getattr(2)."""
+    buffer = ctypes.create_string_buffer(48)
+    call = _SCHED_GETATTR[os.uname().machine]
+    assert ctypes.CDLL(None).syscall(call, threading.get_native_id(), buffer, 48, 0) == 0
+    return int(struct.unpack_from("=IIQiIQ", buffer.raw)[5])
+
+
+T = TypeVar("T")
+
+
+def in_a_thread(function: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_a_thread_that_gives_way_is_nicer_than_those_beside_it() -> None:
+    before = nice_of_this_thread()
+
+    def giving_way() -> int:
+        scheduling.give_way()
+        return nice_of_this_thread()
+
+    assert in_a_thread(giving_way) == min(before + 10, 19)
+    assert nice_of_this_thread() == before
+    assert in_a_thread(nice_of_this_thread) == before
+
+
+def test_its_turns_are_longer_where_the_kernel_knows_turns() -> None:
+    def giving_way() -> tuple[int, int]:
+        before = turn_ns_of_this_thread()
+        scheduling.give_way()
+        return before, turn_ns_of_this_thread()
+
+    before, after = in_a_thread(giving_way)
+    if before == 0:
+        pytest.skip("this kernel has no turns of a thread's own (Linux 6.12)")
+    assert after == 10 * MILLISECOND_NS > before
+
+
+def test_without_the_system_call_it_is_nicer_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "_SCHED_SETATTR", {})
+    before = nice_of_this_thread()
+
+    def twice() -> int:
+        scheduling.give_way()
+        scheduling.give_way()  # never past the nicest
+        return nice_of_this_thread()
+
+    assert in_a_thread(twice) == min(before + 20, 19)
