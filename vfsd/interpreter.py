@@ -31,9 +31,9 @@ _MMAP_BYTES: Final = 32 << 20  # the most that glibc takes; blocks of content co
 _COLLECT_AFTER: Final = (10_000, 20, 10)
 # A thread that computes (an export, a diff) holds the interpreter for so long at a time: that is what a
 # request through the mount waits for, up to four times over.  Python's own default is 5 ms.
-_SWITCH_INTERVAL_S: Final = 0.00001
+_SWITCH_INTERVAL_S: Final = 0.00002
 # By as much a wait may be longer than asked for, so that one interrupt serves several (prctl(2)); the kernel's own
-# default, 50 us, is five times the wait for the interpreter.
+# default, 50 us, is more than the wait for the interpreter.
 _PR_SET_TIMERSLACK: Final = 29
 _TIMER_SLACK_NS: Final = 1
 

@@ -7,6 +7,7 @@ Source: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 (local header) to 4.3.16 (en
 from __future__ import annotations
 
 import calendar
+import functools
 import time
 from collections.abc import Iterator
 from struct import Struct
@@ -40,10 +41,9 @@ __all__ = [
     "STORED",
     "VERSION_DEFLATE",
     "VERSION_ZIP64",
-    "dos_time",
     "extra_fields",
     "ns_of_dos_time",
-    "ut_field",
+    "times",
 ]
 
 SIGNATURE_LOCAL: Final = b"PK\x03\x04"
@@ -91,27 +91,26 @@ _DOS_FIRST_S: Final = calendar.timegm((1980, 1, 1, 0, 0, 0))
 _DOS_LAST_S: Final = calendar.timegm((2107, 12, 31, 23, 59, 58))
 
 
-def dos_time(mtime_ns: int) -> tuple[int, int]:
-    """(time, date) in MS-DOS format, UTC, of a time since the epoch; clamped to what the format can say."""
-    t = time.gmtime(min(max(mtime_ns // _NS, _DOS_FIRST_S), _DOS_LAST_S))
-    return t.tm_hour << 11 | t.tm_min << 5 | t.tm_sec // 2, (t.tm_year - 1980) << 9 | t.tm_mon << 5 | t.tm_mday
+@functools.lru_cache(maxsize=1024)
+def times(seconds: int) -> tuple[int, int, bytes]:
+    """A time since the epoch as (time, date) in MS-DOS format, and as Info-ZIP's extra field; all UTC.
+
+    MS-DOS's is clamped to what it can say; the field is empty where 32 bits cannot hold the time.
+    """
+    t = time.gmtime(min(max(seconds, _DOS_FIRST_S), _DOS_LAST_S))
+    clock = t.tm_hour << 11 | t.tm_min << 5 | t.tm_sec // 2
+    date = (t.tm_year - 1980) << 9 | t.tm_mon << 5 | t.tm_mday
+    fits = -(1 << 31) <= seconds < 1 << 31
+    return clock, date, _UT.pack(FIELD_UT, 5, 1, seconds) if fits else b""
 
 
 def ns_of_dos_time(clock: int, date: int) -> int:
-    """The inverse of `dos_time`; 1980 for dates that do not exist."""
+    """The inverse of `times`; 1980 for dates that do not exist."""
     year, month, day = 1980 + (date >> 9), date >> 5 & 15, date & 31
     try:
         return calendar.timegm((year, month, day, clock >> 11, clock >> 5 & 63, (clock & 31) * 2)) * _NS
     except ValueError:
         return _DOS_FIRST_S * _NS
-
-
-def ut_field(mtime_ns: int) -> bytes:
-    """Info-ZIP's extra field with the mtime in seconds, UTC; empty where 32 bits cannot hold it."""
-    seconds = mtime_ns // _NS
-    if not -(1 << 31) <= seconds < 1 << 31:
-        return b""
-    return _UT.pack(FIELD_UT, 5, 1, seconds)
 
 
 def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:

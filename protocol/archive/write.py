@@ -193,20 +193,21 @@ def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Repor
     name = FILES + text.encode()
     if len(entry.path) > PATH_BYTES_MAX:
         raise fail(errno.ENAMETOOLONG, shown(entry.path))
-    if entry.is_dir:
-        packer.add(Item(name + b"/" if text else name, entry.mode, entry.mtime_ns, b""))
-    elif entry.is_symlink:
-        packer.add(Item(name, entry.mode, entry.mtime_ns, entry.target))
-    elif stat.S_IFMT(entry.mode) in SPECIAL:
-        pass  # its record in the manifest says all there is
-    elif entry.size <= SMALL_BYTES:
+    if entry.is_file:
+        if entry.size > SMALL_BYTES:
+            packer.stream(Item(name, entry.mode, entry.mtime_ns, b""), entry.size, _checked(tree, entry, report))
+            return
         data = tree.read(entry.path, 0, entry.size) if entry.size else b""
         if len(data) != entry.size:
             raise _changed(entry)
         packer.add(Item(name, entry.mode, entry.mtime_ns, data))
         report.add(len(data))
+    elif entry.is_dir:
+        packer.add(Item(name + b"/" if text else name, entry.mode, entry.mtime_ns, b""))
+    elif entry.is_symlink:
+        packer.add(Item(name, entry.mode, entry.mtime_ns, entry.target))
     else:
-        packer.stream(Item(name, entry.mode, entry.mtime_ns, b""), entry.size, _checked(tree, entry, report))
+        assert stat.S_IFMT(entry.mode) in SPECIAL  # its record in the manifest says all there is
 
 
 def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[bytes]:

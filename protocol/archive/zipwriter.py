@@ -26,6 +26,8 @@ _BATCH_ENTRIES: Final = 128
 _WORKERS_MAX: Final = 4  # with two batches in flight for each: less than 10 MiB
 # Deflate can make incompressible data a little larger; from here on the compressed size may need 64 bits.
 _BIG_BYTES: Final = 0xFF00_0000
+_pack_local: Final = zr.LOCAL.pack
+_pack_central: Final = zr.CENTRAL.pack
 
 
 class Item(NamedTuple):
@@ -135,24 +137,29 @@ class ZipWriter:
 
     def write(self, packed: Sequence[_Packed]) -> None:
         parts: list[bytes] = []
-        offset = self.offset
+        directory, offset = self._directory, self.offset
+        utf8 = zr.FLAG_UTF8  # bit 11 always: valid UTF-8 is all that gets here
+        version = zr.VERSION_DEFLATE  # sizes of small entries fit 32 bits
         for item, method, crc, data in packed:
-            clock, date = zr.dos_time(item.mtime_ns)
-            extra = zr.ut_field(item.mtime_ns)
-            # Bit 11 always: valid UTF-8 is all that gets here.  Sizes of small entries fit 32 bits.
-            parts += (
-                zr.LOCAL.pack(
-                    zr.SIGNATURE_LOCAL, zr.VERSION_DEFLATE, zr.FLAG_UTF8, method, clock, date,
-                    crc, len(data), len(item.data), len(item.name), len(extra),
-                ),
-                item.name,
-                extra,
-                data,
-            )  # fmt: skip
-            self._remember(
-                item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, len(data), len(item.data), offset)
+            name, _, mtime_ns, content = item
+            clock, date, extra = zr.times(mtime_ns // 1_000_000_000)
+            name_bytes, extra_bytes = len(name), len(extra)
+            compressed, size = len(data), len(content)
+            local = _pack_local(
+                zr.SIGNATURE_LOCAL, version, utf8, method, clock, date, crc, compressed, size, name_bytes, extra_bytes
             )
-            offset += zr.LOCAL.size + len(item.name) + len(extra) + len(data)
+            parts += (local, name, extra, data)
+            if offset < zr.MAX_32:
+                directory += _pack_central(
+                    zr.SIGNATURE_CENTRAL, zr.MADE_BY_UNIX, version, utf8, method, clock, date, crc, compressed, size,
+                    name_bytes, extra_bytes, 0, 0, 0, _attributes(item), offset,
+                )  # fmt: skip
+                directory += name
+                directory += extra
+                self._count += 1
+            else:
+                self._remember(item, _Known(utf8, method, clock, date, extra, crc, compressed, size, offset))
+            offset += zr.LOCAL.size + name_bytes + extra_bytes + compressed
         self._write(b"".join(parts))
 
     def stream(self, item: Item, size: int, chunks: Iterator[bytes], level: int) -> None:
@@ -160,9 +167,8 @@ class ZipWriter:
         big = size >= _BIG_BYTES
         flags = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
         start = self.offset
-        clock, date = zr.dos_time(item.mtime_ns)
+        clock, date, ut = zr.times(item.mtime_ns // 1_000_000_000)
         # The ZIP64 field in the local header announces sizes of 64 bits in the descriptor (4.3.9.2).
-        ut = zr.ut_field(item.mtime_ns)
         extra = (_zip64_field(0, 0) if big else b"") + ut
         unknown, version = (zr.MAX_32, zr.VERSION_ZIP64) if big else (0, zr.VERSION_DEFLATE)
         header = zr.LOCAL.pack(
@@ -205,11 +211,10 @@ class ZipWriter:
         if wide:
             extra = _zip64_field(*wide) + extra
             version = zr.VERSION_ZIP64
-        attributes = (item.mode & 0xFFFF) << 16 | (zr.MSDOS_DIRECTORY if item.name.endswith(b"/") else 0)
         self._directory += zr.CENTRAL.pack(
             zr.SIGNATURE_CENTRAL, zr.MADE_BY_UNIX, version, flags, method, clock, date,
             crc, min(compressed, zr.MAX_32), min(size, zr.MAX_32),
-            len(item.name), len(extra), 0, 0, 0, attributes, min(at, zr.MAX_32),
+            len(item.name), len(extra), 0, 0, 0, _attributes(item), min(at, zr.MAX_32),
         )  # fmt: skip
         self._directory += item.name
         self._directory += extra
@@ -223,6 +228,11 @@ class ZipWriter:
             rest = memoryview(data)[written:]
             while rest:
                 rest = rest[self._file.write(rest) :]
+
+
+def _attributes(item: Item) -> int:
+    """The external attributes: Unix's mode, and MS-DOS's bit of a directory."""
+    return (item.mode & 0xFFFF) << 16 | (zr.MSDOS_DIRECTORY if item.name.endswith(b"/") else 0)
 
 
 def _zip64_field(*values: int) -> bytes:

@@ -38,6 +38,8 @@ class SnapshotTree:
         self._inodes: PreInodes
         self._names: PreNames
         self._inodes, self._names = merged(closed)
+        # Files are asked for folder by folder.  One reference, replaced as a whole: threads may share a view.
+        self._last_folder: tuple[bytes, Inode | None] = (b"", None)
 
     def belongs_to(self, state: State) -> bool:
         """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
@@ -84,16 +86,23 @@ class SnapshotTree:
 
     def find(self, path: bytes) -> Inode:
         """The inode at `path`.  FileNotFoundError, NotADirectoryError."""
-        inode = self.version(ROOT_INODE)
-        assert inode is not None
-        for part in path.split(b"/") if path else ():
-            if inode.children is None:
-                raise fail(errno.ENOTDIR, _show(path))
-            found = self.version(self.name(inode, part))
-            if found is None:
-                raise fail(errno.ENOENT, _show(path))
-            inode = found
-        return inode
+        folder, _, name = path.rpartition(b"/")
+        known, inode = self._last_folder
+        if known != folder or inode is None:
+            inode = self.version(ROOT_INODE)
+            assert inode is not None
+            for part in folder.split(b"/") if folder else ():
+                inode = self._child(inode, part, path)
+            self._last_folder = folder, inode
+        return self._child(inode, name, path) if path else inode
+
+    def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
+        if inode.children is None:
+            raise fail(errno.ENOTDIR, _show(path))
+        found = self.version(self.name(inode, name))
+        if found is None:
+            raise fail(errno.ENOENT, _show(path))
+        return found
 
     def paths(self, inode: Inode) -> list[bytes]:
         """All paths that `inode` had: a directory has one at most."""
