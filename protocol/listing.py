@@ -11,7 +11,7 @@ Invariant: `_cookies` increases strictly; `_names[i]` is the name at `_cookies[i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 __all__ = ["FIRST_COOKIE", "Listing"]
@@ -25,11 +25,12 @@ class Listing:
 
     __slots__ = ("_cookies", "_gaps", "_names", "_next", "_position")
 
-    def __init__(self, names: Collection[bytes]) -> None:
-        self._names: list[bytes | None] = [*names]
+    def __init__(self, names: Iterable[bytes]) -> None:
+        given = list(names)
+        self._names: list[bytes | None] = [*given]
         self._next = FIRST_COOKIE + len(self._names)
         self._cookies = list(range(FIRST_COOKIE, self._next))
-        self._position = dict(zip(names, self._cookies, strict=True))
+        self._position = dict(zip(given, self._cookies, strict=True))
         self._gaps = 0
 
     def __len__(self) -> int:
