@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -292,3 +293,27 @@ def test_a_daemon_without_memory_says_enomem_and_lives(short_of_memory: Path, wo
     (root / "after").write_bytes(b"after" * 1000)
     assert (root / "after").read_bytes() == b"after" * 1000
     check_invariants(workspace)
+
+
+# -- at rest ----------------------------------------------------------------------------------------------
+def cpu_ns(pid: int) -> int:
+    """What the threads of a process have used: proc(5)."""
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in Path(f"/proc/{pid}/task").iterdir())
+
+
+def test_a_daemon_waits_awake_for_microseconds_only(mount: MountIt) -> None:
+    workspace = mount()
+    root = Path(workspace.path)
+    for number in range(2000):  # requests that come one after the other are waited for awake
+        (root / str(number)).mkdir()
+    before = cpu_ns(workspace.pid)
+    time.sleep(1)
+    assert cpu_ns(workspace.pid) - before < 0.1e9
+    for number in range(300):
+        (root / f"slow{number}").exists()
+        time.sleep(0.002)
+    assert cpu_ns(workspace.pid) - before < 0.3e9
+
+
+def test_a_daemon_s_waits_are_not_made_longer_to_save_interrupts(mount: MountIt) -> None:
+    assert int(Path(f"/proc/{mount().pid}/timerslack_ns").read_text()) == 1
