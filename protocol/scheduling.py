@@ -9,6 +9,7 @@ would leave it next to nothing on a busy machine, and with the interpreter lock 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -27,8 +28,16 @@ _NICEST: Final = 19
 def give_way() -> None:
     """Let others go before this thread from now on, for good.  Before Linux 6.12 it is nicer, and no more."""
     thread = threading.get_native_id()
-    nice = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICER, _NICEST)
+    with contextlib.suppress(OSError):  # a courtesy: where a sandbox forbids it, things go on without
+        nice = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICER, _NICEST)
+        if not _take_longer_turns(thread, nice):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
+def _take_longer_turns(thread: int, nice: int) -> bool:
     call = _SCHED_SETATTR.get(os.uname().machine)
+    # Another policy (chrt(1), CPUSchedulingPolicy=) was chosen by somebody, and stays.
+    if call is None or os.sched_getscheduler(thread) != os.SCHED_OTHER:
+        return False
     attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, _TURN_NS, 0, 0)
-    if call is None or ctypes.CDLL(None).syscall(call, thread, attributes, 0) != 0:
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
+    return bool(ctypes.CDLL(None).syscall(call, thread, attributes, 0) == 0)

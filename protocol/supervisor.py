@@ -28,6 +28,10 @@ import time
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_TIMERSLACK = 29
+_PR_GET_TIMERSLACK = 30
+_DAEMON_TIMER_SLACK_NS = 1  # what a daemon has for itself (vfsd.interpreter), and its children inherit
+_USUAL_TIMER_SLACK_NS = 50_000
 _SCAN_PAUSE_S = 0.01
 # A process that SIGKILL has not ended by then waits in the kernel for something that we cannot give it.
 _KILL_S = 10.0
@@ -69,6 +73,8 @@ def _become(directory: bytes, command: list[bytes], failed: int) -> None:
         if os.isatty(0):
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # where the supervisor itself is killed
+        if _LIBC.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0) == _DAEMON_TIMER_SLACK_NS:
+            _LIBC.prctl(_PR_SET_TIMERSLACK, _USUAL_TIMER_SLACK_NS, 0, 0, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(directory)

@@ -206,8 +206,8 @@ def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Repor
         packer.add(Item(name + b"/" if text else name, entry.mode, entry.mtime_ns, b""))
     elif entry.is_symlink:
         packer.add(Item(name, entry.mode, entry.mtime_ns, entry.target))
-    else:
-        assert stat.S_IFMT(entry.mode) in SPECIAL  # its record in the manifest says all there is
+    elif stat.S_IFMT(entry.mode) not in SPECIAL:  # of those the manifest says all there is
+        raise OSError(errno.EINVAL, f"no kind of file that there is: mode {entry.mode:o}", shown(entry.path))
 
 
 def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[bytes]:

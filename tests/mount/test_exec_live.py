@@ -52,3 +52,10 @@ def test_each_command_is_followed_by_a_snapshot_where_that_is_asked_for(mount: M
     workspace.snapshot("exec-3")  # a name that is taken is left to its owner
     assert workspace.executor.run(["true"]).exit_status == 0
     assert [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "user"][-1] == "exec-4"
+
+
+def test_a_command_does_not_inherit_the_daemon_s_precise_waits(mount: MountIt) -> None:
+    workspace = mount(exec_on_host=True)
+    # Who reads /proc/self is a child of the shell, and has what the shell has.
+    done = run(where_of(workspace), "--", "sh", "-c", "cat /proc/self/timerslack_ns")
+    assert done.stdout.strip() == b"50000"

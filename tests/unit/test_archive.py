@@ -535,6 +535,14 @@ def test_a_tree_too_large_for_any_reader_is_refused_at_once_with_its_largest_fil
     assert file.getvalue() == b""
 
 
+def test_an_entry_of_no_known_kind_is_refused_by_name() -> None:
+    tree = DictTree({b"odd": (TreeEntry(b"", 0o050644), b"")})
+    with pytest.raises(OSError, match="mode 50644") as refused:
+        write_archive(tree, io.BytesIO())
+    assert refused.value.errno == errno.EINVAL
+    assert refused.value.filename == "odd"
+
+
 def test_what_is_no_archive_at_all_is_named(workdir: Path) -> None:
     (workdir / "text").write_text("no archive")
     with pytest.raises(ArchiveError, match="no ZIP archive") as raised, open_archive(workdir / "text"):

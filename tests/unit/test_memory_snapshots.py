@@ -202,3 +202,19 @@ def test_a_name_in_use_is_refused_and_can_be_used_again_once_dropped(volume: Mem
     volume.drop_snapshot("s")
     assert volume.take_snapshot("s").serial > first.serial
     assert [info.name for info in volume.snapshots()] == ["s"]
+
+
+def test_a_tree_finds_what_it_has_folder_by_folder_and_nothing_else(volume: MemoryVolume) -> None:
+    a = make(volume, ROOT_INODE, b"a")
+    make(volume, a, b"f", b"1")
+    make(volume, ROOT_INODE, b"f", b"22")
+    with volume.tree() as tree:
+        # Where one is found in the folder of the last one, and where not.
+        for path, size in ((b"a/f", 1), (b"f", 2), (b"a/f", 1), (b"a", 0), (b"", 0), (b"f", 2)):
+            assert tree.entry(path).size == size
+        for missing in (b"/", b"/a", b"/f", b"//a", b"a/", b"a//f", b"b", b"b/f", b"a/g"):
+            with pytest.raises(FileNotFoundError):
+                tree.entry(missing)
+        for below_a_file in (b"f/", b"f/g", b"a/f/g"):
+            with pytest.raises(NotADirectoryError):
+                tree.entry(below_a_file)

@@ -50,6 +50,7 @@ def test_a_thread_that_gives_way_is_nicer_than_those_beside_it() -> None:
     assert in_a_thread(nice_of_this_thread) == before
 
 
+@pytest.mark.skipif(os.uname().machine not in _SCHED_GETATTR, reason="the number of sched_getattr(2) here is not known")
 def test_its_turns_are_longer_where_the_kernel_knows_turns() -> None:
     def giving_way() -> tuple[int, int]:
         before = turn_ns_of_this_thread()
@@ -57,9 +58,27 @@ def test_its_turns_are_longer_where_the_kernel_knows_turns() -> None:
         return before, turn_ns_of_this_thread()
 
     before, after = in_a_thread(giving_way)
-    if before == 0:
-        pytest.skip("this kernel has no turns of a thread's own (Linux 6.12)")
-    assert after == 10 * MILLISECOND_NS > before
+    assert after == (10 * MILLISECOND_NS if before else 0)  # 0: Linux before 6.12
+
+
+def test_a_policy_that_was_chosen_stays() -> None:
+    def idle() -> tuple[int, int]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        scheduling.give_way()
+        return os.sched_getscheduler(0), nice_of_this_thread()
+
+    assert in_a_thread(idle) == (os.SCHED_IDLE, min(nice_of_this_thread() + 10, 19))
+
+
+def test_where_it_is_forbidden_things_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(scheduling, "_SCHED_SETATTR", {})
+    monkeypatch.setattr(os, "setpriority", refuse)
+    before = nice_of_this_thread()
+    in_a_thread(scheduling.give_way)
+    assert in_a_thread(nice_of_this_thread) == before
 
 
 def test_without_the_system_call_it_is_nicer_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,9 @@ class SnapshotTree:
 
     def find(self, path: bytes) -> Inode:
         """The inode at `path`.  FileNotFoundError, NotADirectoryError."""
-        folder, _, name = path.rpartition(b"/")
+        folder, separator, name = path.rpartition(b"/")
+        if separator and not folder:
+            raise fail(errno.ENOENT, _show(path))  # absolute, and paths of a tree are not
         known, inode = self._last_folder
         if known != folder or inode is None:
             inode = self.version(ROOT_INODE)

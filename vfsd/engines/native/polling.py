@@ -51,8 +51,11 @@ class RunnableThreads:
     def __call__(self) -> int:
         if self._file is None:
             return 0
-        _, _, _, threads, _ = os.pread(self._file.fileno(), 100, 0).split(b" ")
-        return int(threads.partition(b"/")[0])
+        try:
+            _, _, _, threads, _ = os.pread(self._file.fileno(), 100, 0).split(b" ")
+            return int(threads.partition(b"/")[0])
+        except (OSError, ValueError):  # in a container it may be another file system's (lxcfs), which may be gone
+            return 0
 
 
 class Poller:
