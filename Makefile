@@ -58,7 +58,6 @@ bench: ## the tables of workloads and file systems, and a picture; ARGS=--quick 
 	$(BIN)/python -m bench.control --json docs/bench-control.json $(filter --quick,$(ARGS))
 	$(BIN)/python -m bench.overlay
 	$(BIN)/python -m bench.store
-	$(BIN)/python -m bench.container
 	$(BIN)/python -m bench.container --json docs/bench-container.json $(filter --quick,$(ARGS))
 
 clean: ## remove what was built and measured; .venv too

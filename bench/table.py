@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock, end_clean
 # A file system that needs longer than this for one round of a row is measured in the first one only.
 PATIENCE_S = 6.0
 Measure = Callable[[Mounted, Path, Callable[[], float]], float]  # on this file system, in this place, by this clock
+_places = itertools.count()
 Cells = dict[str, list[float]]  # file system -> seconds, a value a round, the first rounds where not all
 
 
@@ -43,7 +45,8 @@ def measure_row(mounted: list[Mounted], options: argparse.Namespace, measure: Me
         for each in mounted[turn:] + mounted[:turn]:
             if each.name in failed or each.name in slow:
                 continue
-            place = each.path / f"round{number}"
+            # Never a name twice: what a file system failed to remove must not fail its next rows.
+            place = each.path / f"place{next(_places)}"
             began = time.monotonic()
             try:
                 place.mkdir()
