@@ -1,6 +1,6 @@
 """Which requests the kernel sends for what a user does: the table of docs/performance.md.
 
-    python -m bench.requests [--json FILE]
+    python -m bench.requests [--no-xattrs] [--json FILE]
 
 A daemon of its own, with the native engine over a volume in memory, counts opcodes.  Requests are exact, whatever else
 the machine does.
@@ -50,9 +50,9 @@ class CountingEngine(NativeEngine):
         super()._respond(descriptor, length)
 
 
-def serve(mountpoint: str, report: str) -> None:
+def serve(mountpoint: str, report: str, *, xattrs: bool) -> None:
     """The daemon: writes what it counted to `report` on SIGUSR1, and begins anew."""
-    engine = CountingEngine(MemoryVolume(), EngineSettings(mountpoint, "requests"))
+    engine = CountingEngine(MemoryVolume(), EngineSettings(mountpoint, "requests", xattrs=xattrs))
 
     def tell(*_: object) -> None:
         with open(report + ".new", "w") as file:
@@ -134,17 +134,19 @@ def commands(tar: Path) -> tuple[tuple[str, str], ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-xattrs", dest="xattrs", action="store_false", help="of a mount without them")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--serve", nargs=2, metavar=("MOUNTPOINT", "REPORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(*options.serve)
+        serve(*options.serve, xattrs=options.xattrs)
         return
     end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     place, report = scratch / "mount", scratch / "report"
     place.mkdir()
-    daemon = subprocess.Popen([sys.executable, "-m", "bench.requests", "--serve", place, report])
+    without = [] if options.xattrs else ["--no-xattrs"]
+    daemon = subprocess.Popen([sys.executable, "-m", "bench.requests", *without, "--serve", place, report])
     try:
         while not place.is_mount():
             if daemon.poll() is not None:

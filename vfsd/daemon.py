@@ -75,6 +75,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         read_only=options.read_only,
         allow_other=options.allow_other,
         cache_timeout_s=backend.cache_timeout_s,
+        xattrs=options.xattrs,
     )
     replay = Replay(backend.volume, options.mountpoint)
     try:

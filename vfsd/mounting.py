@@ -118,6 +118,7 @@ class MountArguments(TypedDict, total=False):
     read_only: bool
     allow_other: bool
     cache_timeout_s: float | None
+    xattrs: bool
     include: Sequence[str]
     exclude: Sequence[str]
     exec_on_host: bool

@@ -36,6 +36,7 @@ class MountOptions:
     read_only: bool = False
     allow_other: bool = False
     cache_timeout_s: float | None = None  # --cache-timeout
+    xattrs: bool = True  # --no-xattrs: without extended attributes and ACLs, and without the requests for them
     include: tuple[str, ...] = ()  # patterns in gitignore's syntax: what of overlay:DIR is shown, and what not
     exclude: tuple[str, ...] = ()
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user

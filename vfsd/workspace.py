@@ -140,6 +140,7 @@ class Workspace(_Base):
         seconds at the latest (None: 1); or "container:NAME", the directory `workdir` (None: "/workspace") of a
         container of the Podman at `podman_url` (None: your own), reached by `transport`; or "image:REF", a container
         that is made for the workspace, with `network` (None: without), and removed with it.
+        With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs a request less.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
         a thread of this process (`vfsd.inprocess`); the arguments of a backend make no sense then.

@@ -317,3 +317,56 @@ def _described(root: Path) -> dict[str, tuple[object, ...]]:
             tuple(xattrs.items()),
         )
     return found
+
+
+# -- no_xattrs ------------------------------------------------------------------------------------------
+def _is_refused(call: Callable[..., object], *arguments: object) -> bool:
+    with pytest.raises(OSError, match=r".") as raised:
+        call(*arguments)
+    return raised.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.parametrize("allow_other", [False, True])
+def test_without_xattrs_they_are_refused_and_everything_else_works(mount: MountIt, allow_other: bool) -> None:
+    root = Path(mount(xattrs=False, allow_other=allow_other).path)
+    (root / "f").write_bytes(b"1")
+    assert _is_refused(os.getxattr, root / "f", "user.a")
+    assert _is_refused(os.setxattr, root / "f", "user.a", b"1")
+    assert _is_refused(os.setxattr, root / "f", "system.posix_acl_access", b"\2\0\0\0")
+    assert _is_refused(os.listxattr, root / "f")
+    assert _is_refused(os.removexattr, root / "f", "user.a")
+    os.chmod(root / "f", 0o4755)
+    (root / "f").write_bytes(b"22")
+    before = os.umask(0o027)
+    try:
+        (root / "d").mkdir()
+    finally:
+        os.umask(before)
+    assert (root / "d").stat().st_mode & 0o777 == 0o750
+    script = "set -e; ls -lR > /dev/null; cp -a d e; cp -a f g; tar -cf - d f | tar -xf - -C e; rm -r d; test -e e/f"
+    subprocess.run(["sh", "-c", script], cwd=root, check=True)
+    assert (root / "g").read_bytes() == b"22"
+
+
+def test_what_has_attributes_keeps_them_while_the_mount_shows_none(mount: MountIt, workdir: Path) -> None:
+    first = mount()
+    path = Path(first.path) / "f"
+    path.write_bytes(b"1")
+    os.setxattr(path, "user.kept", b"yes")
+    first.export(workdir / "a.zip")
+    second = mount(xattrs=False, archive=workdir / "a.zip")
+    assert _is_refused(os.getxattr, Path(second.path) / "f", "user.kept")
+    (Path(second.path) / "f").write_bytes(b"22")
+    second.export(workdir / "b.zip")
+    third = mount(archive=workdir / "b.zip")
+    assert os.getxattr(Path(third.path) / "f", "user.kept") == b"yes"
+
+
+def test_without_xattrs_a_new_file_costs_a_request_less(mount: MountIt) -> None:
+    def requests(workspace: Workspace) -> int:
+        before = workspace.status().requests
+        for number in range(100):
+            (Path(workspace.path) / str(number)).write_bytes(b"1")
+        return workspace.status().requests - before
+
+    assert requests(mount()) - requests(mount(xattrs=False)) > 90

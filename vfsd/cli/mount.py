@@ -74,6 +74,13 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="How soon what others change in host:DIR, or in a container, is seen at the latest; 1 by default.",
 )
 @click.option(
+    "--no-xattrs",
+    "xattrs",
+    flag_value=False,
+    default=True,
+    help="Without extended attributes and ACLs, which costs a request less for each new file, and others.",
+)
+@click.option(
     "--store",
     metavar="DIRECTORY",
     type=click.Path(),

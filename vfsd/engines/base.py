@@ -18,13 +18,18 @@ __all__ = ["Engine", "EngineSettings", "Impersonator"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How to mount.  `cache_timeout_s` is how long the kernel may keep names and attributes without asking."""
+    """How to mount.  `cache_timeout_s` is how long the kernel may keep names and attributes without asking.
+
+    Without `xattrs` the mount has no extended attributes and no ACLs (EOPNOTSUPP), and the kernel asks for none: not
+    for a file's capabilities before it is first written, nor for `ls -l` and `cp -a`.
+    """
 
     mountpoint: str
     name: str  # the mount's source is "vfsd:<name>", its type "fuse.vfsd"
     read_only: bool = False
     allow_other: bool = False
     cache_timeout_s: float = math.inf
+    xattrs: bool = True
 
 
 class Impersonator(Protocol):

@@ -97,18 +97,19 @@ class _Handlers(pyfuse3.Operations):
     supports_dot_lookup = False  # only NFS export asks for it
     enable_writeback_cache = False  # a write that returned is in the volume
 
-    def __init__(self, volume: Volume, cache_timeout_s: float, impersonator: Impersonator | None) -> None:
+    def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
         self.requests = 0
         self.in_progress = 0
         self._volume = volume
         # A `FlushingVolume` has it; asking for its whole shape would touch every method.
         self._flush: Callable[[int], Answer[None]] | None = getattr(volume, "flush", None)
-        self.enable_acl = bool(getattr(volume, "supports_acl", False))
+        self._xattrs = settings.xattrs
+        self.enable_acl = settings.xattrs and bool(getattr(volume, "supports_acl", False))
         self._impersonator = impersonator
-        self._timeout_s = min(cache_timeout_s, _FOREVER_S)
+        self._timeout_s = min(settings.cache_timeout_s, _FOREVER_S)
         # Absence is cached only where nobody but us can end it.
         self._absent: pyfuse3.EntryAttributes | None = None
-        if cache_timeout_s >= _FOREVER_S:
+        if settings.cache_timeout_s >= _FOREVER_S:
             self._absent = pyfuse3.EntryAttributes()
             self._absent.st_ino = 0
             self._absent.entry_timeout = self._timeout_s
@@ -373,22 +374,30 @@ class _Handlers(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:  # noqa: ARG002
+        self._check_xattrs()
         return await _result(self._volume.getxattr(inode, name))
 
     @_handler
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+        self._check_xattrs()
         # pyfuse3 has dealt with XATTR_CREATE and XATTR_REPLACE, by a getxattr before this.
         await _result(self._volume.setxattr(inode, name, value, 0))
 
     @_handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        self._check_xattrs()
         names = await _result(self._volume.listxattr(inode))
         # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
         return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
 
     @_handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+        self._check_xattrs()
         await _result(self._volume.removexattr(inode, name))
+
+    def _check_xattrs(self) -> None:
+        if not self._xattrs:  # the kernel then never asks again
+            raise fail(errno.ENOSYS)
 
 
 async def _result(answer: Answer[R]) -> R:
@@ -416,7 +425,7 @@ class Pyfuse3Engine:
     ) -> None:
         self.fallback_reason: Final = fallback_reason
         self._settings = settings
-        self._handlers = _Handlers(volume, settings.cache_timeout_s, impersonator)
+        self._handlers = _Handlers(volume, settings, impersonator)
         self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives
         self._scope: trio.CancelScope | None = None
         self._lock = threading.Lock()  # guards the two below

@@ -54,7 +54,7 @@ def negotiate(
     """Answer the INIT request in `message[:length]`.  OSError (EPROTONOSUPPORT) where the kernel lacks what we need.
 
     `acl`: whether the volume keeps POSIX ACLs, their inheritance and the umask's part in it.  `checked`: whether the
-    kernel is to check permissions.
+    kernel is to check permissions by them.
     """
     _, opcode, unique, _, _, _, _, _, _ = wire.FUSE_IN_HEADER.unpack_from(message, 0)
     if opcode != Opcode.INIT or length < wire.IN_HEADER_BYTES + wire.FUSE_INIT_IN.size:

@@ -68,6 +68,7 @@ class Operations:
         umask_is_ours: bool = False,
         long_setxattr: bool = False,
         kernel_knows_acls: bool = True,
+        xattrs: bool = True,
         drop: Callable[[int], None] = lambda _unique: None,
         forget_attributes: Callable[[int], None] = lambda _inode: None,
     ) -> None:
@@ -81,6 +82,7 @@ class Operations:
         # One that says "absent" without an exception, where absence is the usual answer.
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
         self._kernel_knows_acls = kernel_knows_acls
+        self._xattrs = xattrs
         self._drop = drop
         self._forget_attributes = forget_attributes
         self.table: Final = self._handlers()
@@ -114,10 +116,6 @@ class Operations:
             (Opcode.COPY_FILE_RANGE, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.written),
             (Opcode.COPY_FILE_RANGE_64, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.copied_64),
             (Opcode.STATFS, 0, self._statfs, r.statfs),
-            (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.attribute),
-            (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
-            (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
-            (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
             (Opcode.INTERRUPT, wire.FUSE_INTERRUPT_IN.size, self._interrupt, r.nothing),
             # What the volume has is in the volume; the kernel has written back before it sends this.
             (Opcode.SYNCFS, 0, self._accept, r.done),
@@ -126,6 +124,13 @@ class Operations:
             (Opcode.RELEASEDIR, 0, self._accept, r.done),
             (Opcode.DESTROY, 0, self._accept, r.done),
         ]
+        if self._xattrs:
+            rows += (
+                (Opcode.GETXATTR, wire.FUSE_GETXATTR_IN.size + 2, self._getxattr, r.attribute),
+                (Opcode.SETXATTR, self._setxattr_in.size + 2, self._setxattr, r.done),
+                (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
+                (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
+            )
         if isinstance(self._volume, FlushingVolume):
             rows.append((Opcode.FLUSH, 0, self._flush, r.done))
         if not getattr(type(self._volume), "is_volatile", False):

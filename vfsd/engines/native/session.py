@@ -122,7 +122,12 @@ class NativeEngine:
         length = device.readinto(self._buffer) or 0
         acl = bool(getattr(self._volume, "supports_acl", False))
         self._agreement = agreed = negotiate(
-            self._buffer, length, cache_timeout_s=self._settings.cache_timeout_s, acl=acl, checked=checked
+            self._buffer,
+            length,
+            cache_timeout_s=self._settings.cache_timeout_s,
+            acl=acl,
+            # Without extended attributes there is nothing for the kernel to check by.
+            checked=checked and self._settings.xattrs,
         )
         self._operations = self._operations_over(self._volume, self._replies)
         os.write(device.fileno(), agreed.reply)
@@ -138,6 +143,7 @@ class NativeEngine:
             umask_is_ours=InitFlag.DONT_MASK in flags,
             long_setxattr=InitFlag.SETXATTR_EXT in flags,
             kernel_knows_acls=InitFlag.POSIX_ACL in flags,
+            xattrs=self._settings.xattrs,
             drop=self._interrupt,
             forget_attributes=self._forget_attributes,
         )
