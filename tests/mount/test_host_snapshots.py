@@ -758,8 +758,11 @@ def kill_amid(ready: Ready, work: Callable[[Workspace], object], is_under_way: C
     assert isinstance(error, ConnectionError)
 
 
+FILES = 1500  # enough that work on them is seen under way, and not over when the kill comes
+
+
 class Half:
-    """A directory with one state kept as "one", and another in it, that work on 400 files is to change."""
+    """A directory with one state kept as "one", and another in it, that work on many files is to change."""
 
     def __init__(self, workdir: Path, directory: Path, engine: str) -> None:
         self.place = workdir / "m"
@@ -767,7 +770,7 @@ class Half:
         self.directory = directory
         self.name = workdir.name
         self._mount = (self.place, "--backend", f"host:{directory}", "--name", self.name, "--engine", engine)
-        for number in range(400):
+        for number in range(FILES):
             (directory / f"d{number % 6}").mkdir(exist_ok=True)
             (directory / f"d{number % 6}" / f"f{number}").write_text(f"one {number}")
         self.ready = started(self.place, f"host:{directory}", engine=engine)
@@ -775,7 +778,7 @@ class Half:
         self.one = tree_of(directory)
 
     def change(self) -> None:
-        for number in range(400):
+        for number in range(FILES):
             (self.place / f"d{number % 6}" / f"f{number}").write_text(f"two, and longer {number}")
         shutil.rmtree(self.place / "d3")
         (self.place / "new").write_text("new")
