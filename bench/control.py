@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench._filesystems import end_cleanly, run, tmpfs
@@ -67,13 +68,9 @@ def change_some(place: Path) -> None:
 
 def of_vfsd(count: int, scratch: Path, runs: int) -> Row:
     """The control rows of a workspace with `count` files."""
-    with tmpfs(scratch / "archives") as archives:  # where the tools write theirs
-        return _of_vfsd(count, scratch / "mount", archives / "out.zip", runs)
-
-
-def _of_vfsd(count: int, mountpoint: Path, archive: Path, runs: int) -> Row:
     row: Row = {}
-    with Workspace.mount(mountpoint, name=f"bench-control-{count}") as workspace:
+    archive = scratch / "out.zip"
+    with Workspace.mount(scratch / "mount", name=f"bench-control-{count}") as workspace:
         place = Path(workspace.path)
         fill(place, count, FILE_BYTES)
         names = iter(range(10**9))
@@ -84,9 +81,10 @@ def _of_vfsd(count: int, mountpoint: Path, archive: Path, runs: int) -> Row:
         change_some(place)
         row["diff of 10 changes"] = median_s(runs, lambda: workspace.diff("base"))
         row["export"] = median_s(runs, lambda: workspace.export(archive, overwrite=True))
-    with Workspace.mount(mountpoint, name=f"bench-control-{count}") as workspace:
+    with Workspace.mount(scratch / "mount", name=f"bench-control-{count}") as workspace:
         row["import"] = median_s(1, lambda: workspace.import_archive(archive))
         row["import over it again"] = median_s(1, lambda: workspace.import_archive(archive))
+    archive.unlink()
     return row
 
 
@@ -145,11 +143,11 @@ def start(scratch: Path, runs: int) -> Row:
     return {"start, to an answering mount": statistics.median(times)}
 
 
-def percentile_99_s(place: Path, until: Callable[[], bool]) -> float:
+def percentile_99_s(place: Path) -> float:
     """How long one stat in a hundred takes at least.  Of absent names, each new: the kernel must ask."""
     times = []
     number = 0
-    while number < STATS or not until():
+    while number < STATS:
         began = time.perf_counter()
         try:
             os.stat(place / f"absent{number}-{began}")
@@ -161,32 +159,41 @@ def percentile_99_s(place: Path, until: Callable[[], bool]) -> float:
     return statistics.quantiles(times, n=100)[98]
 
 
-def latency(count: int, scratch: Path) -> Row:
-    """The 99th percentile of a stat through the mount: idle, and while the daemon exports and greps."""
-    row: Row = {}
+def latency(count: int, scratch: Path, rounds: int) -> Row:
+    """The 99th percentile of a stat through the mount: idle, and while the daemon exports and greps; medians."""
+    found: dict[str, list[float]] = {}
     with Workspace.mount(scratch / "mount", name="bench-latency") as workspace:
         place = Path(workspace.path)
         fill(place, count, FILE_BYTES)
-        row["p99 of a stat, idle"] = percentile_99_s(place, lambda: True)
-        for name, work in (
-            ("export", lambda: workspace.export(scratch / "busy.zip", overwrite=True)),
-            ("grep", lambda: _grep(workspace)),
-        ):
-            stop = threading.Event()
+        for _ in range(rounds):
+            idle = percentile_99_s(place)
+            found.setdefault("p99 of a stat, idle", []).append(idle)
+            for name, work in (
+                ("export", lambda: workspace.export(scratch / "busy.zip", overwrite=True)),
+                ("grep", lambda: _grep(workspace)),
+            ):
+                with _again_and_again(work):
+                    busy = percentile_99_s(place)
+                found.setdefault(f"p99 of a stat, {name} running", []).append(busy)
+                found.setdefault(f"  times idle ({name})", []).append(busy / idle)
+    return {name: statistics.median(values) for name, values in found.items()}
 
-            def keep_busy(work: Callable[[], object] = work, stop: threading.Event = stop) -> None:
-                while not stop.is_set():
-                    work()
 
-            thread = threading.Thread(target=keep_busy)
-            thread.start()
-            try:
-                row[f"p99 of a stat, {name} running"] = percentile_99_s(place, lambda: True)
-            finally:
-                stop.set()
-                thread.join()
-            row[f"  times idle ({name})"] = row[f"p99 of a stat, {name} running"] / row["p99 of a stat, idle"]
-    return row
+@contextmanager
+def _again_and_again(work: Callable[[], object]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _grep(workspace: Workspace) -> None:
@@ -232,7 +239,7 @@ def main() -> None:
             for size in ours
         }
         show("times as fast", ratios)
-        rest = memory(sizes[-1], scratch) | start(scratch, runs) | latency(SIZES[1], scratch)
+        rest = memory(sizes[-1], scratch) | start(scratch, runs) | latency(SIZES[1], scratch, runs)
         show("the daemon", {f"{sizes[-1]:,} files": rest})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
