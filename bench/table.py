@@ -53,7 +53,9 @@ def measure_row(mounted: list[Mounted], options: argparse.Namespace, measure: Me
                 clock = cpu_clock(each.pid) if options.cpu else time.perf_counter
                 cells[each.name].append(measure(each, place, clock))
             except Exception as error:  # a peer that cannot do it is a gap in this row, and says so
-                failed[each.name] = " ".join(str(error).split())[:100]
+                # Without the paths of this machine: it goes into a file that others read.
+                said = str(error).replace(f"{each.path}/", "").replace(f"{sys.prefix}/", "")
+                failed[each.name] = " ".join(said.split())[:100]
                 if each.name == LIMIT:  # nothing to compare with
                     return cells, {one.name: failed[LIMIT] for one in mounted}
             finally:
