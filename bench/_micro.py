@@ -173,8 +173,11 @@ WORKLOADS = (
         Workload(f"read warm {name}", read_blocks(size), warmed(read_blocks(size), data_file), unit="MiB")
         for size, name in SIZES[1:2]
     ),
-    Workload("random write 4 KB", at_random(4096, writing=True), data_file, unit="MiB"),
-    Workload("random read cold 4 KB", at_random(4096, writing=False), data_file, is_cold=True, unit="MiB"),
+    *(Workload(f"random write {name}", at_random(size, writing=True), data_file, unit="MiB") for size, name in SIZES),
+    *(
+        Workload(f"random read cold {name}", at_random(size, writing=False), data_file, is_cold=True, unit="MiB")
+        for size, name in SIZES
+    ),
     Workload("write 1 B + fsync", fsync, files),
 )
 

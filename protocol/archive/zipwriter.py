@@ -26,8 +26,6 @@ _BATCH_ENTRIES: Final = 128
 _WORKERS_MAX: Final = 4  # with two batches in flight for each: less than 10 MiB
 # Deflate can make incompressible data a little larger; from here on the compressed size may need 64 bits.
 _BIG_BYTES: Final = 0xFF00_0000
-_pack_local: Final = zr.LOCAL.pack
-_pack_central: Final = zr.CENTRAL.pack
 
 
 class Item(NamedTuple):
@@ -137,29 +135,19 @@ class ZipWriter:
 
     def write(self, packed: Sequence[_Packed]) -> None:
         parts: list[bytes] = []
-        directory, offset = self._directory, self.offset
-        utf8 = zr.FLAG_UTF8  # bit 11 always: valid UTF-8 is all that gets here
-        version = zr.VERSION_DEFLATE  # sizes of small entries fit 32 bits
+        offset = self.offset
         for item, method, crc, data in packed:
-            name, _, mtime_ns, content = item
-            clock, date, extra = zr.times(mtime_ns // 1_000_000_000)
-            name_bytes, extra_bytes = len(name), len(extra)
-            compressed, size = len(data), len(content)
-            local = _pack_local(
-                zr.SIGNATURE_LOCAL, version, utf8, method, clock, date, crc, compressed, size, name_bytes, extra_bytes
-            )
+            name = item.name
+            clock, date, extra = zr.times(item.mtime_ns // 1_000_000_000)
+            compressed, size = len(data), len(item.data)
+            # Bit 11 always: valid UTF-8 is all that gets here.  Sizes of small entries fit 32 bits.
+            local = zr.LOCAL.pack(
+                zr.SIGNATURE_LOCAL, zr.VERSION_DEFLATE, zr.FLAG_UTF8, method, clock, date,
+                crc, compressed, size, len(name), len(extra),
+            )  # fmt: skip
             parts += (local, name, extra, data)
-            if offset < zr.MAX_32:
-                directory += _pack_central(
-                    zr.SIGNATURE_CENTRAL, zr.MADE_BY_UNIX, version, utf8, method, clock, date, crc, compressed, size,
-                    name_bytes, extra_bytes, 0, 0, 0, _attributes(item), offset,
-                )  # fmt: skip
-                directory += name
-                directory += extra
-                self._count += 1
-            else:
-                self._remember(item, _Known(utf8, method, clock, date, extra, crc, compressed, size, offset))
-            offset += zr.LOCAL.size + name_bytes + extra_bytes + compressed
+            self._remember(item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, compressed, size, offset))
+            offset += zr.LOCAL.size + len(name) + len(extra) + compressed
         self._write(b"".join(parts))
 
     def stream(self, item: Item, size: int, chunks: Iterator[bytes], level: int) -> None:
@@ -206,17 +194,18 @@ class ZipWriter:
     def _remember(self, item: Item, known: _Known) -> None:
         """Add the entry to the central directory; values past 32 bits go to a ZIP64 field, in this order."""
         flags, method, clock, date, extra, crc, compressed, size, at = known
+        name = item.name
         version = zr.VERSION_DEFLATE
-        wide = [value for value in (size, compressed, at) if value >= zr.MAX_32]
-        if wide:
-            extra = _zip64_field(*wide) + extra
+        if size >= zr.MAX_32 or compressed >= zr.MAX_32 or at >= zr.MAX_32:
+            extra = _zip64_field(*(value for value in (size, compressed, at) if value >= zr.MAX_32)) + extra
+            size, compressed, at = min(size, zr.MAX_32), min(compressed, zr.MAX_32), min(at, zr.MAX_32)
             version = zr.VERSION_ZIP64
+        attributes = (item.mode & 0xFFFF) << 16 | (zr.MSDOS_DIRECTORY if name.endswith(b"/") else 0)
         self._directory += zr.CENTRAL.pack(
             zr.SIGNATURE_CENTRAL, zr.MADE_BY_UNIX, version, flags, method, clock, date,
-            crc, min(compressed, zr.MAX_32), min(size, zr.MAX_32),
-            len(item.name), len(extra), 0, 0, 0, _attributes(item), min(at, zr.MAX_32),
+            crc, compressed, size, len(name), len(extra), 0, 0, 0, attributes, at,
         )  # fmt: skip
-        self._directory += item.name
+        self._directory += name
         self._directory += extra
         self._count += 1
 
@@ -228,11 +217,6 @@ class ZipWriter:
             rest = memoryview(data)[written:]
             while rest:
                 rest = rest[self._file.write(rest) :]
-
-
-def _attributes(item: Item) -> int:
-    """The external attributes: Unix's mode, and MS-DOS's bit of a directory."""
-    return (item.mode & 0xFFFF) << 16 | (zr.MSDOS_DIRECTORY if item.name.endswith(b"/") else 0)
 
 
 def _zip64_field(*values: int) -> bytes:

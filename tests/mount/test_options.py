@@ -362,11 +362,16 @@ def test_what_has_attributes_keeps_them_while_the_mount_shows_none(mount: MountI
     assert os.getxattr(Path(third.path) / "f", "user.kept") == b"yes"
 
 
-def test_without_xattrs_a_new_file_costs_a_request_less(mount: MountIt) -> None:
-    def requests(workspace: Workspace) -> int:
+def test_without_xattrs_a_new_file_costs_a_request_less_and_a_copy_of_it_four(mount: MountIt) -> None:
+    def requests(workspace: Workspace) -> tuple[int, int]:
         before = workspace.status().requests
+        (folder := Path(workspace.path) / "d").mkdir()
         for number in range(100):
-            (Path(workspace.path) / str(number)).write_bytes(b"1")
-        return workspace.status().requests - before
+            (folder / str(number)).write_bytes(b"1")
+        made = workspace.status().requests
+        subprocess.run(["cp", "-a", "d", "e"], cwd=workspace.path, check=True)
+        return made - before, workspace.status().requests - made
 
-    assert requests(mount()) - requests(mount(xattrs=False)) > 90
+    (made, copied), (made_without, copied_without) = requests(mount()), requests(mount(xattrs=False))
+    assert made - made_without > 90
+    assert copied - copied_without > 390

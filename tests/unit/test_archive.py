@@ -11,9 +11,10 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import tracemalloc
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive
+from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive, zipwriter
 from protocol.errors import ArchiveError
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from tests.trees import DictTree
@@ -533,6 +534,21 @@ def test_a_tree_too_large_for_any_reader_is_refused_at_once_with_its_largest_fil
     assert refused.value.errno == errno.EFBIG
     assert refused.value.filename == "huge"
     assert file.getvalue() == b""
+
+
+def test_the_threads_that_compress_give_way_to_the_one_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    pack = zipwriter._pack
+
+    def noted(items: Sequence[zipwriter.Item], level: int) -> list[zipwriter._Packed]:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return pack(items, level)
+
+    monkeypatch.setattr(zipwriter, "_pack", noted)
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    archive_of(DictTree({b"f": b"content"}))
+    assert seen == [min(mine + 10, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
 def test_an_entry_of_no_known_kind_is_refused_by_name() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from protocol.backends.memory import MemoryVolume
+from vfsd.engines.base import EngineSettings
+from vfsd.engines.native import NativeEngine
 from vfsd.engines.native.polling import Poller, RunnableThreads
 
 US = 1e-6
@@ -177,3 +180,53 @@ def test_the_fourth_number_is_what_counts(tmp_path: Path) -> None:
 def test_a_file_that_can_no_longer_be_read_is_no_error(tmp_path: Path) -> None:
     with RunnableThreads(tmp_path) as runnable:  # a directory cannot be read at all
         assert runnable() == 0
+
+
+# -- what the engine makes of it ------------------------------------------------------------------------
+class Asked:
+    """A poller that notes what it was asked."""
+
+    def __init__(self, answers: list[bool], *, late: bool = False) -> None:
+        self.answers = answers
+        self.late = late
+        self.questions: list[str] = []
+        self.at_once = False
+
+    def wait(self, since: float, sleep_ms: int) -> bool:
+        self.questions.append("wait")
+        self.at_once = not self.late
+        return self.answers.pop(0) if self.answers else False
+
+    def ready(self) -> bool:
+        self.questions.append("ready")
+        return self.answers.pop(0) if self.answers else False
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
+    monkeypatch.setattr(NativeEngine, "_respond", lambda *_: None)
+    return NativeEngine(MemoryVolume(), EngineSettings("/nowhere", "polling"))
+
+
+def answered(engine: NativeEngine, poller: Asked, reads: list[int | None]) -> bool:
+    return engine._answer_some(lambda _buffer: reads.pop(0), -1, poller)  # type: ignore[arg-type]
+
+
+def test_where_the_last_request_was_there_at_once_the_next_is_read_without_asking(engine: NativeEngine) -> None:
+    poller = Asked([True])
+    assert answered(engine, poller, reads := [40, 40, 40, None])
+    assert poller.questions == ["wait", "wait"]  # before the first, and when there was none
+    assert reads == []
+
+
+def test_where_it_was_waited_for_each_is_asked_for(engine: NativeEngine) -> None:
+    poller = Asked([True, True, True], late=True)
+    assert answered(engine, poller, [40, 40, 40])
+    assert poller.questions == ["wait"] * 4
+
+
+def test_while_answers_are_pending_nobody_waits_for_requests(engine: NativeEngine) -> None:
+    engine._waiting[1] = object()  # type: ignore[assignment]
+    poller = Asked([True])
+    assert answered(engine, poller, [40])
+    assert poller.questions == ["ready", "ready"]

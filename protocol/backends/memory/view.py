@@ -38,8 +38,9 @@ class SnapshotTree:
         self._inodes: PreInodes
         self._names: PreNames
         self._inodes, self._names = merged(closed)
-        # Files are asked for folder by folder.  One reference, replaced as a whole: threads may share a view.
-        self._last_folder: tuple[bytes, Inode | None] = (b"", None)
+        # Files are asked for folder by folder.  None: the root.  One reference, replaced as a whole: threads may share
+        # a view.
+        self._last_folder: tuple[bytes | None, Inode | None] = (None, None)
 
     def belongs_to(self, state: State) -> bool:
         """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
@@ -86,17 +87,16 @@ class SnapshotTree:
 
     def find(self, path: bytes) -> Inode:
         """The inode at `path`.  FileNotFoundError, NotADirectoryError."""
-        folder, separator, name = path.rpartition(b"/")
-        if separator and not folder:
-            raise fail(errno.ENOENT, _show(path))  # absolute, and paths of a tree are not
+        cut = path.rfind(b"/")
+        folder = path[:cut] if cut >= 0 else None
         known, inode = self._last_folder
-        if known != folder or inode is None:
+        if inode is None or known != folder:
             inode = self.version(ROOT_INODE)
             assert inode is not None
-            for part in folder.split(b"/") if folder else ():
+            for part in () if folder is None else folder.split(b"/"):
                 inode = self._child(inode, part, path)
             self._last_folder = folder, inode
-        return self._child(inode, name, path) if path else inode
+        return self._child(inode, path[cut + 1 :], path) if path else inode
 
     def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
         if inode.children is None:

@@ -233,7 +233,7 @@ class NativeEngine:
                     return False
                 eager = poller.at_once
             else:
-                eager = poller.at_once = False
+                eager = False
         return True
 
     def _respond(self, descriptor: int, length: int) -> None:
