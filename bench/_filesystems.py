@@ -5,6 +5,7 @@ A peer that cannot be had is a named gap: `GapError` says why, and stands in the
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -20,6 +21,14 @@ from pathlib import Path
 from vfsd.workspace import Workspace
 
 LIMIT = "tmpfs"
+OURS = {  # engine and backend of each column
+    "vfsd native": ("native", "memory"),
+    "vfsd pyfuse3": ("pyfuse3", "memory"),
+    "vfsd host": ("native", "host"),
+    "vfsd overlay": ("native", "overlay"),
+    "vfsd pyfuse3 host": ("pyfuse3", "host"),
+    "vfsd pyfuse3 overlay": ("pyfuse3", "overlay"),
+}
 # rclone takes milliseconds for what others do in microseconds, and would be most of the run.
 SLOW = frozenset({"rclone"})
 PASSTHROUGH_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
@@ -169,14 +178,9 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
 
     with ExitStack() as stack:
         add(stack, LIMIT, lambda: tmpfs(scratch / "tmpfs"))
-        for engine in ("native", "pyfuse3"):
-            add(stack, f"vfsd {engine}", lambda engine=engine: vfsd_mount(scratch / f"vfsd-{engine}", engine))
-        for backend in ("host", "overlay"):
-            add(
-                stack,
-                f"vfsd {backend}",
-                lambda backend=backend: vfsd_mount(scratch / f"vfsd-{backend}", "native", backend),
-            )
+        for name, (engine, backend) in OURS.items():
+            place = scratch / f"vfsd-{engine}-{backend}"
+            add(stack, name, functools.partial(vfsd_mount, place, engine, backend))
         add(stack, "bindfs", lambda: peer(scratch / "bindfs", "bindfs", lambda b, m: ["bindfs", "-f", b, m]))
         add(stack, "fuse-overlayfs", lambda: peer(scratch / "overlay", "fuse-overlayfs", overlayfs_command))
         try:
