@@ -141,20 +141,6 @@ def _touched(call: Call, difference: Difference) -> bool:
     return sets_now and (difference.what.endswith(": order of times") or in_one_tick)
 
 
-def _allocated_twice(call: Call, difference: Difference) -> bool:
-    if call.operation in {"map_read", "map_private"} and difference.mount == ("error", "EINVAL"):
-        return difference.what == "answer"  # of the harness, which maps no holes
-    if call.operation not in {"seek_sparse", "lseek"} or difference.what != "answer":
-        return False
-    (_, tmpfs), (_, mount) = difference.tmpfs, difference.mount  # type: ignore[misc]
-    if not isinstance(tmpfs, list | tuple) or not isinstance(mount, list | tuple) or mount[1] != "zeros":
-        return False
-    at, found = (-1 if each[0] == -1 else each[0] for each in (tmpfs, mount))
-    if call.args[2] == os.SEEK_DATA:
-        return at != -1 and (found == -1 or found > at)
-    return call.args[2] == os.SEEK_HOLE and -1 < found < at
-
-
 def _hole_of_the_last_page(call: Call, difference: Difference) -> bool:
     if call.operation not in {"seek_sparse", "lseek"} or difference.what != "answer":
         return False
@@ -259,14 +245,6 @@ KNOWN: Final[tuple[Known, ...]] = (
         "setting mtime to now makes it up to 4 ms older than ctime, and what it was where it was set to now less than "
         "4 ms before: libfuse hands on the kernel's coarse clock, and not that the time was asked to be now",
         "Times",
-        ends_episode=True,
-    ),
-    Known(
-        ("native",),
-        _allocated_twice,
-        "what fallocate(2) has allocated twice is still a hole, until it is written: tmpfs has filled it with zeros by "
-        "then (shmem_get_folio_gfp, mm/shmem.c).  It reads as zeros in both",
-        "Sparse files",
         ends_episode=True,
     ),
     Known(

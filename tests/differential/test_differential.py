@@ -122,10 +122,6 @@ EXAMPLES = {
         f"root: fsetxattr(0, b'security.capability', {bytes.fromhex('0100000200040000') + bytes(12)!r}, 0)\n"
         "root: write(0, (0, 1))"
     ),
-    "_allocated_twice": (
-        "root: open(b'a', 0x42, 0o666, 0)\nroot: fallocate(0, 0, 0, 8192)\n"
-        "root: fallocate(0, 0, 0, 8192)\nroot: seek_sparse(0, 0, 3)"
-    ),
     "_hole_of_the_last_page": (
         f"root: open(b'a', 0x42, 0o666, 0)\nroot: pwrite(0, (0, 1), {2**63 - 2})\nroot: lseek(0, {2**63 - 2}, 4)"
     ),

@@ -246,7 +246,8 @@ class Plain:
     def allocate(self, node: Node, offset: int, length: int, *, keep_size: bool) -> None:
         new = span(offset, length) - node.written - node.reserved
         self.check_room(len(new), 0)
-        node.reserved |= new
+        node.written |= span(offset, length) & node.reserved  # a second call fills it with zeros
+        node.reserved = (node.reserved | new) - node.written
         if not keep_size:
             node.data = node.data.ljust(offset + length, b"\0")
         self.touch(node)

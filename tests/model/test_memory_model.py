@@ -526,9 +526,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert not alone or old.number == inode.inode, "what is equal is not touched"
             node.number, node.ctime = inode.inode, inode.ctime_ns
             if node.is_file:
-                node.written = self.written(inode.inode, inode.size)
                 kept = inode.content.reserved if inode.content is not None else ()
-                node.reserved = frozenset(page for first, after in kept for page in range(first, after))
+                pages = {each: frozenset(range(each.first, each.after)) for each in kept}
+                node.reserved = frozenset().union(*(pages[each] for each in kept if not each.is_data))
+                node.written = self.written(inode.inode, inode.size)
+                node.written = node.written.union(*(pages[each] for each in kept if each.is_data))
         assert len(set(numbers.values())) == len(numbers), "two files became one"
 
     def written(self, number: int, size: int) -> frozenset[int]:

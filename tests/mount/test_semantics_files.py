@@ -318,8 +318,11 @@ def test_fallocate_reserves_and_punches(place: Path, kind: str) -> None:
     else:
         assert fallocate(0, 0, 4 * PAGE) == 0
         assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (4 * PAGE, 32)
+        assert errno_of(os.lseek, fd, 0, os.SEEK_DATA) == errno.ENXIO, "not written yet"
         assert fallocate(FALLOC_FL_KEEP_SIZE, 0, 8 * PAGE) == 0
         assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (4 * PAGE, 64)
+        assert os.lseek(fd, 0, os.SEEK_DATA) == 0, "allocated a second time"
+        assert os.lseek(fd, 0, os.SEEK_HOLE) == 4 * PAGE
         os.pwrite(fd, b"x" * 2 * PAGE, 0)
         assert fallocate(FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, 100, PAGE) == 0
         assert os.pread(fd, 2 * PAGE, 0) == b"x" * 100 + bytes(PAGE) + b"x" * (PAGE - 100)

@@ -26,10 +26,12 @@ class PlainContent:
         self.data = bytearray()
         self.written: set[int] = set()
         self.reserved: set[int] = set()
+        self.filled: set[int] = set()  # of what is reserved, what was so twice
 
     def copy(self) -> PlainContent:
         twin = PlainContent()
-        twin.data, twin.written, twin.reserved = self.data[:], set(self.written), set(self.reserved)
+        twin.data, twin.written = self.data[:], set(self.written)
+        twin.reserved, twin.filled = set(self.reserved), set(self.filled)
         return twin
 
     def grow(self, size: int) -> None:
@@ -41,11 +43,13 @@ class PlainContent:
         pages = set(range(offset // PAGE_BYTES, page_up(offset + len(data))))
         self.written |= pages
         self.reserved -= pages
+        self.filled -= pages
 
     def truncate(self, size: int) -> None:
         del self.data[size:]
         self.written = {page for page in self.written if page < page_up(size)}
         self.reserved = {page for page in self.reserved if page < page_up(size)}
+        self.filled &= self.reserved
 
     def punch(self, offset: int, length: int) -> None:
         end = min(len(self.data), offset + length)
@@ -54,12 +58,15 @@ class PlainContent:
         pages = set(range(page_up(offset), (offset + length) // PAGE_BYTES))
         self.written -= pages
         self.reserved -= pages
+        self.filled -= pages
 
     def reserve(self, offset: int, length: int) -> None:
-        self.reserved |= set(range(offset // PAGE_BYTES, page_up(offset + length))) - self.written
+        pages = set(range(offset // PAGE_BYTES, page_up(offset + length))) - self.written
+        self.filled |= pages & self.reserved
+        self.reserved |= pages
 
     def is_data(self, offset: int) -> bool:
-        return offset // PAGE_BYTES in self.written
+        return offset // PAGE_BYTES in self.written | self.filled
 
     def find(self, offset: int, *, data: bool) -> int | None:
         while offset < len(self.data):

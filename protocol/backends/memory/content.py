@@ -5,7 +5,8 @@ Invariants (held by `check`):
 - a block is 1 to BLOCK_BYTES long; what lies beyond its end, and a block that is missing, reads as zeros;
 - `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it holds
   zeros.  A block without such pages has no key; no block has holes only;
-- `pages` counts the pages written plus those reserved by fallocate; no page is both;
+- `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  What is
+  reserved reads as zeros, and is a hole until a second fallocate comes upon it: tmpfs fills it then;
 - a block may be changed in place only if it is a bytearray and `owned` is None (all are) or has its index:
   every other block may be shared with another version, or is immutable.
 
@@ -16,8 +17,10 @@ block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.errors import fail
 
@@ -34,6 +37,16 @@ _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 _BLOCK_MASK: Final = BLOCK_BYTES - 1
 
 Range = tuple[int, int]  # first page, page after the last
+
+
+class Reserved(NamedTuple):
+    """Pages that fallocate has counted and nobody has written."""
+
+    first: int
+    after: int
+    is_data: bool = False  # allocated twice
+
+
 _NONE_OWNED: Final[frozenset[int]] = frozenset()  # one for all: most versions never write a block
 
 
@@ -46,18 +59,34 @@ def _bits(first: int, after: int) -> int:
     return ((1 << after) - (1 << first)) if after > first else 0
 
 
-def _overlap(ranges: tuple[Range, ...], first: int, after: int) -> int:
-    return sum(max(0, min(after, end) - max(first, start)) for start, end in ranges)
+def _overlap(ranges: Iterable[Reserved], first: int, after: int) -> int:
+    return sum(max(0, min(after, each.after) - max(first, each.first)) for each in ranges)
 
 
-def _without(ranges: tuple[Range, ...], first: int, after: int) -> tuple[Range, ...]:
+def _within(ranges: Iterable[Reserved], first: int, after: int) -> list[Reserved]:
+    cut = (each._replace(first=max(first, each.first), after=min(after, each.after)) for each in ranges)
+    return [each for each in cut if each.after > each.first]
+
+
+def _without(ranges: Iterable[Reserved], first: int, after: int) -> tuple[Reserved, ...]:
     left = []
-    for start, end in ranges:
-        if start < first:
-            left.append((start, min(end, first)))
-        if end > after:
-            left.append((max(start, after), end))
-    return tuple((start, end) for start, end in left if end > start)
+    for each in ranges:
+        if each.first < first:
+            left.append(each._replace(after=min(each.after, first)))
+        if each.after > after:
+            left.append(each._replace(first=max(each.first, after)))
+    return tuple(each for each in left if each.after > each.first)
+
+
+def _joined(ranges: Iterable[Reserved]) -> tuple[Reserved, ...]:
+    """In order, with neighbours of one kind made one."""
+    joined: list[Reserved] = []
+    for each in sorted(ranges):
+        if joined and joined[-1].after == each.first and joined[-1].is_data == each.is_data:
+            joined[-1] = joined[-1]._replace(after=each.after)
+        else:
+            joined.append(each)
+    return tuple(joined)
 
 
 def _same_bytes(a: bytes | bytearray, b: bytes | bytearray) -> bool:
@@ -78,7 +107,7 @@ class Content:
         self.blocks: dict[int, bytes | bytearray] = {}
         self.owned: set[int] | frozenset[int] | None = None
         self.holes: dict[int, int] | None = None
-        self.reserved: tuple[Range, ...] = ()
+        self.reserved: tuple[Reserved, ...] = ()
         self.pages = 0
 
     def share(self) -> Content:
@@ -124,7 +153,7 @@ class Content:
     def seek_data(self, offset: int, size: int) -> int:
         """The first byte of data at or after `offset` in a file of `size` bytes.  ENXIO: there is none."""
         page = offset >> _PAGE_SHIFT
-        for first, after in self._data_ranges(page):
+        for first, after in self._allocated_ranges(page):
             start = max(first, page) << _PAGE_SHIFT
             if after > page and start < size:
                 return max(start, offset)
@@ -134,7 +163,7 @@ class Content:
         """The first byte of a hole at or after `offset`; the end of the file counts as one."""
         page = offset >> _PAGE_SHIFT
         reached = page
-        for first, after in self._data_ranges(page):
+        for first, after in self._allocated_ranges(page):
             if after <= reached:
                 continue
             if first > reached:
@@ -148,6 +177,11 @@ class Content:
             start, end = first << _PAGE_SHIFT, min(after << _PAGE_SHIFT, size)
             if end > start:
                 yield start, end - start
+
+    def _allocated_ranges(self, page: int) -> Iterator[Range]:
+        """`_data_ranges` and what was reserved twice."""
+        twice = ((first, after) for first, after, is_data in self.reserved if is_data and after > page)
+        return heapq.merge(self._data_ranges(page), twice) if self.reserved else self._data_ranges(page)
 
     def _data_ranges(self, page: int) -> Iterator[Range]:
         """Runs of written pages (first, after), in order, from the block that `page` lies in."""
@@ -318,7 +352,7 @@ class Content:
             if block is not None and len(block) > start:
                 self._cut_block(last, start)
         if self.reserved:
-            after = max(_page_up(size), *(end for _, end in self.reserved))
+            after = max(_page_up(size), *(each.after for each in self.reserved))
             self._unreserve(_page_up(size), after)
 
     def _drop_block(self, index: int) -> None:
@@ -388,16 +422,15 @@ class Content:
         return after - first - written - _overlap(self.reserved, first, after)
 
     def reserve(self, offset: int, length: int) -> None:
-        """Count pages that are not there yet as used, so that writing them cannot fail.  fallocate(2), mode 0."""
+        """Count pages that are not there yet as used, so that writing them cannot fail; fill those reserved before."""
         first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
         added = self.reservation(offset, length)
-        ranges = _without(self.reserved, first, after)
-        missing: tuple[Range, ...] = ((first, after),)
-        for start, end in self._data_ranges(first):
-            if start >= after:
-                break
+        again = [each._replace(is_data=True) for each in _within(self.reserved, first, after)]
+        written = takewhile(lambda each: each[0] < after, self._data_ranges(first))
+        missing: tuple[Reserved, ...] = (Reserved(first, after),)
+        for start, end, *_ in chain(written, again):
             missing = _without(missing, start, end)
-        self.reserved = tuple(sorted(ranges + missing))
+        self.reserved = _joined(chain(_without(self.reserved, first, after), again, missing))
         self.pages += added
 
     def _unreserve(self, first: int, after: int) -> None:
@@ -421,7 +454,10 @@ class Content:
                 if bits >> bit & 1:
                     page = self.blocks[index][bit << _PAGE_SHIFT : (bit + 1) << _PAGE_SHIFT]
                     assert not any(page), "a hole that is not zeros"
-        for first, after in self.reserved:
+        assert self.reserved == _joined(self.reserved), "reservations out of order, or in pieces"
+        for before, each in pairwise(self.reserved):
+            assert before.after <= each.first, "reserved twice"
+        for first, after, _ in self.reserved:
             assert first < after
             assert not any(min(after, e) > max(first, s) for s, e in self._data_ranges(first)), "written and reserved"
-        assert self.pages == pages + sum(after - first for first, after in self.reserved), "page count"
+        assert self.pages == pages + sum(each.after - each.first for each in self.reserved), "page count"
