@@ -60,6 +60,7 @@ class Known:
 _LONG_SYMLINKS_MAX: Final = 32  # at a time, in one episode
 _CHANGING_CONTENT: Final = frozenset({"write", "pwrite", "writev", "sendfile", "copy_file_range", "fallocate"})
 _ACL_OPERATIONS: Final = ("set_acl", "set_directory_acl", "fset_acl", "get_acl", "remove_acl")
+_LAST_PAGE: Final = 2**63 - 4096
 _EMPTY_ACL: Final = b"\x02\x00\x00\x00"  # the version and no entries, linux/posix_acl_xattr.h
 _PYFUSE3: Final = ("pyfuse3",)
 _BOTH: Final = ("native", "pyfuse3")
@@ -146,6 +147,13 @@ def _hole_of_the_last_page(call: Call, difference: Difference) -> bool:
         return False
     kind, found = difference.tmpfs  # type: ignore[misc]
     return kind == "ok" and isinstance(found, list | tuple) and found[0] == -(2**63)
+
+
+def _data_of_the_last_page(call: Call, difference: Difference) -> bool:
+    if call.operation not in {"seek_sparse", "lseek"} or call.args[2] != os.SEEK_DATA or difference.what != "answer":
+        return False
+    (kind, tmpfs), (other, mount) = difference.tmpfs, difference.mount  # type: ignore[misc]
+    return kind == other == "ok" and tmpfs[0] == -1 and mount[0] >= _LAST_PAGE  # type: ignore[has-type]
 
 
 def _seeks_hole(call: Call, difference: Difference) -> bool:
@@ -252,6 +260,14 @@ KNOWN: Final[tuple[Known, ...]] = (
         _hole_of_the_last_page,
         "SEEK_HOLE in the last page that a file can have answers the file's end; in tmpfs -2^63, as the sum overflows "
         "(shmem_file_llseek, mm/shmem.c)",
+        "Sparse files",
+        ends_episode=True,
+    ),
+    Known(
+        ("native",),
+        _data_of_the_last_page,
+        "SEEK_DATA finds what is in the last page that a file can have; tmpfs answers ENXIO, as the sum overflows "
+        "(mapping_seek_hole_data, mm/filemap.c)",
         "Sparse files",
         ends_episode=True,
     ),

@@ -125,6 +125,9 @@ EXAMPLES = {
     "_hole_of_the_last_page": (
         f"root: open(b'a', 0x42, 0o666, 0)\nroot: pwrite(0, (0, 1), {2**63 - 2})\nroot: lseek(0, {2**63 - 2}, 4)"
     ),
+    "_data_of_the_last_page": (
+        f"root: open(b'a', 0x42, 0o666, 0)\nroot: pwrite(0, (0, 1), {2**63 - 2})\nroot: seek_sparse(0, 0, 3)"
+    ),
     "_seeks_hole": "root: open(b'a', 0x42, 0o666, 0)\nroot: ftruncate(0, 8192)\nroot: lseek(0, 0, 3)",
     "_mapped_write": (
         "1001: open(b'a', 0x42, 0o777, 0)\n1001: write(0, (0, 100))\nroot: chmod(b'a', 0o4777)\n"
