@@ -12,6 +12,7 @@ import pytest
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
+from protocol.backends.overlay.content import LowerContent
 from protocol.diff import changes
 from protocol.patch import write_patch
 from protocol.testing.volume.driver import Driver, fails
@@ -108,6 +109,40 @@ def test_one_byte_changed_in_a_file_of_a_gibibyte_costs_one_block(below: Path) -
     with volume.base_tree() as old, volume.tree() as new:
         assert [(change.path, change.kind) for change in changes(old, new)] == [(b"big", "modified")]
     assert (below / "big").read_bytes()[size // 2 + BLOCK + 5 : size // 2 + BLOCK + 6] == b"d"
+    volume.check_invariants()
+
+
+def test_a_hole_punched_in_terabytes_of_nothing_masks_what_there_is(below: Path) -> None:
+    with (below / "sparse").open("wb") as file:
+        file.truncate(1 << 42)
+        file.write(b"d" * BLOCK)
+        file.seek(1 << 41)
+        file.write(b"d" * (BLOCK + 1))
+    with (below / "twin").open("wb") as file:
+        file.truncate(1 << 42)
+        file.seek((1 << 41) + BLOCK)
+        file.write(b"d")
+    volume, fs = over(below)
+    number = fs.at(b"sparse")
+    volume.take_snapshot("before")
+    volume.fallocate(number, 3, 100, 1 << 41)
+    node = volume.getattr(number)
+    assert isinstance(node.content, LowerContent)
+    assert node.content.masked <= {0}, "a hole below needs no mask"
+    assert fs.read(number, 99, 2) == b"d\0"
+    assert fs.read(number, 1 << 41, 200) == bytes(100) + b"d" * 100
+    assert fs.stat(number).blocks == 8 + (BLOCK + 4096) // 512
+    with volume.tree("before") as old, volume.tree() as new:
+        assert [(change.path, change.kind) for change in changes(old, new)] == [(b"sparse", "modified")]
+    one, other = (volume.getattr(fs.at(name)).content for name in (b"sparse", b"twin"))
+    assert one is not None
+    assert other is not None
+    assert not one.same_as(other), "and what both lack is not read"
+    volume.fallocate(number, 3, 0, (1 << 41) + BLOCK)
+    one = volume.getattr(number).content
+    assert one is not None
+    assert one.same_as(other)
+    assert other.same_as(one)
     volume.check_invariants()
 
 

@@ -3,7 +3,8 @@
 Beside what holds of every `Content`:
 
 - a block that is in `blocks` is the truth about its range; nothing of it is read below;
-- of every other block what lies before `limit` is read below, unless its index is in `masked`: then it is zeros;
+- of every other block what lies before `limit` is read below, unless its index is in `masked`: then it is zeros.
+  What is a hole below needs no mask, so that a file of terabytes with little in it stays cheap;
 - `pages` counts what is held above; the blocks below are not in it;
 - a block that is to be changed in part is copied up first, whole (BLOCK_BYTES, holes as they are below).
 
@@ -34,6 +35,15 @@ _Staged = tuple[bytearray, int]  # a block, and the bits of its pages that are h
 
 def _page_up(offset: int) -> int:
     return -(-offset // PAGE_BYTES)
+
+
+def _filled_blocks(lower: LowerFile, start: int, end: int) -> Iterator[int]:
+    """The blocks, each once and in order, with data of `lower` between two offsets.  ChangedBelowError."""
+    last = -1
+    for first, after in lower.ranges(start, end) if start < end else ():
+        for index in range(max(last + 1, first // BLOCK_BYTES), -(-after // BLOCK_BYTES)):
+            yield index
+            last = index
 
 
 class LowerContent(Content):
@@ -93,11 +103,11 @@ class LowerContent(Content):
         indices = self.blocks.keys() | other.blocks.keys() | self.masked
         if isinstance(other, LowerContent) and other.lower is self.lower:
             indices = indices | other.masked
-            low, high = sorted((self.limit, other.limit))
-            beyond = range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES)) if low < high else range(0)
+            beyond = _filled_blocks(self.lower, *sorted((self.limit, other.limit)))
         else:
-            high = max(self.limit, other.limit if isinstance(other, LowerContent) else 0)
-            beyond = range(-(-high // BLOCK_BYTES))
+            beyond = _filled_blocks(self.lower, 0, self.limit)
+            if isinstance(other, LowerContent):
+                beyond = chain(beyond, _filled_blocks(other.lower, 0, other.limit))
         try:
             return self._same_blocks(other, chain(sorted(indices), (each for each in beyond if each not in indices)))
         except ChangedBelowError:
@@ -260,7 +270,7 @@ class LowerContent(Content):
             self.limit = offset  # what the blocks above hold is theirs; of the rest nothing is seen from here on
             return
         hidden = set()
-        for index in range(offset // BLOCK_BYTES, -(-min(end, self.limit) // BLOCK_BYTES)):
+        for index in list(_filled_blocks(self.lower, offset // BLOCK_BYTES * BLOCK_BYTES, min(end, self.limit))):
             visible = self._visible(index)
             base = index * BLOCK_BYTES
             if visible and offset <= base and end >= base + _page_up(visible) * PAGE_BYTES:
