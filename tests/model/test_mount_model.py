@@ -44,6 +44,7 @@ class Node:
     """A file, directory or symlink; one object for all its hard links.
 
     `ident` stays over copies; `inode` and `mtime_ns` are what was seen, None where that may have changed.
+    `is_older`: a restore put it there, and it may be one of before.
     """
 
     ident: int
@@ -54,6 +55,7 @@ class Node:
     entries: dict[str, Node] = field(default_factory=dict)
     inode: int | None = None
     mtime_ns: int | None = None
+    is_older: bool = False
     mapped: bool = False  # written back when the kernel likes: then its time changes
 
     @property
@@ -379,8 +381,8 @@ class MountMachine(RuleBasedStateMachine):
         for fd, node in list(self.open.items()):
             if node.ident in there:
                 self.open[fd] = there[node.ident]
-            elif node.ident <= state.last_ident:
-                # Without a name then, too: what it holds now is between the program and the kernel.
+            elif node.ident <= state.last_ident or node.is_older:
+                # Without a name then, too: what it holds now is between the program and the kernel.  Or it has one.
                 del self.open[fd]
                 os.close(fd)
 
@@ -407,6 +409,7 @@ class MountMachine(RuleBasedStateMachine):
             for _, node in walk(fresh):
                 # It may be another inode now, and so another one than an open file's of later.
                 node.ident = next(self.idents)
+                node.is_older = True
                 node.inode = None
                 if node.is_dir:
                     node.mtime_ns = None

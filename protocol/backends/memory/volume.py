@@ -8,6 +8,8 @@ permissions, this module keeps what the kernel leaves to the file system.
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,8 @@ _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
+# A named tuple's own constructor takes three times as long.
+_directory_entry: Final = functools.partial(tuple.__new__, DirectoryEntry)
 
 
 class MemoryVolume(Entries):
@@ -166,16 +170,25 @@ class MemoryVolume(Entries):
         return self._entries(directory, directory.listing, cookie)
 
     def _entries(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[DirectoryEntry]:
+        chunks = self._chunks(directory, listing, cookie)
+        return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
+
+    def _dots(self, directory: Inode, cookie: int) -> Iterator[DirectoryEntry]:
         for dot, name in _DOT_COOKIES:
             if dot > cookie:
                 node = directory if dot == 1 else self._parent(directory)
                 yield DirectoryEntry(name, node.inode, node.mode, dot)
-        children, inodes = directory.children, self._inodes
+
+    def _chunks(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[Iterator[DirectoryEntry]]:
+        children = directory.children
         assert children is not None
-        new = tuple.__new__  # a named tuple's own constructor takes three times as long
-        for at, name in listing.after(cookie):
-            number = children[name]
-            yield new(DirectoryEntry, (name, number, inodes[number].mode, at))
+        for cookies, names in listing.chunks(cookie):
+            numbers = [children[name] for name in names]
+            yield map(_directory_entry, zip(names, numbers, self._modes(numbers), cookies, strict=True))
+
+    def _modes(self, numbers: list[int]) -> list[int]:
+        inodes = self._inodes
+        return [inodes[number].mode for number in numbers]
 
     # -- content -----------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Buffer:

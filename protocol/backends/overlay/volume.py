@@ -42,12 +42,11 @@ from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
-from protocol.volume import Caller, Coherence, DirectoryEntry, InodeChange
+from protocol.volume import Caller, Coherence, InodeChange
 
 if TYPE_CHECKING:
     from protocol.backends.memory.undo import Epoch, PreInodes
     from protocol.backends.overlay.apply import Applied
-    from protocol.listing import Listing
     from protocol.volume import Buffer
 
 __all__ = ["OverlayVolume"]
@@ -210,16 +209,8 @@ class OverlayVolume(MemoryVolume):
         assert children is not None
         return children
 
-    def _entries(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[DirectoryEntry]:
-        children, kind = directory.children, self._overlay.kind
-        assert children is not None
-        for dot, name in ((1, b"."), (2, b"..")):
-            if dot > cookie:
-                node = directory if dot == 1 else self._parent(directory)
-                yield DirectoryEntry(name, node.inode, node.mode, dot)
-        for at, name in listing.after(cookie):
-            number = children[name]
-            yield DirectoryEntry(name, number, kind(number), at)
+    def _modes(self, numbers: list[int]) -> list[int]:
+        return list(map(self._overlay.kind, numbers))
 
     # -- content -----------------------------------------------------------------------------------
     def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
