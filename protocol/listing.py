@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
 __all__ = ["FIRST_COOKIE", "Listing"]
 
@@ -100,4 +100,5 @@ class Listing:
             names = self._names[at : at + _CHUNK]
             if self._gaps and None in names:
                 cookies = [each for each, name in zip(cookies, names, strict=True) if name is not None]
-            yield cookies, [name for name in names if name is not None]
+                names = [name for name in names if name is not None]
+            yield cookies, cast("list[bytes]", names)

@@ -2,7 +2,8 @@
 
 Threading: the object's methods are called on the serving thread, one at a time.  Whoever uses the object
 itself meanwhile does so from another thread: it must bear that.  The thread takes the interpreter's lock for
-each request; a C extension that waits for the mount without letting go of that lock waits for ever.
+each request; a C extension that waits for the mount without letting go of that lock waits for ever.  So would
+`subprocess`, where it starts a program that is on the mount, or in a directory of it: see `_spawn_without_the_lock`.
 
 Nothing is cached by the kernel longer than a request, since the object may change without anybody telling.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from types import TracebackType
@@ -29,6 +32,7 @@ __all__ = ["MountedFilesystem"]
 
 _logger = logging.getLogger(__name__)
 _JOIN_S: Final = 10.0
+_VFORK_LETS_GO: Final = (3, 11, 4)  # python/cpython#104372
 
 
 class MountedFilesystem:
@@ -38,6 +42,7 @@ class MountedFilesystem:
         self, filesystem: Filesystem, path: str, *, name: str, engine: EngineChoice, allow_other: bool
     ) -> None:
         """Mount `filesystem` at the empty directory `path`.  OSError as `vfsd.mounts.check_mountpoint` has it."""
+        _spawn_without_the_lock()
         if mounts.check_mountpoint(path) is not None:
             mounts.clear_dead_mount(path)
         self.filesystem = filesystem
@@ -96,3 +101,14 @@ class MountedFilesystem:
                 mounts.clear_dead_mount(self._path)
             for path, error in self._volume.write_back_all():
                 _logger.error("what was written to %s is lost: %s", os.fsencode(path), error)
+
+
+def _spawn_without_the_lock() -> None:
+    """Have `subprocess` start programs in ways that let this process's other threads run meanwhile.
+
+    posix_spawn keeps the interpreter's lock until the program runs, and so does vfork in older versions: Debian 12
+    has 3.11.2.  Both switches are documented ("Disabling use of vfork() or posix_spawn()").
+    """
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]  # noqa: SLF001
+    if sys.version_info < _VFORK_LETS_GO:
+        subprocess._USE_VFORK = False  # type: ignore[misc]  # noqa: SLF001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,30 @@ def test_git_works_in_it(mounted: MountedFilesystem, filesystem: InMemoryFilesys
 
 def test_what_it_cannot_hold_is_refused_and_breaks_nothing(mounted: MountedFilesystem) -> None:
     assert shell(mounted, "ln -s a b 2>/dev/null || echo no symlinks; mkdir x; mv x y; ls") == "no symlinks\ny\n"
+
+
+STARTED_HERE = """
+import os, subprocess, sys
+from protocol import InMemoryFilesystem
+from vfsd.workspace import Workspace
+
+files = InMemoryFilesystem()
+with Workspace.mount(sys.argv[1], filesystem=files, engine=sys.argv[2]) as mounted:
+    files.write("program", "#!/bin/sh\\necho here\\n")
+    os.chmod(mounted.path + "/program", 0o755)
+    for close_fds in (True, False):
+        subprocess.run([mounted.path + "/program"], close_fds=close_fds, check=True)
+        subprocess.run(["pwd"], cwd=mounted.path, close_fds=close_fds, check=True)
+"""
+
+
+def test_the_process_that_serves_it_starts_programs_on_it_and_in_it(engine: str, workdir: Path) -> None:
+    # In a process of its own: one that waits for itself would hold up all tests that follow.
+    place = workdir / "m"
+    place.mkdir()
+    command = [sys.executable, "-c", STARTED_HERE, str(place), engine]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.returncode) == (["here", str(place)] * 2, 0), done.stderr
 
 
 def test_an_unmount_of_a_busy_one_names_the_holder(mounted: MountedFilesystem) -> None:

@@ -8,7 +8,6 @@ permissions, this module keeps what the kernel leaves to the file system.
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import os
 import stat
@@ -44,8 +43,6 @@ _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
-# A named tuple's own constructor takes three times as long.
-_directory_entry: Final = functools.partial(tuple.__new__, DirectoryEntry)
 
 
 class MemoryVolume(Entries):
@@ -163,28 +160,31 @@ class MemoryVolume(Entries):
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
+        return map(DirectoryEntry._make, self.entries(inode, cookie))
+
+    def entries(self, inode: int, cookie: int) -> Iterator[tuple[bytes, int, int, int]]:
+        """`readdir` with plain tuples, which take a third of the time that named ones do."""
         directory = self._directory(inode)
         self._accessed(directory)
         if directory.listing is None:
             directory.listing = Listing(directory.children or ())
-        return self._entries(directory, directory.listing, cookie)
-
-    def _entries(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[DirectoryEntry]:
-        chunks = self._chunks(directory, listing, cookie)
+        chunks = self._chunks(directory, directory.listing, cookie)
         return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
 
-    def _dots(self, directory: Inode, cookie: int) -> Iterator[DirectoryEntry]:
+    def _dots(self, directory: Inode, cookie: int) -> Iterator[tuple[bytes, int, int, int]]:
         for dot, name in _DOT_COOKIES:
             if dot > cookie:
                 node = directory if dot == 1 else self._parent(directory)
-                yield DirectoryEntry(name, node.inode, node.mode, dot)
+                yield name, node.inode, node.mode, dot
 
-    def _chunks(self, directory: Inode, listing: Listing, cookie: int) -> Iterator[Iterator[DirectoryEntry]]:
+    def _chunks(
+        self, directory: Inode, listing: Listing, cookie: int
+    ) -> Iterator[Iterator[tuple[bytes, int, int, int]]]:
         children = directory.children
         assert children is not None
         for cookies, names in listing.chunks(cookie):
             numbers = [children[name] for name in names]
-            yield map(_directory_entry, zip(names, numbers, self._modes(numbers), cookies, strict=True))
+            yield zip(names, numbers, self._modes(numbers), cookies, strict=True)
 
     def _modes(self, numbers: list[int]) -> list[int]:
         inodes = self._inodes

@@ -21,10 +21,10 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import trio
 
 from protocol.errors import fail
-from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, DirectoryEntry, FlushingVolume, Volume
+from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, FlushingVolume, Volume
 from vfsd.engines.native import wire
 from vfsd.engines.native.negotiation import MAX_WRITE_BYTES
-from vfsd.engines.native.replies import Message, Replies, dirents
+from vfsd.engines.native.replies import Entry, Message, Replies, dirents
 from vfsd.engines.native.wire import Opcode
 
 __all__ = ["BODY", "Handler", "Operations"]
@@ -81,6 +81,8 @@ class Operations:
         self._in_pieces = hasattr(type(volume), "read_pieces")
         # One that says "absent" without an exception, where absence is the usual answer.
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
+        # One that lists with plain tuples.
+        self._entries = volume.entries if hasattr(type(volume), "entries") else volume.readdir  # type: ignore[attr-defined]
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
         self._drop = drop
@@ -281,34 +283,32 @@ class Operations:
     def _readdir(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        return _then(self._volume.readdir(node, cookie), lambda entries: dirents(entries, size))
+        return _then(self._entries(node, cookie), lambda entries: dirents(entries, size))
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        entries = self._volume.readdir(node, cookie)
+        entries = self._entries(node, cookie)
         if isinstance(entries, Awaitable):
             return self._readdirplus_later(node, entries, size)
         return self._direntsplus(node, entries, size)
 
-    async def _readdirplus_later(self, node: int, entries: Awaitable[Iterator[DirectoryEntry]], size: int) -> Buffer:
+    async def _readdirplus_later(self, node: int, entries: Awaitable[Iterator[Entry]], size: int) -> Buffer:
         listing = self._direntsplus(node, await entries, size)
         return await listing if isinstance(listing, Awaitable) else listing
 
-    def _direntsplus(
-        self, node: int, entries: Iterator[DirectoryEntry], size: int
-    ) -> bytes | Coroutine[Any, Any, bytes]:
+    def _direntsplus(self, node: int, entries: Iterator[Entry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
         """The entries that fit into `size` bytes, each with its attributes and a lookup of its own."""
-        pack = self.replies.direntplus
-        lookup = self._volume.find if self._finds else self._volume.lookup  # type: ignore[attr-defined]
+        pack, finds = self.replies.direntplus, self._finds
+        lookup = self._volume.find if finds else self._volume.lookup  # type: ignore[attr-defined]
         parts: list[bytes] = []
-        waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]] = []
+        waiting: list[tuple[int, Entry, Awaitable[Attributes]]] = []
         for entry in entries:
             name = entry[0]
             size -= (_ROOM_BUT_FOR_NAME + len(name)) & ~7
             if size < 0:
                 break
-            found = None
+            found: Any = None
             if name not in _DOTS:
                 try:
                     found = lookup(node, name)
@@ -316,17 +316,17 @@ class Operations:
                     pass  # it goes without attributes, and whoever asks for them learns why
             if found is None:
                 parts.append(self.replies.direntplus_bare(entry))
-            elif hasattr(found, "__await__"):
-                waiting.append((len(parts), entry, cast("Awaitable[Attributes]", found)))
-                parts.append(self.replies.direntplus_bare(entry))
-            else:
+            elif finds or not hasattr(found, "__await__"):
                 parts.append(pack(found, entry))
+            else:
+                waiting.append((len(parts), entry, found))
+                parts.append(self.replies.direntplus_bare(entry))
         return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
 
     async def _await_lookups(
-        self, parts: list[bytes], waiting: list[tuple[int, DirectoryEntry, Awaitable[Attributes]]]
+        self, parts: list[bytes], waiting: list[tuple[int, Entry, Awaitable[Attributes]]]
     ) -> bytes:
-        async def fill(at: int, entry: DirectoryEntry, found: Awaitable[Attributes]) -> None:
+        async def fill(at: int, entry: Entry, found: Awaitable[Attributes]) -> None:
             try:
                 parts[at] = self.replies.direntplus(await found, entry)
             except OSError:
