@@ -82,7 +82,7 @@ class Operations:
         # One that says "absent" without an exception, where absence is the usual answer.
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
         # One that lists with plain tuples.
-        self._entries = volume.entries if hasattr(type(volume), "entries") else volume.readdir  # type: ignore[attr-defined]
+        self._list = "entries" if hasattr(type(volume), "entries") else "readdir"
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
         self._drop = drop
@@ -283,12 +283,12 @@ class Operations:
     def _readdir(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        return _then(self._entries(node, cookie), lambda entries: dirents(entries, size))
+        return _then(getattr(self._volume, self._list)(node, cookie), lambda entries: dirents(entries, size))
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        entries = self._entries(node, cookie)
+        entries = getattr(self._volume, self._list)(node, cookie)
         if isinstance(entries, Awaitable):
             return self._readdirplus_later(node, entries, size)
         return self._direntsplus(node, entries, size)
