@@ -396,6 +396,40 @@ def test_an_acl_set_by_a_stranger_to_the_group_clears_set_gid(
     assert kept == [(b"system.posix_acl_access", b"acl")]
 
 
+@pytest.mark.parametrize(("count", "all_at_once"), [(500, True), (5000, False)])
+def test_of_a_large_directory_the_kernel_gets_the_attributes_of_a_few_entries_first(
+    count: int, all_at_once: bool
+) -> None:
+    volume = MemoryVolume()
+    directory = volume.mkdir(ROOT_INODE, b"many", 0o755, ME).inode
+    for number in range(count):
+        volume.mknod(directory, b"%04d" % number, stat.S_IFREG, 0, ME)
+    operations = Operations(volume, Replies(NO_CACHE))
+
+    def listed(opcode: Opcode, cookie: int) -> list[tuple[bytes, int]]:
+        body = wire.FUSE_READDIR_IN.pack(0, cookie, 128 << 10, 0, 0, 0, 0)
+        reply: bytes = perform(operations, request(opcode, directory, body))
+        at, skipped = 0, wire.FUSE_ENTRY_OUT.size if opcode == Opcode.READDIRPLUS else 0
+        found = []
+        while at < len(reply):
+            _, offset, length, _ = wire.FUSE_DIRENT.unpack_from(reply, at + skipped)
+            name = at + skipped + wire.FUSE_DIRENT.size
+            found.append((reply[name : name + length], offset))
+            at += wire.aligned(skipped + wire.FUSE_DIRENT.size + length)
+        return found
+
+    first = listed(Opcode.READDIRPLUS, 0)
+    assert (len(first) == count + 2) == all_at_once
+    assert all_at_once or 50 < len(first) < 200
+    names = [name for name, _ in first]
+    while more := listed(Opcode.READDIR, first[-1][1]):
+        first = more
+        names += [name for name, _ in more]
+    assert sorted(names) == [b".", b"..", *(b"%04d" % number for number in range(count))]
+    if not all_at_once:
+        assert len(listed(Opcode.READDIRPLUS, 10)) > 700, "somebody looks at them: all that there is room for"
+
+
 NO_REPLY = {Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT}
 names = st.sampled_from([b"file", b"dir", b"link", b"new", b".", b"..", b"", b"a/b", b"\xff\xfe", b"x" * 300])
 bodies = st.one_of(

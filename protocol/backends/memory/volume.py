@@ -162,6 +162,10 @@ class MemoryVolume(Entries):
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
         return map(DirectoryEntry._make, self.entries(inode, cookie))
 
+    def entry_count(self, inode: int) -> int:
+        """How many names a directory has, "." and ".." not counted."""
+        return len(self._directory(inode).children or ())
+
     def entries(self, inode: int, cookie: int) -> Iterator[tuple[bytes, int, int, int]]:
         """`readdir` with plain tuples, which take a third of the time that named ones do."""
         directory = self._directory(inode)

@@ -83,6 +83,7 @@ class Operations:
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
         # One that lists with plain tuples.
         self._list = "entries" if hasattr(type(volume), "entries") else "readdir"
+        self._counts = hasattr(type(volume), "entry_count")
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
         self._drop = drop
@@ -288,6 +289,8 @@ class Operations:
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
+        if not cookie and self._counts and self._volume.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:  # type: ignore[attr-defined]
+            size = min(size, _SAMPLE_BYTES)
         entries = getattr(self._volume, self._list)(node, cookie)
         if isinstance(entries, Awaitable):
             return self._readdirplus_later(node, entries, size)
@@ -446,6 +449,10 @@ class Operations:
 
 _DOTS: Final = frozenset({b".", b".."})
 _ROOM_BUT_FOR_NAME: Final = wire.FUSE_DIRENTPLUS.size + 7  # entries are aligned to 8 bytes
+# The kernel asks for the first entries of a listing with their attributes, and for the rest only if by then somebody
+# has looked at one.  In a directory of many replies that saves him little, and costs those who only list the most.
+_LARGE: Final = 4  # replies
+_SAMPLE_BYTES: Final = 16 << 10  # 100 entries
 
 
 def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
