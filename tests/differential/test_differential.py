@@ -151,6 +151,25 @@ def test_a_known_difference_is_one(bench: Bench, entry: known.Known) -> None:
     assert bench.seen.get(entry, 0) > before, "there is no difference any more: take it out of the table"
 
 
+FOUND = {
+    "a page allocated twice is data": (
+        "root: open(b'a', 0x42, 0o666, 0)\nroot: fallocate(0, 0, 0, 8192)\n"
+        "root: fallocate(0, 0, 4096, 100000)\nroot: seek_sparse(0, 0, 3)\nroot: seek_sparse(0, 4096, 4)"
+    ),
+    "a truncation to the same size that clears suid": (
+        "1001: open(b'a', 0x42, 0o777, 0)\nroot: truncate(b'a', 8192)\nroot: chmod(b'a', 0o6711)\n"
+        "1001: truncate(b'a', 8192)"
+    ),
+}
+
+
+@pytest.mark.parametrize("lines", FOUND.values(), ids=FOUND)
+def test_what_random_calls_found_once_is_no_difference_any_more(bench: Bench, lines: str) -> None:
+    calls = parse(lines)
+    if not any(call.operation in bench.without for call in calls):
+        assert bench.run(calls, tree_every=1) is None
+
+
 @pytest.mark.parametrize(
     ("line", "answer"),
     [

@@ -133,8 +133,9 @@ class MemoryVolume(Entries):
         if size is not None:
             if size != node.size or node.blocks:
                 node.mtime_ns = now
-            elif changes == AttributeChanges(size=size, kill_privileges=kill_privileges):
-                # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c)
+            elif changes._replace(mode=None) == AttributeChanges(size=size, kill_privileges=kill_privileges):
+                # truncate(2) that finds nothing to do leaves the times alone (shmem_setattr, mm/shmem.c).  A mode comes
+                # with it only where the kernel takes set-id bits away.
                 now = node.ctime_ns
             self._resize(node, size)
             node.xattrs = xattrs.without_capability(node.xattrs)
