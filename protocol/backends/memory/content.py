@@ -60,7 +60,7 @@ def _bits(first: int, after: int) -> int:
 
 
 def _overlap(ranges: Iterable[Reserved], first: int, after: int) -> int:
-    return sum(max(0, min(after, each.after) - max(first, each.first)) for each in ranges)
+    return sum(each.after - each.first for each in _within(ranges, first, after))
 
 
 def _within(ranges: Iterable[Reserved], first: int, after: int) -> list[Reserved]:

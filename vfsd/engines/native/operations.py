@@ -81,9 +81,8 @@ class Operations:
         self._in_pieces = hasattr(type(volume), "read_pieces")
         # One that says "absent" without an exception, where absence is the usual answer.
         self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
-        # One that lists with plain tuples.
-        self._list = "entries" if hasattr(type(volume), "entries") else "readdir"
-        self._counts = hasattr(type(volume), "entry_count")
+        # One that lists with plain tuples, and knows how many there are.
+        self._lists = hasattr(type(volume), "entries") and hasattr(type(volume), "entry_count")
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
         self._drop = drop
@@ -284,14 +283,19 @@ class Operations:
     def _readdir(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        return _then(getattr(self._volume, self._list)(node, cookie), lambda entries: dirents(entries, size))
+        return _then(self._entries(node, cookie), lambda entries: dirents(entries, size))
+
+    def _entries(self, node: int, cookie: int) -> Iterator[Entry] | Awaitable[Iterator[Entry]]:
+        if self._lists:
+            return self._volume.entries(node, cookie)  # type: ignore[attr-defined,no-any-return]
+        return self._volume.readdir(node, cookie)
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        if not cookie and self._counts and self._volume.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:  # type: ignore[attr-defined]
+        if not cookie and self._lists and self._volume.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:  # type: ignore[attr-defined]
             size = min(size, _SAMPLE_BYTES)
-        entries = getattr(self._volume, self._list)(node, cookie)
+        entries = self._entries(node, cookie)
         if isinstance(entries, Awaitable):
             return self._readdirplus_later(node, entries, size)
         return self._direntsplus(node, entries, size)
