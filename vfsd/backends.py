@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from protocol.archive import Progress, untold
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
@@ -57,18 +58,19 @@ class Backend:
     stored: Stored | None = None
 
 
-def open_backend(options: MountOptions) -> Backend:
+def open_backend(options: MountOptions, progress: Progress = untold) -> Backend:
     """The backend of `options`, with the content of `--from` in it.  OSError, ValueError, ArchiveError.
 
-    Runs in a worker thread, before anybody else knows the volume.
+    Runs in a worker thread, before anybody else knows the volume.  `progress` is called while the archive is read; what
+    it raises ends that.
     """
     kind, _, argument = options.backend.partition(":")
     if kind == "memory":
-        return _memory(options)
+        return _memory(options, progress)
     if kind == "host":
         return _host(options, argument)
     if kind == "overlay":
-        return _overlay(options, argument)
+        return _overlay(options, argument, progress)
     if kind in {"container", "image"}:
         return _container(options, kind, argument)
     raise OSError(errno.EOPNOTSUPP, f"there is no backend {options.backend!r}")
@@ -78,11 +80,11 @@ def _max_bytes(options: MountOptions) -> int:
     return options.max_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
 
 
-def _memory(options: MountOptions) -> Backend:
-    volume = MemoryVolume(_max_bytes(options), options.max_inodes)
-    if options.archive is not None:
-        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
-            volume.import_tree(tree, replace=True)
+def _memory(options: MountOptions, progress: Progress) -> Backend:
+    if options.archive is None:
+        volume = MemoryVolume(_max_bytes(options), options.max_inodes)
+    else:
+        volume = read_archive(options.archive, _max_bytes(options), options.max_inodes, progress)
     volume.read_only = options.read_only
     return Backend(volume)
 
@@ -99,9 +101,10 @@ def _recover(options: MountOptions, directory: str) -> str | None:
         found = recover(os.fsencode(directory))
     except OSError as error:
         # EBUSY: it goes on.  What else is in the way of it need not be in the way of the mount.
-        if error.errno != errno.EBUSY:
-            log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
-        return None
+        if error.errno == errno.EBUSY:
+            return None
+        log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
+        return f"{directory}: an interrupted apply could not be finished: {error.filename or ''}: {error.strerror}"
     if found is None:
         return None
     _logger.warning("%s", found, extra={"path": directory, "workspace": options.name})
@@ -155,7 +158,7 @@ def _half_done(stored: Stored) -> str | None:
     return found.describe()
 
 
-def _overlay(options: MountOptions, directory: str) -> Backend:
+def _overlay(options: MountOptions, directory: str, progress: Progress) -> Backend:
     recovered = _recover(options, directory)
     volume = OverlayVolume(
         os.fsencode(directory),
@@ -165,7 +168,7 @@ def _overlay(options: MountOptions, directory: str) -> Backend:
         exclude=options.exclude,
     )
     if options.archive is not None:
-        with read_archive(options.archive, volume.max_bytes, volume.max_inodes).tree() as tree:
+        with read_archive(options.archive, volume.max_bytes, volume.max_inodes, progress).tree() as tree:
             volume.import_tree(tree, replace=False)
     volume.read_only = options.read_only
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)

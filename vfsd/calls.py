@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from vfsd.userpaths import UserPath, wire_paths
 __all__ = [
     "Call",
     "apply",
+    "check_archive_name",
     "diff",
     "discard",
     "drop",
@@ -38,6 +39,13 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+# Longest first: ".tar.gz" ends in ".gz".
+_OTHER_ARCHIVES: Final = (
+    ".tar.bz2", ".tar.zst", ".tar.lz4", ".tar.gz", ".tar.xz", ".tar.lz", ".tar.z",
+    ".cpio", ".tbz2", ".tzst", ".tar", ".tgz", ".tbz", ".txz", ".tlz", ".rar", ".bz2", ".zst", ".lz4", ".gz", ".xz",
+    ".7z",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +150,22 @@ def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text)
 
 
+def check_archive_name(path: str | os.PathLike[str]) -> None:
+    """ValueError for "-", and for a name that promises another kind of archive than ZIP."""
+    name = os.path.basename(os.fspath(path))
+    if os.fspath(path) == "-":
+        raise ValueError("an archive is written to a file, not to standard output: name it FILE.zip")
+    for suffix in _OTHER_ARCHIVES:
+        if name.lower().endswith(suffix):
+            better = name[: -len(suffix)] or "archive"
+            raise ValueError(f"vfsd writes ZIP archives, not {suffix}: name it {better}.zip")
+
+
 def export(
     path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool, changes_only: bool
 ) -> Call[results.Exported]:
-    """Write an archive."""
+    """Write an archive.  ValueError for the name of an archive of another kind."""
+    check_archive_name(path)
     params = messages.ExportParams(
         path=_absolute(path),
         snapshot=snapshot,
@@ -161,6 +181,7 @@ def export(
             files=answer.files,
             total_bytes=answer.total_bytes,
             archive_bytes=answer.archive_bytes,
+            skipped=_problems(answer.skipped),
         ),
     )
 

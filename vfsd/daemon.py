@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 import vfsd
+from protocol.foreign_file import open_regular
 from vfsd import interpreter, mounts, runtime
 from vfsd.backends import Backend, open_backend
 from vfsd.coherence import tell_kernel
@@ -68,7 +69,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     interpreter.set_up()
     # Before the archive is read, which may take minutes, and once more when no other start can come between.
     recovered = await trio.to_thread.run_sync(_recover, options)
-    backend = await trio.to_thread.run_sync(open_backend, options)
+    backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
     settings = EngineSettings(
         options.mountpoint,
         options.name,
@@ -144,8 +145,9 @@ class _Daemon:
                 await nursery.start(commands.attend)
                 record = self._record(socket, started_at)
                 runtime.write_record(record)
-                self._answers = True
+                # Raises when the starter is gone; until then the mount is undone, not left as after a crash.
                 ready(Ready(options.name, options.mountpoint, socket, os.getpid(), self._engine.name, recovered))
+                self._answers = True
                 self._notifier.ready(f"serving {options.mountpoint}")
                 _logger.info(
                     "mounted, served by the %s engine", self._engine.name,
@@ -268,12 +270,17 @@ def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueEr
     return error
 
 
+def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:
+    """Progress of the archive that a start reads: it stops when the start is cancelled."""
+    trio.from_thread.check_cancelled()
+
+
 # -- the start ---------------------------------------------------------------------------------------
 @contextmanager
 def _alone() -> Iterator[None]:
     """No other daemon of this user's checks a mountpoint, or mounts, meanwhile: both would find it free."""
     path = os.path.join(runtime.ensure_socket_dir(), ".starting")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from protocol.foreign_file import open_regular
 from vfsd import interpreter
 from vfsd.mounts import clear_dead_mount
 from vfsd.options import MountOptions
@@ -198,15 +199,15 @@ def _open_log(path: str) -> tuple[int, bool]:
     The daemon inherits the lock on it for its life: the log of a workspace that runs is not moved away by a
     second start of that name, which the daemon is going to refuse.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = open_regular(path, flags)
     if not _lock(descriptor):
         return descriptor, False
     if os.fstat(descriptor).st_size == 0:
         return descriptor, True
     os.replace(path, path + ".1")
     os.close(descriptor)
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = open_regular(path, flags)
     return descriptor, _lock(descriptor)
 
 
@@ -215,7 +216,7 @@ def _remove_idle_log(path: str, descriptor: int) -> None:
 
     The log of the workspace before it takes its place again.
     """
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
         if file.read().count(b"\n") > 1 or not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
             return
         try:
@@ -234,7 +235,7 @@ def _lock(descriptor: int) -> bool:
 
 def _quote_log(error: OSError, path: str, start: int) -> None:
     """Note the log's last lines on `error`, from offset `start` on."""
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         file.seek(start)
         lines = collections.deque((line.decode("utf-8", "replace").rstrip() for line in file), LOG_LINES_QUOTED)
     error.add_note(f"the log is {path}" + ("; it ends:" if lines else ", and empty"))

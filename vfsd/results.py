@@ -131,12 +131,16 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The archive that was written: where, how many files, their content's size and its own."""
+    """The archive that was written: where, how many files, their content's size and its own.
+
+    `skipped` maps each path that an archive cannot hold to the reason; what is below such a path is left out too.
+    """
 
     path: str
     files: int
     total_bytes: int
     archive_bytes: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from protocol.foreign_file import read_regular
 from vfsd.control.messages import from_wire_path, wire_path
 from vfsd.options import NAME_PATTERN
 
@@ -39,6 +40,7 @@ RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
 WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
 
 _RECORD_SUFFIX: Final = ".json"
+_RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX, each byte escaped
 _NAME_LENGTH: Final = 64  # of NAME_PATTERN
 _MAX_SYMLINKS: Final = 40  # the kernel's MAXSYMLINKS (linux/namei.h)
 
@@ -206,8 +208,8 @@ def read_records() -> list[WorkspaceRecord]:
 
 def _read(path: str) -> WorkspaceRecord | None:
     try:
-        with open(path, "rb") as file:
-            record = msgspec.json.decode(file.read(), type=WorkspaceRecord)
+        record = msgspec.json.decode(read_regular(path, _RECORD_MAX_BYTES), type=WorkspaceRecord)
+        _checked(record.name)
         paths = {field: os.fsdecode(from_wire_path(getattr(record, field))) for field in _PATH_FIELDS}
     except FileNotFoundError:
         return None

@@ -17,9 +17,9 @@ class ArchiveLimits:
     strangers sets a lower `ratio`, or `total_bytes` to the space there is.
     """
 
-    entries: int = 1_000_000  # files, directories (named or implied by a path), symlinks and special files
+    entries: int = 2_000_000  # files, directories (named or implied by a path), symlinks and special files
     total_bytes: int = 64 << 30  # sum of all entries, decompressed
     ratio: int = 1_100  # size of an entry to its compressed size,
     ratio_from_bytes: int = 64 << 20  # where it is larger than this
-    manifest_bytes: int = 256 << 20  # the manifest is held in memory as a whole
+    manifest_bytes: int = 512 << 20  # the manifest is held in memory as a whole
     names_bytes: int = 512 << 20  # sum of all paths: deep paths imply directories, each with a long path

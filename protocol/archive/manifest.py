@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
+from protocol import posix_acl
 from protocol.archive.names import unescape
 from protocol.errors import ArchiveError
 from protocol.volume import NAME_MAX
@@ -21,9 +22,12 @@ __all__ = [
     "VERSION",
     "Manifest",
     "Record",
+    "clamped_ns",
     "decode_manifest",
+    "is_xattr_name",
     "record_xattrs",
     "timestamp",
+    "xattrs_fit",
 ]
 
 VERSION: Final = "1"
@@ -33,10 +37,15 @@ SPECIAL: Final = frozenset({stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IF
 
 DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _KINDS: Final = SPECIAL | {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
-_ID_MAX: Final = 0xFFFF_FFFF  # uid_t, gid_t
-_RDEV_MAX: Final = 0xFFFF_FFFF_FFFF_FFFF  # dev_t of glibc
-_SECONDS_MAX: Final = 1 << 63  # time_t
+_ID_MAX: Final = 0xFFFF_FFFE  # uid_t, gid_t; -1 is no owner, and tells chown(2) to leave the one there is
+_RDEV_MAX: Final = 0xFFFF_FFFF  # dev_t of the kernel: 12 bits of major, 20 of minor number (linux/kdev_t.h)
+# The first and last second that gmtime(3) can say: the years that fit into the 32 bits of `tm_year`.
+_FIRST_SECOND: Final = -67_768_040_609_740_800
+_LAST_SECOND: Final = 67_768_036_191_676_799
+_NS: Final = 1_000_000_000
 _NO_XATTRS: Final[Mapping[bytes, bytes]] = MappingProxyType({})  # one for all: there may be a million
+_NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
+_ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 _XATTR_BYTES_MAX: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 
 
@@ -99,12 +108,28 @@ def _check_record(record: Record) -> None:
         raise ArchiveError(f"the manifest gives it the impossible mode {record.mode:#o}", record.path)
     if not (0 <= record.uid <= _ID_MAX and 0 <= record.gid <= _ID_MAX):
         raise ArchiveError("the manifest gives it an owner out of range", record.path)
-    if record.mtime_ns is not None and not -_SECONDS_MAX <= record.mtime_ns // 1_000_000_000 < _SECONDS_MAX:
+    if record.mtime_ns is not None and clamped_ns(record.mtime_ns) != record.mtime_ns:
         raise ArchiveError("the manifest gives it an mtime out of range", record.path)
     if not 0 <= record.rdev <= _RDEV_MAX:
         raise ArchiveError("the manifest gives it a device number out of range", record.path)
     if record.rdev and stat.S_IFMT(record.mode or 0) not in DEVICES:
         raise ArchiveError("the manifest gives it a device number, but it is no device node", record.path)
+
+
+def clamped_ns(mtime_ns: int) -> int:
+    """The time nearest to `mtime_ns` that an archive may have: further away no tool can show it."""
+    return min(max(mtime_ns, _FIRST_SECOND * _NS), _LAST_SECOND * _NS + _NS - 1)
+
+
+def is_xattr_name(name: bytes) -> bool:
+    """Whether every workspace can have an xattr of this name: in a namespace of xattr(7), or a POSIX ACL."""
+    namespace, _, rest = name.partition(b".")
+    return name in _ACLS or (namespace in _NAMESPACES and bool(rest) and b"\0" not in rest and len(name) <= NAME_MAX)
+
+
+def xattrs_fit(names: Iterable[bytes]) -> bool:
+    """Whether listxattr(2) can answer with all of `names`."""
+    return sum(len(name) + 1 for name in names) <= _XATTR_BYTES_MAX
 
 
 def record_xattrs(record: Record) -> Mapping[bytes, bytes]:
@@ -117,9 +142,18 @@ def record_xattrs(record: Record) -> Mapping[bytes, bytes]:
             name = unescape(text)
         except ValueError:
             name = b""
-        if not name or b"\0" in name or len(name) > NAME_MAX or len(value) > _XATTR_BYTES_MAX:
+        if not is_xattr_name(name) or len(value) > _XATTR_BYTES_MAX or not _is_acl_if_named_so(name, value):
             raise ArchiveError(f"the manifest gives it the impossible xattr {text!r:.80}", record.path)
         xattrs[name] = value
-    if sum(len(name) + 1 for name in xattrs) > _XATTR_BYTES_MAX:
+    if not xattrs_fit(xattrs):
         raise ArchiveError("the manifest gives it too many xattrs", record.path)
     return xattrs
+
+
+def _is_acl_if_named_so(name: bytes, value: bytes) -> bool:
+    if name in _ACLS:
+        try:
+            posix_acl.check(value)
+        except OSError:
+            return False
+    return True

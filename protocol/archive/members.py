@@ -12,15 +12,13 @@ from typing import BinaryIO, Final
 
 from protocol.archive import records as zr
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.names import FILES, PATH_BYTES_MAX, check_name, shown
+from protocol.archive.names import check_name, shown
 from protocol.errors import ArchiveError
 
 __all__ = ["Member", "read_members"]
 
 _COMMENT_MAX: Final = 0xFFFF
 _VERSION_MAX: Final = 63  # of APPNOTE 6.3, the newest
-# "%XX" makes a path three times as long.
-_NAME_BYTES_MAX: Final = len(FILES) + 3 * PATH_BYTES_MAX + 1
 _NS: Final = 1_000_000_000
 
 
@@ -155,11 +153,9 @@ def _member(fields: tuple[int, ...], name: bytes, extra: bytes) -> Member:
 
 def _check_member(name: bytes, flags: int, method: int, version: int, disk: int) -> None:
     """Refuse what we cannot read, and names that lead elsewhere."""
-    entry = shown(name[:_NAME_BYTES_MAX])
+    entry = shown(name)
     if not name:
         raise ArchiveError("an entry has an empty name")
-    if len(name) > _NAME_BYTES_MAX:
-        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", entry)
     check_name(name)
     if flags & zr.FLAG_ENCRYPTED:
         raise ArchiveError("the entry is encrypted", entry)

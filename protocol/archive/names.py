@@ -8,11 +8,25 @@ from typing import Final
 from protocol.errors import ArchiveError
 from protocol.volume import NAME_MAX
 
-__all__ = ["FILES", "MANIFEST", "PATH_BYTES_MAX", "check_name", "check_path", "escape", "is_utf8", "shown", "unescape"]
+__all__ = [
+    "FILES",
+    "MANIFEST",
+    "NAME_BYTES_MAX",
+    "PATH_BYTES_MAX",
+    "check_name",
+    "check_path",
+    "escape",
+    "is_utf8",
+    "shown",
+    "unescape",
+]
 
 MANIFEST: Final = b"manifest.json"
 FILES: Final = b"files/"
-PATH_BYTES_MAX: Final = 4096  # PATH_MAX, linux/limits.h
+# A ZIP has 16 bits for the length of a name (APPNOTE 4.4.10).  The kernel takes at most PATH_MAX (4,096) bytes in one
+# call, but a program that enters one directory after the other makes paths of any length.
+NAME_BYTES_MAX: Final = 0xFFFF
+PATH_BYTES_MAX: Final = NAME_BYTES_MAX - len(FILES) - 1  # with the slash after a directory's
 
 _ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
 

@@ -11,16 +11,28 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
 import msgspec
 
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.manifest import DEVICES, PERCENT, SPECIAL, VERSION, Manifest, Record, timestamp
-from protocol.archive.names import FILES, MANIFEST, PATH_BYTES_MAX, escape, is_utf8, shown
+from protocol.archive.manifest import (
+    DEVICES,
+    PERCENT,
+    SPECIAL,
+    VERSION,
+    Manifest,
+    Record,
+    clamped_ns,
+    is_xattr_name,
+    timestamp,
+    xattrs_fit,
+)
+from protocol.archive.names import FILES, MANIFEST, escape, shown
 from protocol.archive.progress import Progress
+from protocol.archive.selection import Selection, select
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
 from protocol.errors import fail
 from protocol.tree import Tree, TreeEntry
@@ -35,12 +47,16 @@ _REGULAR_FILE: Final = 0o100644
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSummary:
-    """What was written.  `files` are regular files, each name counted; `directories` are without the root."""
+    """What was written.  `files` are regular files, each name counted; `directories` are without the root.
+
+    `skipped` maps each path that an archive cannot hold to the reason; what is below such a path is left out too.
+    """
 
     files: int
     directories: int
     total_bytes: int
     archive_bytes: int
+    skipped: Mapping[bytes, str] = field(default_factory=dict)
 
 
 def write_archive(
@@ -50,29 +66,34 @@ def write_archive(
     created_ns: int | None = None,
     progress: Progress | None = None,
     level: int = DEFAULT_LEVEL,
+    skip_too_long: bool = False,
 ) -> ArchiveSummary:
     """Write the archive of `tree` to `file`, which need not be seekable.
 
     `created_ns` (else SOURCE_DATE_EPOCH, else now) becomes `created_at`; `level` is zlib's, 0 to 9.
     Whatever the tree or the file raises goes through; OSError (EIO) when a file's size is not what its
-    entry says; ENAMETOOLONG for a path, and EFBIG for a tree, that no reader would accept.
+    entry says; EFBIG for a tree that no reader would accept.  ENAMETOOLONG for a path that no archive can hold; with
+    `skip_too_long` such a path is left out, and the summary names it.  Xattrs in a namespace of one file system
+    (`btrfs.compression`) are left out.
     """
     created_ns = _created(created_ns)
-    entries = list(tree.walk())
-    _check_total(entries)
-    percent = not all(is_utf8(entry.path) for entry in entries)
-    names = [escape(entry.path) if percent else entry.path.decode() for entry in entries]
-    manifest = _manifest(entries, names, percent, created_ns)
+    chosen = select(tree.walk())
+    if chosen.skipped and not skip_too_long:
+        path, reason = next(iter(chosen.skipped.items()))
+        raise OSError(errno.ENAMETOOLONG, reason, shown(path))
+    _check_total(chosen.entries)
+    manifest = _manifest(chosen, created_ns)
+    text = _encoded(manifest)
     writer = ZipWriter(file)
     report = _Reporter(progress, manifest.total_bytes)
     with Packer(writer, level) as packer:
-        packer.add(Item(MANIFEST, _REGULAR_FILE, created_ns, msgspec.json.encode(manifest)))
-        for entry, name in zip(entries, names, strict=True):
+        packer.add(Item(MANIFEST, _REGULAR_FILE, created_ns, text))
+        for entry, name in zip(chosen.entries, chosen.names, strict=True):
             _add(packer, tree, entry, name, report)
     writer.finish()
     report.finish()
-    directories = sum(entry.is_dir for entry in entries) - 1
-    return ArchiveSummary(manifest.file_count, directories, manifest.total_bytes, writer.offset)
+    directories = sum(entry.is_dir for entry in chosen.entries) - 1
+    return ArchiveSummary(manifest.file_count, directories, manifest.total_bytes, writer.offset, chosen.skipped)
 
 
 def export_archive(
@@ -83,20 +104,23 @@ def export_archive(
     created_ns: int | None = None,
     progress: Progress | None = None,
     level: int = DEFAULT_LEVEL,
+    skip_too_long: bool = False,
 ) -> ArchiveSummary:
     """Write the archive of `tree` at `path`: the whole of it, durably, or nothing.
 
-    Without `overwrite` an existing file is left alone: FileExistsError.
+    Without `overwrite` an existing file is left alone: FileExistsError.  With it only a regular file is replaced, never
+    a device or a pipe: EINVAL.  The rest is as in `write_archive`.
     """
     path = os.fspath(path)
-    if not overwrite and os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    _check_place(path, overwrite=overwrite)
     folder = os.path.dirname(path)
     # In the same directory, so that the rename stays in one file system.
     temporary = os.path.join(folder, f".vfsd-export-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            summary = write_archive(tree, file, created_ns=created_ns, progress=progress, level=level)
+            summary = write_archive(
+                tree, file, created_ns=created_ns, progress=progress, level=level, skip_too_long=skip_too_long
+            )
             file.flush()
             os.fsync(file.fileno())
         if overwrite:
@@ -108,6 +132,21 @@ def export_archive(
             os.unlink(temporary)
     _sync_folder(folder or ".")
     return summary
+
+
+def _check_place(path: str, *, overwrite: bool) -> None:
+    if not overwrite:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        return
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # nothing there, or a symlink that leads nowhere
+    # A rename would put the archive in the place of /dev/null or of /dev/stdout, for every program.
+    if not stat.S_ISREG(mode):
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, "this is not a regular file, so no archive can replace it", path)
 
 
 def _rename_to_new(temporary: str, path: str) -> None:
@@ -155,7 +194,8 @@ def _created(created_ns: int | None) -> int:
     return created_ns
 
 
-def _manifest(entries: Sequence[TreeEntry], names: Sequence[str], percent: bool, created_ns: int) -> Manifest:
+def _manifest(chosen: Selection, created_ns: int) -> Manifest:
+    entries, names = chosen.entries, chosen.names
     files = [entry.size for entry in entries if entry.is_file]
     groups: dict[int, list[str]] = {}
     for entry, name in zip(entries, names, strict=True):
@@ -166,10 +206,20 @@ def _manifest(entries: Sequence[TreeEntry], names: Sequence[str], percent: bool,
         created_at=timestamp(created_ns),
         file_count=len(files),
         total_bytes=sum(files),
-        names=PERCENT if percent else None,
+        names=PERCENT if chosen.percent else None,
         entries=[_record(entry, name) for entry, name in zip(entries, names, strict=True)],
         hard_links=[group for group in groups.values() if len(group) > 1],
     )
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    """The manifest as JSON.  EFBIG for one that no reader would take."""
+    text = msgspec.json.encode(manifest)
+    limit = ArchiveLimits().manifest_bytes
+    if len(text) > limit:
+        reason = f"names and extended attributes take {len(text):,} bytes, more than an archive may have ({limit:,})"
+        raise OSError(errno.EFBIG, reason, shown(MANIFEST))
+    return text
 
 
 def _check_total(entries: Sequence[TreeEntry]) -> None:
@@ -183,16 +233,16 @@ def _check_total(entries: Sequence[TreeEntry]) -> None:
 
 
 def _record(entry: TreeEntry, name: str) -> Record:
-    xattrs = {escape(key): value for key, value in sorted(entry.xattrs.items())} if entry.xattrs else {}
+    xattrs = {}
+    if entry.xattrs and xattrs_fit(entry.xattrs):
+        xattrs = {escape(key): value for key, value in sorted(entry.xattrs.items()) if is_xattr_name(key)}
     rdev = entry.rdev if stat.S_IFMT(entry.mode) in DEVICES else 0
-    return Record(name, entry.mode, entry.mtime_ns, entry.uid, entry.gid, rdev, xattrs)
+    return Record(name, entry.mode, clamped_ns(entry.mtime_ns), entry.uid, entry.gid, rdev, xattrs)
 
 
 def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Reporter) -> None:
     """One entry of the tree into the archive."""
     name = FILES + text.encode()
-    if len(entry.path) > PATH_BYTES_MAX:
-        raise fail(errno.ENAMETOOLONG, shown(entry.path))
     if entry.is_file:
         if entry.size > SMALL_BYTES:
             packer.stream(Item(name, entry.mode, entry.mtime_ns, b""), entry.size, _checked(tree, entry, report))

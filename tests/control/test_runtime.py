@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.foreign_files import NOT_REGULAR, plant
 from vfsd import runtime
 from vfsd.options import NAME_PATTERN
 from vfsd.runtime import (
@@ -157,6 +158,29 @@ def test_records_come_by_name_and_what_is_none_is_left_out(directory: str, caplo
         "d.json",
         "f.json",
     ]
+
+
+@pytest.mark.parametrize("kind", [*NOT_REGULAR, "huge"])
+def test_a_record_that_is_no_file_is_named_and_keeps_nobody_waiting(
+    kind: str, directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put("b", "/b")
+    plant(Path(directory, "a.json"), kind)
+    assert [found.name for found in read_records()] == ["b"]
+    assert "a.json: " in caplog.text
+    write_record(record("c", "/c"))
+    remove_record(record("a", "/a"))
+    assert os.path.lexists(os.path.join(directory, "a.json"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\x80{}", b"[" * 200_000, b"\0" * 4096, b"nu\xffll"])
+def test_a_record_of_any_content_is_left_out_and_named(
+    content: bytes, directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put("b", "/b")
+    Path(directory, "a.json").write_bytes(content)
+    assert [found.name for found in read_records()] == ["b"]
+    assert "a.json: " in caplog.text
 
 
 def test_without_a_directory_there_are_no_records(directory: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import operator
 import os
 import random
 import shutil
@@ -23,8 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.archive import ArchiveSummary, export_archive, open_archive, write_archive, zipwriter
+from protocol.archive.selection import select
 from protocol.errors import ArchiveError
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from tests.foreign_files import NOT_REGULAR, plant
 from tests.trees import DictTree
 from tests.unit.archives import CREATED_NS, DIRECTORY, FILE, archive_of, facts, facts_of_archive, special
 
@@ -120,6 +123,102 @@ class Flat:
         return iter(self._tree.entries.values())
 
 
+def chain(depth: int, component: bytes = b"d") -> list[TreeEntry]:
+    """A root and `depth` directories, each within the one before."""
+    path, entries = b"", [TreeEntry(b"", DIRECTORY)]
+    for _ in range(depth):
+        path = path + b"/" + component if path else component
+        entries.append(TreeEntry(path, DIRECTORY))
+    return entries
+
+
+class Listed:
+    """A tree without any content."""
+
+    def __init__(self, entries: Sequence[TreeEntry]) -> None:
+        self.entries = entries
+
+    def walk(self) -> Iterator[TreeEntry]:
+        return iter(self.entries)
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return b""
+
+
+def exported(entries: Sequence[TreeEntry]) -> tuple[ArchiveSummary, list[bytes]]:
+    """The summary of an archive of `entries`, and the paths that are read from it."""
+    file = io.BytesIO()
+    summary = write_archive(Listed(entries), file, skip_too_long=True, level=1)  # type: ignore[arg-type]
+    with open_archive(file) as tree:
+        return summary, [entry.path for entry in tree.walk()]
+
+
+def test_paths_longer_than_the_kernel_takes_at_once_come_back() -> None:
+    entries = [*chain(200, b"n" * 200), TreeEntry(b"z", FILE)]
+    assert len(entries[-2].path) > 40_000
+    summary, paths = exported(entries)
+    assert summary.skipped == {}
+    assert paths == sorted(entry.path for entry in entries)
+
+
+@pytest.mark.parametrize("component", [b"n" * 250, b"%" * 250, b"\xff" * 250, b"\xc3\xa9" * 100])
+def test_a_path_longer_than_any_zip_name_is_left_out_and_named_and_the_rest_is_there(component: bytes) -> None:
+    entries = [*chain(400, component), TreeEntry(b"zzz", FILE)]
+    summary, paths = exported(entries)
+    assert paths == sorted(paths)
+    assert b"zzz" in paths
+    [left_out] = summary.skipped
+    assert left_out.rpartition(b"/")[0] in paths
+    assert {entry.path for entry in entries} - set(paths) == {
+        e.path for e in entries if len(e.path) >= len(left_out)
+    } - {b"zzz"}
+    assert "too long for an archive" in summary.skipped[left_out]
+
+
+def test_a_path_of_exactly_the_longest_name_is_kept() -> None:
+    entries = chain(327, b"n" * 199)
+    room = 65_535 - len("files/") - len(entries[-1].path) - 1
+    longest = TreeEntry(entries[-1].path + b"/" + b"f" * (room - 1), DIRECTORY)
+    summary, paths = exported([*entries, longest])
+    assert (len(b"files/" + longest.path + b"/"), summary.skipped, longest.path in paths) == (65_535, {}, True)
+    summary, paths = exported([*entries, replace(longest, path=longest.path + b"f")])
+    assert list(summary.skipped) == [longest.path + b"f"]
+
+
+def test_a_chain_of_short_names_stays_within_what_a_reader_accepts() -> None:
+    selection = select(chain(3000), all_names_bytes=1_000_000)
+    kept = selection.entries[-1].path
+    assert sum(len(entry.path) for entry in selection.entries) <= 1_000_000
+    assert (len(kept) + 4) ** 2 >= 2 * 1_000_000  # as deep as the bound allows
+    assert list(selection.skipped) == [kept + b"/d"]
+
+
+def test_without_leave_to_skip_a_path_that_is_too_long_fails_the_archive_by_name() -> None:
+    file = io.BytesIO()
+    with pytest.raises(OSError, match="too long for an archive") as caught:
+        write_archive(Listed(chain(400, b"n" * 250)), file)  # type: ignore[arg-type]
+    assert (caught.value.errno, file.getvalue()) == (errno.ENAMETOOLONG, b"")
+
+
+def test_what_only_one_file_system_has_and_times_that_no_clock_shows_do_not_spoil_an_archive() -> None:
+    odd = {b"btrfs.compression": b"zstd", b"system.nfs4_acl": b"\0", b"nothing": b"", b"user.kept": b"1"}
+    many = {b"user.%0200d" % number: b"" for number in range(400)}
+    entries = [
+        TreeEntry(b"", DIRECTORY),
+        TreeEntry(b"a", FILE, xattrs=odd, mtime_ns=(2**63 - 1) * NS),
+        TreeEntry(b"b", FILE, xattrs=many, mtime_ns=-(2**63) * NS),
+    ]
+    file = io.BytesIO()
+    summary = write_archive(Listed(entries), file, skip_too_long=True)  # type: ignore[arg-type]
+    with open_archive(file) as tree:
+        assert dict(tree.entry(b"a").xattrs) == {b"user.kept": b"1"}
+        assert dict(tree.entry(b"b").xattrs) == {}
+        assert tree.entry(b"a").mtime_ns // NS == 67_768_036_191_676_799
+        assert tree.entry(b"b").mtime_ns // NS == -67_768_040_609_740_800
+    assert list(summary.skipped) == [b"b"]
+    assert "extended attributes" in summary.skipped[b"b"]
+
+
 def test_hard_linked_names_are_one_file_again_and_others_are_not() -> None:
     with open_archive(io.BytesIO(archive_of(rich_tree()))) as tree:
         one, two = tree.entry(b"one"), tree.entry(b"a/two")
@@ -138,11 +237,12 @@ def test_hard_links_between_symlinks_and_between_fifos_come_back() -> None:
 
 names = st.binary(min_size=1, max_size=6).filter(lambda n: not set(n) & {0, 0x2F} and n not in (b".", b".."))
 times = st.integers(-(2**62), 2**62)
-xattr_maps = st.dictionaries(names, st.binary(max_size=9), max_size=2)
+xattr_names = st.builds(operator.add, st.sampled_from([b"user.", b"trusted.", b"security."]), names)
+xattr_maps = st.dictionaries(xattr_names, st.binary(max_size=9), max_size=2)
 contents = st.one_of(st.binary(max_size=50), st.builds(lambda b, n: b * n, st.binary(max_size=4), st.integers(0, 9000)))
 files = st.builds(
     lambda mode, mtime, uid, xattrs, data: (TreeEntry(b"", stat.S_IFREG | mode, 0, mtime, uid, xattrs=xattrs), data),
-    st.integers(0, 0o7777), times, st.integers(0, 2**32 - 1), xattr_maps, contents,
+    st.integers(0, 0o7777), times, st.integers(0, 2**32 - 2), xattr_maps, contents,
 )  # fmt: skip
 symlinks = st.binary(min_size=1, max_size=20).filter(lambda t: 0 not in t).map(
     lambda target: (TreeEntry(b"", stat.S_IFLNK | 0o777, len(target), target=target), b"")
@@ -564,3 +664,17 @@ def test_what_is_no_archive_at_all_is_named(workdir: Path) -> None:
     with pytest.raises(ArchiveError, match="no ZIP archive") as raised, open_archive(workdir / "text"):
         pass
     assert raised.value.filename == str(workdir / "text")
+
+
+@pytest.mark.parametrize("kind", NOT_REGULAR)
+def test_an_export_replaces_regular_files_only(tmp_path: Path, kind: str) -> None:
+    plant(tmp_path / "a.zip", kind)
+    before = os.lstat(tmp_path / "a.zip").st_ino
+    if kind == "symlink":  # to a regular file: the link is replaced, the file is not
+        export_archive(rich_tree(), tmp_path / "a.zip", overwrite=True)
+        assert not zipfile.is_zipfile("/etc/hostname")
+        return
+    with pytest.raises(OSError, match="not a regular file"):
+        export_archive(rich_tree(), tmp_path / "a.zip", overwrite=True)
+    assert os.lstat(tmp_path / "a.zip").st_ino == before
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]

@@ -20,6 +20,7 @@ from protocol.backends.overlay.apply import apply
 from protocol.backends.overlay.journal import Recovered, journal, recover
 from protocol.diff import changes
 from protocol.testing.volume.driver import Driver
+from tests.foreign_files import NOT_REGULAR, plant
 from tests.unit.killed_apply import BLOCK, apply_work
 
 Run = Callable[..., bool]
@@ -355,3 +356,26 @@ def test_only_what_an_apply_has_staged_is_removed(below: Path) -> None:
     assert (below / "README").exists()
     assert (below / "src" / "main.c").exists()
     assert not (below / "src" / ".vfsd-apply-1").exists()
+
+
+@pytest.mark.parametrize("kind", [*NOT_REGULAR, "huge"])
+@pytest.mark.parametrize("name", ["plan", "elsewhere"])
+def test_a_journal_that_is_no_file_is_named_and_keeps_nobody_waiting(below: Path, kind: str, name: str) -> None:
+    place = below / ".vfsd-apply"
+    place.mkdir(0o700)
+    before = tree_of(below / "src")
+    plant(place / name, kind)
+    with pytest.raises(OSError, match=rf"\.vfsd-apply/{name}"):
+        recover(str(below))
+    assert tree_of(below / "src") == before
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe", '{"version": 2, "é": 1}'.encode(), b"[" * 200_000, b"\0" * 99, b"null"]
+)
+def test_a_plan_of_any_content_is_no_journal(below: Path, text: bytes) -> None:
+    place = below / ".vfsd-apply"
+    place.mkdir(0o700)
+    (place / "plan").write_bytes(text)
+    with pytest.raises(OSError, match="no journal that an apply has written"):
+        recover(str(below))

@@ -7,7 +7,7 @@ import os
 
 import click
 
-from vfsd.calls import source_date_epoch
+from vfsd.calls import check_archive_name, source_date_epoch
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, show_problems
@@ -37,7 +37,13 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool, chang
 
     The archive is written beside its place and then put there: it is whole or absent.  The mount stays
     live meanwhile; what is exported is the state at the start.
+
+    A path that is too long for a ZIP (65,535 bytes) is left out and named, and the exit status is 1.
     """
+    try:
+        check_archive_name(file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     params = messages.ExportParams(
         path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
     )
@@ -47,6 +53,7 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool, chang
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "there is a file already, which --force replaces", file) from None
     app.emit(answer, _show_export)
+    show_problems(answer.skipped, "paths are not in the archive, or not all of what they are")
 
 
 def _show_export(answer: messages.ExportResult) -> None:

@@ -20,6 +20,7 @@ LETTERS_HELP: Final = (
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
 _PROBLEMS_SHOWN: Final = 20
+_PATH_END_SHOWN: Final = 100  # characters
 
 
 def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) -> None:
@@ -31,14 +32,19 @@ def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) ->
         output.note("not all are listed; name paths, or use --json for the counts of all")
 
 
-def show_problems(problems: Sequence[ProblemRecord]) -> None:
+def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not as they were to be") -> None:
     """What could not be done, on standard error; then the command has failed (status 1)."""
     for problem in problems[:_PROBLEMS_SHOWN]:
-        output.note(f"{problem.path}: {problem.reason}")
+        output.note(f"{_cut(problem.path)}: {problem.reason}")
     if problems:
         more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
-        output.report(f"{len(problems):,} paths are not as they were to be{more}")
+        output.report(f"{len(problems):,} {what}{more}")
         click.get_current_context().exit(1)
+
+
+def _cut(path: str) -> str:
+    """A path for people: of one that is very long both ends."""
+    return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
 
 
 def count_words(counts: ChangeCounts) -> str:

@@ -255,10 +255,13 @@ class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExportResult(msgspec.Struct):
+    """`skipped` are the paths that an archive cannot hold; what is below such a path is left out and not listed."""
+
     path: str
     files: int
     total_bytes: int
     archive_bytes: int
+    skipped: list[ProblemRecord] = []
 
 
 class ImportParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -298,8 +298,11 @@ class Methods:
                 overwrite=params.overwrite,
                 created_ns=_created_ns(params.source_date_epoch),
                 progress=in_bytes(call),
+                skip_too_long=True,
             )
-        return ExportResult(params.path, summary.files, summary.total_bytes, summary.archive_bytes)
+        return ExportResult(
+            params.path, summary.files, summary.total_bytes, summary.archive_bytes, _problems(summary.skipped)
+        )
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()

@@ -33,6 +33,7 @@ from typing import Final
 from protocol.backends.beneath import Handle, open_beneath
 from protocol.backends.overlay.lower import RESERVED, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
+from protocol.foreign_file import open_regular, read_regular
 
 __all__ = ["Journal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
 
@@ -47,6 +48,7 @@ _PATIENCE: Final = 10
 _PAUSE_S: Final = 0.05
 _NAMED: Final = 5  # paths that a sentence names
 _REJECTED: Final = b".vfsd-new"
+_MOST_BYTES: Final = 1 << 30  # of a plan: more than any apply writes, less than would exhaust the memory
 _Step = Callable[[], None]
 
 
@@ -122,8 +124,8 @@ class Journal:
         return None if os.fstat(handle.fd).st_dev == device else above
 
     def _note(self, staged: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        handle = Handle(os.open(_ELSEWHERE, flags, 0o600, dir_fd=self.directory.fd))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        handle = Handle(open_regular(_ELSEWHERE, flags, dir_fd=self.directory.fd))
         os.write(handle.fd, staged + b"\0")
 
     def commit(self, steps: Sequence[Step]) -> None:
@@ -132,8 +134,8 @@ class Journal:
         records = [step.record() for step in steps]
         plan = {"version": _VERSION, "pid": os.getpid(), "inode": inode, "steps": records}
         self.before()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with open(os.open(_UNFINISHED_PLAN, flags, 0o600, dir_fd=self.directory.fd), "w", encoding="ascii") as file:
+        descriptor = open_regular(_UNFINISHED_PLAN, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd=self.directory.fd)
+        with open(descriptor, "w", encoding="ascii") as file:
             json.dump(plan, file)
             file.flush()
             os.fsync(file.fileno())
@@ -175,9 +177,7 @@ class Journal:
         return set(map(os.fsencode, os.listdir(self.directory.fd)))
 
     def _finish(self) -> Recovered:
-        handle = Handle(os.open(_PLAN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory.fd))
-        with open(handle.fd, encoding="ascii", closefd=False) as file:
-            todo = self._steps_of(file.read())
+        todo = self._steps_of(self._read(_PLAN))
         steps = Steps(self.root)
         left, rejected = [], []
         for step in todo:
@@ -190,17 +190,24 @@ class Journal:
         steps.sync()
         return Recovered(False, tuple(dict.fromkeys(left)), tuple(dict.fromkeys(rejected)))
 
-    def _steps_of(self, text: str) -> list[Step]:
+    def _read(self, name: bytes) -> bytes:
+        """A file of the journal.  EINVAL, EFBIG for what no apply has written."""
+        try:
+            return read_regular(name, _MOST_BYTES, dir_fd=self.directory.fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fsdecode(RESERVED + b"/" + name)) from None
+
+    def _steps_of(self, text: bytes) -> list[Step]:
         """The steps of a plan.  EOPNOTSUPP, EINVAL for one that was not made here."""
         shown = os.fsdecode(RESERVED)
         try:
-            plan = json.loads(text)
+            plan = json.loads(text.decode("ascii"))
             if plan["version"] != _VERSION:
                 raise OSError(errno.EOPNOTSUPP, f"a journal of version {plan['version']}: made by another vfsd", shown)
             if plan["inode"] != os.fstat(self.directory.fd).st_ino:
                 raise OSError(errno.EINVAL, "this journal was made elsewhere, and copied here: remove it", shown)
             return [Step.of_record(record) for record in plan["steps"]]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
             raise OSError(errno.EINVAL, "no journal that an apply has written: remove it", shown) from None
 
     def _run(self, steps: Steps, step: Step) -> bool:
@@ -251,9 +258,7 @@ class Journal:
             self.before()
             os.unlink(_PLAN, dir_fd=self.directory.fd)
         if _ELSEWHERE in names:
-            handle = Handle(os.open(_ELSEWHERE, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.directory.fd))
-            with open(handle.fd, "rb", closefd=False) as file:
-                elsewhere = [path for path in file.read().split(b"\0") if _is_staged_elsewhere(path)]
+            elsewhere = [path for path in self._read(_ELSEWHERE).split(b"\0") if _is_staged_elsewhere(path)]
             for path in elsewhere:
                 self.before()
                 _unlink_at(self.root, path)
