@@ -259,7 +259,11 @@ def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: s
     if found is not None and (is_path or found is not _containing(cwd, records)):
         return found
     what = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
-    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {what}; {_what_exists(records)}")
+    import difflib  # noqa: PLC0415 start-up: an error has time
+
+    similar = difflib.get_close_matches(selector, [record.name for record in records])
+    hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {what}; {hint}{_what_exists(records)}")
 
 
 def _what_exists(records: list[WorkspaceRecord]) -> str:

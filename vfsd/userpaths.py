@@ -57,8 +57,12 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
 def wire_paths(paths: Iterable[UserPath], mountpoint: str, cwd: bytes | None = None) -> list[str]:
     """`paths` as the control socket takes them; empty, for the whole workspace, when one is its root.
 
-    A ValueError becomes an OSError (EINVAL): a path outside the workspace is an operation that failed.
+    A ValueError becomes an OSError (EINVAL): a path outside the workspace is an operation that failed.  So does an
+    empty path: it is mostly a variable that is not set, and must not mean the whole workspace.
     """
+    paths = list(paths)
+    if any(not os.fspath(path) for path in paths):
+        raise OSError(errno.EINVAL, "a path is an empty string; give no path for the whole workspace")
     try:
         found = [workspace_path(path, mountpoint, cwd) for path in paths]
     except ValueError as error:

@@ -379,8 +379,8 @@ def test_a_sandbox_that_cannot_be_had_fails_the_mount_and_leaves_nothing(workdir
     ("options", "said"),
     [
         ({"sandbox": "busybox"}, "image:REF"),
-        ({"sandbox": "image:x", "exec_on_host": True}, "not in both"),
-        ({"sandbox": "image:x", "backend": "image:y"}, "takes no sandbox"),
+        ({"sandbox": "image:x", "exec_on_host": True}, "exclude each other"),
+        ({"sandbox": "image:x", "backend": "image:y"}, "sandbox goes with memory"),
         ({"pids_limit": 10}, "pids_limit"),
         ({"memory_bytes": -1, "sandbox": "image:x"}, "memory_bytes must be positive"),
         ({"workdir": "/x", "sandbox": "image:x"}, "workdir"),

@@ -177,8 +177,64 @@ def test_wrong_usage_is_status_2() -> None:
     ):
         result = run(*args)
         assert result.exit_code == 2, args
-        assert "Usage:" in result.stderr
+        assert result.stderr.startswith("vfsd: error: ")
+        assert result.stderr.count("\n") == 1
+        assert "--help`" in result.stderr
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        (["snapsot"], "did you mean snapshot or snapshots?"),
+        (["satus"], "did you mean status?"),
+        (["umount"], "did you mean unmount or mount?"),
+        (["fs", "raed", "x"], "did you mean read?"),
+        (["store", "lst"], "did you mean list?"),
+    ],
+)
+def test_a_command_that_is_misspelled_gets_a_suggestion(words: list[str], suggested: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert suggested in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_a_word_that_is_like_no_command_gets_none() -> None:
+    assert "did you mean" not in run("xyzzy").stderr
+
+
+def test_a_snapshot_name_that_is_misspelled_gets_a_suggestion(daemon: FakeDaemon) -> None:
+    ok("snapshot", "before-refactor")
+    ok("snapshot", "turn-1")
+    for words in (["drop"], ["restore"], ["diff"], ["diff", "turn-1"], ["export", "x.zip", "--snapshot"]):
+        text = fails(*words, "befor-refactor")
+        assert text == "no such snapshot: befor-refactor; did you mean before-refactor?", words
+    assert fails("drop", "xyzzy") == "no such snapshot: xyzzy"
+    error = json.loads(run("drop", "turn1", "--json").stdout)["error"]
+    assert (error["errno"], error["path"]) == ("ENOENT", "turn1")
+    assert error["message"].endswith("did you mean turn-1?")
+
+
+def test_a_workspace_name_that_is_misspelled_gets_a_suggestion(daemon: FakeDaemon) -> None:
+    assert "did you mean demo?" in fails("status", "-w", "dmeo")
+    assert "did you mean demo?" in fails("unmount", "deme")
+    assert "did you mean" not in fails("status", "-w", "xyzzy")
+
+
+def test_wrong_usage_with_json_is_one_document(daemon: FakeDaemon) -> None:
+    for words in (
+        ["nonsense"],
+        ["mount", "--engine", "steam", "/x"],
+        ["--bogus"],
+        ["restore"],
+        ["diff", "a", "b", "c"],
+    ):
+        result = run(*words, "--json")
+        assert result.exit_code == 2, words
+        error = json.loads(result.stdout)["error"]
+        assert result.stderr.startswith(f"vfsd: error: {error['message']}")
+        assert result.stderr.count("\n") == 1
 
 
 def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaemon) -> None:
@@ -501,7 +557,9 @@ def test_status_is_names_and_values(daemon: FakeDaemon) -> None:
 
 def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
     daemon.holders = ["pid 12 (bash)"]
-    assert "pid 12 (bash)" in fails("unmount")
+    text = fails("unmount")
+    assert "pid 12 (bash)" in text
+    assert "vfsd unmount --lazy" in text
     assert not daemon.unmounted
     assert as_json("unmount", "demo", "--lazy")["unmounted"][0]["holders"] == ["pid 12 (bash)"]
     assert daemon.unmounted

@@ -24,11 +24,12 @@ def daemon(workdir: Path) -> Iterator[FakeDaemon]:
         yield fake
 
 
-def on_a_terminal(*args: str) -> str:
+def on_a_terminal(*args: str, **variables: str) -> str:
     """What the terminal receives, with its escape sequences."""
     ours, theirs = os.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "TZ": "UTC"}
     environment.pop("NO_COLOR", None)
+    environment |= variables
     command = [sys.executable, "-m", "vfsd.cli.main", *args]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
         os.close(theirs)
@@ -76,6 +77,24 @@ def test_json_on_a_terminal_is_indented(daemon: FakeDaemon) -> None:
 def test_an_error_is_one_line_there_too(daemon: FakeDaemon) -> None:
     text = ESCAPES.sub("", on_a_terminal("drop", "nothing"))
     assert text == "vfsd: error: no such snapshot: nothing\n"
+
+
+@pytest.mark.parametrize("words", [["drop", "nothing"], ["nonsense"], ["mount", "--engine", "steam", "x"], ["--bogus"]])
+def test_an_error_has_colours_unless_the_terminal_or_the_user_has_none(words: list[str], daemon: FakeDaemon) -> None:
+    assert ESCAPES.search(on_a_terminal(*words))
+    for variables in ({"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": ""}):
+        text = on_a_terminal(*words, **variables)
+        assert text.startswith("vfsd: error: ")
+        assert "\x1b" not in text
+    assert ESCAPES.search(on_a_terminal(*words, NO_COLOR=""))  # https://no-color.org: when it is not empty
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_changes_and_findings_have_no_colours_either(variables: dict[str, str], daemon: FakeDaemon) -> None:
+    on_a_terminal("snapshot")
+    daemon.live[b"new"] = b""
+    assert on_a_terminal("diff", **variables) == "A new\n"
+    assert "\x1b" not in on_a_terminal("doctor", **variables)
 
 
 def test_sizes_are_rounded_to_what_a_person_reads() -> None:

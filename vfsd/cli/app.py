@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -20,10 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERRUPTED",
+    "NO_ARGUMENTS",
+    "WORDS",
     "App",
     "Command",
+    "SuggestingGroup",
+    "asks_for_json",
     "check_alive",
     "describe",
+    "did_you_mean",
+    "end_with_usage",
     "error_record",
     "guarded",
     "json_option",
@@ -32,6 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 INTERRUPTED: Final = 130  # what a shell says of a command that SIGINT ended: 128 + 2
+WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
 
 
 @dataclass(slots=True)
@@ -61,11 +70,19 @@ class App:
         from vfsd.control.client import ControlClient  # noqa: PLC0415
 
         check_alive(record)
-        with ControlClient(record.socket) as client:
-            if label is None:
-                return client.call(method, params, on_output=on_output)
-            with output.progress(label) as on_progress:
-                return client.call(method, params, on_progress=on_progress, on_output=on_output)
+        try:
+            with ControlClient(record.socket) as client:
+                if label is None:
+                    return client.call(method, params, on_output=on_output)
+                with output.progress(label) as on_progress:
+                    return client.call(method, params, on_progress=on_progress, on_output=on_output)
+        except FileNotFoundError as error:
+            # With `of` the snapshot is another workspace's, whose names this daemon does not have.
+            if getattr(params, "of", None) is None:
+                from vfsd.cli.names import with_similar_snapshots  # noqa: PLC0415 start-up: an error has time
+
+                raise with_similar_snapshots(record, error) from None
+            raise
 
     def emit(self, answer: Any, show: Callable[[Any], None]) -> None:
         """`answer` as the one JSON document, or as `show` prints it for people."""
@@ -107,12 +124,37 @@ def json_option() -> click.Option:
 
 
 class Command(click.Command):
-    """A command that takes -w and --json, and whose `examples` end its help."""
+    """A command that takes -w and --json, and whose `examples` end its help.
 
-    def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
+    Parameters other than those named in `may_be_empty` are refused where they are an empty string.
+    """
+
+    def __init__(
+        self, *args: Any, examples: str = "", may_be_empty: frozenset[str] = frozenset({"tag"}), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
+        self.may_be_empty = may_be_empty
         self.params += [workspace_option(), json_option()]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            self._refuse_empty(ctx)
+        return rest
+
+    def _refuse_empty(self, ctx: click.Context) -> None:
+        """UsageError for an argument or option that is an empty string.
+
+        It is mostly a shell variable that is not set, and would mean much: as a PATH the whole workspace, as a
+        WORKSPACE the one that the current directory is in.
+        """
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            empty = value == "" or (isinstance(value, tuple) and "" in value)
+            if empty and param.name not in self.may_be_empty and param.type is not click.UNPROCESSED:
+                hint = param.get_error_hint(ctx).replace("'", "")
+                raise click.UsageError(f"{hint} is an empty string", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
         app = ctx.ensure_object(App)
@@ -129,42 +171,113 @@ class Command(click.Command):
 
 # -- errors ---------------------------------------------------------------------------------------
 def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
-    """What `run` returns.  An error that is the user's to know ends the run: one line, status 1, no traceback."""
+    """Return what `run` returns.  A failure or wrong usage ends the process with one line and status 1 or 2.
+
+    Any other exception is a bug, and `main` reports it.
+    """
     try:
         return run()
     except KeyboardInterrupt:
         ctx.exit(INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output is gone: click leaves quietly.  (The client makes other errors of its socket's.)
+        # The reader of our output is gone: click ends the process quietly.  (The client raises other errors for its
+        # socket.)
         raise
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError, UnicodeEncodeError) as error:
         _fail(ctx, error)
+    except click.ClickException as error:
+        end_with_usage(error, as_json=ctx.ensure_object(App).json or asks_for_json(ctx.meta.get(WORDS, ())))
 
 
 def _fail(ctx: click.Context, error: Exception) -> NoReturn:
-    if ctx.ensure_object(App).json:
-        output.print_json({"error": error_record(error)})
-    output.report(describe(error))
+    _report(error_record(error), describe(error), as_json=ctx.ensure_object(App).json)
     for note in getattr(error, "__notes__", ()):  # of a start that failed unexpectedly: the end of its log
         output.note(note)
     ctx.exit(1)
 
 
+def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
+    """End the process as click would, but with one line, and with --json a document."""
+    if isinstance(error, NO_ARGUMENTS):
+        raise error  # `vfsd` alone, which prints the help
+    message = _printable(error.format_message().rstrip("."))
+    path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vfsd"
+    _report(
+        {"message": message, "errno": None, "path": None},
+        f"{message}{'' if message.endswith('?') else '.'} See `{path} --help`",
+        as_json=as_json,
+    )
+    raise click.exceptions.Exit(error.exit_code)
+
+
+# Newer versions of click than the oldest that we support raise this; the older ones print and exit.
+NO_ARGUMENTS: Final[tuple[type[Exception], ...]] = tuple(
+    getattr(click.exceptions, name) for name in ("NoArgsIsHelpError",) if hasattr(click.exceptions, name)
+)
+
+
+def _report(record: dict[str, str | None], line: str, *, as_json: bool) -> None:
+    output.report(line)
+    if as_json:
+        with contextlib.suppress(OSError):  # standard output may be what failed; the line has been written
+            output.print_json({"error": record})
+
+
+def asks_for_json(words: Iterable[str]) -> bool:
+    """Whether the command line has --json, also where an option before it is wrong and nothing was parsed."""
+    return "--json" in itertools.takewhile(lambda word: word != "--", words)
+
+
+def did_you_mean(word: str, possible: Iterable[str]) -> str:
+    """A clause that names the entries of `possible` that are spelled like `word`; empty where none is."""
+    import difflib  # noqa: PLC0415 start-up: an error has time
+
+    close = difflib.get_close_matches(word, list(possible), n=3)
+    return f"; did you mean {' or '.join(output.show_path(name) for name in close)}?" if close else ""
+
+
+class SuggestingGroup(click.Group):
+    """A group that names the commands spelled like one that it does not have."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # click looks for such names among the commands that it has imported: none, where they are imported lazily.
+        name = args[0]
+        if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            raise click.UsageError(f"no such command: {name!r}{did_you_mean(name, self.list_commands(ctx))}", ctx)
+        return super().resolve_command(ctx, args)
+
+
 def error_record(error: Exception) -> dict[str, str | None]:
     """An error as --json has it; `errno` is the errno's name."""
     name = errno.errorcode.get(getattr(error, "errno", None) or 0)
-    return {"message": describe(error), "errno": name, "path": _path(error)}
+    return {"message": _printable(describe(error)), "errno": name, "path": _path(error)}
 
 
 def describe(error: Exception) -> str:
     """An error in one line, without Python's "[Errno 2]"."""
     from vfsd.control.client import ControlError  # noqa: PLC0415 start-up: an error has time
 
+    if isinstance(error, UnicodeEncodeError):  # an argument that is not a path, on its way to the daemon
+        return f"not UTF-8: {_printable(error.object)!r}"
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
+        return "the current directory was removed: change to another one, or give absolute paths"
     # The daemon's text is whole, with the path as it stands on the wire.
     if isinstance(error, ControlError) or not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     path = _path(error)
     return f"{error.strerror}: {path}" if path else error.strerror
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _path(error: Exception) -> str | None:
@@ -173,6 +286,11 @@ def _path(error: Exception) -> str | None:
     if name is None:
         return None
     text = os.fsdecode(name) if isinstance(name, (bytes, os.PathLike)) else str(name)
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    """`text` with bytes that are not UTF-8 as `\\xNN`: neither JSON nor every terminal takes them as they are."""
     return _SURROGATE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}", text)
 
 

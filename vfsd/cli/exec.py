@@ -13,7 +13,7 @@ import click
 
 from vfsd.cli import output
 from vfsd.cli.app import App, Command, check_alive, describe, error_record
-from vfsd.cli.values import SIZE, is_text
+from vfsd.cli.values import SIZE, Seconds, is_text
 from vfsd.control.exec_messages import ExecEnded, ExecParams
 from vfsd.control.messages import wire_path
 from vfsd.userpaths import current_directory, workspace_path
@@ -68,7 +68,7 @@ def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
     help="Add to its environment; without a value, yours.",
 )
 @click.option("-u", "--user", metavar="USER[:GROUP]", help="Run it as this user of the container.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Kill it after that.")
+@click.option("--timeout", type=Seconds(min=0, min_open=True), metavar="SECONDS", help="Kill it after that.")
 @click.option("--output-limit", type=SIZE, metavar="SIZE", help="Of each stream; what is beyond is thrown away.")
 @click.pass_obj
 def exec_command(

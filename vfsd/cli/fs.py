@@ -17,9 +17,18 @@ import click
 import msgspec
 
 from vfsd.cli import output
-from vfsd.cli.app import INTERRUPTED, App, Command, describe, json_option, workspace_option
+from vfsd.cli.app import (
+    INTERRUPTED,
+    NO_ARGUMENTS,
+    App,
+    Command,
+    SuggestingGroup,
+    describe,
+    json_option,
+    workspace_option,
+)
 from vfsd.cli.output import base64_text, text_or_base64
-from vfsd.cli.values import SIZE, is_text
+from vfsd.cli.values import SIZE, Seconds, is_text
 from vfsd.control import fs_messages as fs
 from vfsd.control.messages import from_wire_path, wire_path
 from vfsd.runtime import WorkspaceRecord
@@ -32,14 +41,12 @@ _INLINE_BYTES: Final = 512 * 1024
 # One byte over what a write may have (protocol.paths.Limits): enough for the daemon to refuse it.
 _INPUT_BYTES: Final = (32 << 20) + 1
 _CHUNK_BYTES: Final = 64 * 1024
-# `vfsd fs` alone: help, not an error.  Only newer versions of click say it by an exception.
-_NO_ARGUMENTS: Final = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 T = TypeVar("T")
 
 
 # -- the envelope -----------------------------------------------------------------------------------
-class Group(click.Group):
+class Group(SuggestingGroup):
     """A group whose answers, errors and wrong usage are envelopes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +81,7 @@ class Group(click.Group):
 
 
 def _refuse_usage(error: click.UsageError) -> NoReturn:
-    if isinstance(error, _NO_ARGUMENTS):
+    if isinstance(error, NO_ARGUMENTS):  # `vfsd fs` alone
         raise error
     _fail(error.format_message(), 2)
 
@@ -372,9 +379,7 @@ def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
 @click.argument("argv", metavar="COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--cwd", default=".", metavar="PATH", help="Where to run it.")
 @click.option("--env", "env", multiple=True, metavar="NAME=VALUE", callback=_variables, help="Add to its environment.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), default=120.0, show_default=True, metavar="SECONDS"
-)
+@click.option("--timeout", type=Seconds(min=0, min_open=True), default=120.0, show_default=True, metavar="SECONDS")
 @click.option("--output-limit", type=SIZE, default="256KiB", show_default=True, metavar="SIZE", help="Of each stream.")
 @click.option("--stdin", "with_stdin", is_flag=True, help="Give it standard input, up to 512 KiB; else it has none.")
 @_path_options

@@ -6,6 +6,7 @@ and `vfsd --help` prints the table below without importing any.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -14,7 +15,20 @@ from typing import Any, Final
 import click
 
 from vfsd import __version__
-from vfsd.cli.app import INTERRUPTED, App, guarded, json_option, workspace_option
+from vfsd.cli import output
+from vfsd.cli.app import (
+    INTERRUPTED,
+    WORDS,
+    App,
+    SuggestingGroup,
+    asks_for_json,
+    describe,
+    end_with_usage,
+    error_record,
+    guarded,
+    json_option,
+    workspace_option,
+)
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -50,8 +64,21 @@ _GROUPS: Final = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group whose commands are imported one by one, and whose errors end as `guarded` says."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        words = tuple(args)
+        if not output.has_colours():
+            extra.setdefault("color", False)  # for all that click prints, in the commands too
+        try:
+            context = super().make_context(info_name, args, parent, **extra)
+        except click.ClickException as error:
+            end_with_usage(error, as_json=asks_for_json(words))
+        context.meta[WORDS] = words
+        return context
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -93,10 +120,16 @@ Exit status: 0 done, 1 failed (one line says why), 2 usage.""",
 @click.pass_context
 def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
     """A file system for agents: a real mount, snapshots in no time, restored in place."""
+    if workspace == "":
+        raise click.UsageError("-w is an empty string")
     ctx.obj = App(workspace=workspace, json=as_json)
 
 
 cli.params += [workspace_option(), json_option()]
+
+
+# Set, it lets the traceback of an unexpected exception through.
+_DEBUG_VARIABLE: Final = "VFSD_DEBUG"
 
 
 def _open_standard_streams() -> None:
@@ -122,6 +155,36 @@ def main() -> None:
         cli(prog_name="vfsd")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        # A bug: the user gets a line, and the traceback on request.
+        if os.environ.get(_DEBUG_VARIABLE):
+            raise
+        sys.exit(_end_unexpectedly(error))
+    finally:
+        _drop_what_cannot_be_written()
+
+
+def _end_unexpectedly(error: Exception) -> int:
+    """Report an exception that no command handles; return the exit status."""
+    if isinstance(error, OSError):  # from standard output: its disk is full, or broken
+        record, line = error_record(error), describe(error)
+    else:
+        line = f"{type(error).__name__}: {error}; this is a bug in vfsd: {_DEBUG_VARIABLE}=1 shows the traceback"
+        record = {"message": line, "errno": None, "path": None}
+    with contextlib.suppress(OSError):  # nobody can be told
+        output.report(line)
+        if not isinstance(error, OSError) and asks_for_json(sys.argv[1:]):
+            output.print_json({"error": record})
+    return 1
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Flush the standard streams; at its exit Python would try once more, and print a traceback."""
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 if __name__ == "__main__":

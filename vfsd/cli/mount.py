@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +17,37 @@ from vfsd import launch
 from vfsd.cli import output
 from vfsd.cli.app import App, Command, describe, error_record
 from vfsd.cli.names import complete_workspace
-from vfsd.cli.values import BACKEND, NAME, SIZE
+from vfsd.cli.values import BACKEND, NAME, SIZE, Seconds
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
 from vfsd.control.sockets import remove_dead_socket
 from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options
 from vfsd.mounts import clear_dead_mount, is_dead, mount_at
-from vfsd.options import ENGINES, TRANSPORTS
+from vfsd.option_rules import SCOPES, OptionError
+from vfsd.options import ENGINES, TRANSPORTS, MountOptions
 from vfsd.runtime import WorkspaceRecord, read_records, remove_record
 
 __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
+
+
+class _MountOption(click.Option):
+    """An option whose help ends with the backends that it goes with, from the table that the check uses."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        scope = SCOPES.get(self.name or "")
+        if record is None or scope is None:
+            return record
+        return record[0], f"{record[1]}  [{scope.words.format_map(_flags(ctx.command))}]"
+
+
+def _flags(command: click.Command) -> dict[str, str]:
+    """What the command line calls each option of a mount."""
+    return {param.name: param.opts[-1] for param in command.params if param.name}
+
+
+_option = functools.partial(click.option, cls=_MountOption)
 
 
 @click.command(
@@ -48,7 +70,7 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     type=click.Path(readable=False),
     shell_complete=lambda *_: [CompletionItem("", type="dir")],
 )
-@click.option(
+@_option(
     "--backend",
     type=BACKEND,
     default="memory",
@@ -57,76 +79,70 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME (one of Podman's that runs), or image:REF"
     " (a new container of it, which lives as long as the workspace).",
 )
-@click.option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
-@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
-@click.option(
-    "--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content."
-)
-@click.option("--max-bytes", type=SIZE, metavar="SIZE", help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...")
-@click.option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
-@click.option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
-@click.option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
-@click.option(
+@_option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
+@_option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
+@_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content.")
+@_option("--max-bytes", type=SIZE, metavar="SIZE", help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...")
+@_option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
+@_option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
+@_option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
+@_option(
     "--cache-timeout",
     "cache_timeout_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     metavar="SECONDS",
     help="How soon what others change in host:DIR, or in a container, is seen at the latest; 1 by default.",
 )
-@click.option(
+@_option(
     "--no-xattrs",
     "xattrs",
     flag_value=False,
     default=True,
     help="Without extended attributes and ACLs, which costs a request less for each new file, and others.",
 )
-@click.option(
+@_option(
     "--store",
     metavar="DIRECTORY",
     type=click.Path(),
     help="Where snapshots of host:DIR are kept, outside of it.  [default: $VFSD_STORE_DIR, ~/.local/state/vfsd/store]",
 )
-@click.option(
+@_option(
     "--include",
     multiple=True,
     metavar="PATTERN",
     help="Of overlay:DIR, show only files that a pattern matches (.gitignore's syntax); may be repeated.",
 )
-@click.option(
+@_option(
     "--exclude", multiple=True, metavar="PATTERN", help="Of overlay:DIR, hide what a pattern matches; may be repeated."
 )
-@click.option(
+@_option(
     "--on-host",
     "exec_on_host",
     is_flag=True,
     help="Let `vfsd exec` and `vfsd fs exec` run commands on this host, in the mount, as the daemon's user.",
 )
-@click.option(
+@_option(
     "--sandbox",
     metavar="image:REF",
     help="Run them in a container of that image instead, which sees the workspace at /workspace, and nothing else of"
     " this machine; it lives as long as the workspace.",
 )
-@click.option(
-    "--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ... to restore."
-)
-@click.option(
+@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ... to restore.")
+@_option(
     "--pids-limit",
     type=click.IntRange(min=1),
     metavar="N",
     help="Processes and threads at once in a container that is made; 2048 by default.",
 )
-@click.option(
-    "--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Memory that a container that is made may take."
-)
-@click.option(
+@_option("--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Memory that a container that is made may take.")
+@_option(
     "--podman-url",
     metavar="URL",
     help="The container's Podman: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST,"
     " or your own service's socket.",
 )
-@click.option("--workdir", metavar="DIR", help="Which directory in the container; /workspace if not given.")
-@click.option(
+@_option("--workdir", metavar="DIR", help="Which directory in the container; /workspace if not given.")
+@_option(
     "--transport",
     type=click.Choice(TRANSPORTS),
     default="auto",
@@ -134,12 +150,12 @@ __all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
     help="How the container's files are reached: rootfs (through /proc, on this machine, for root) or agent (a helper"
     " that runs inside, anywhere).",
 )
-@click.option(
+@_option(
     "--network", metavar="NETWORK", help="The network of a container that is made, as for podman run; none by default."
 )
-@click.option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
-@click.option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
+@_option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
+@_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@_option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: Any) -> None:
     """Make a directory a workspace.
@@ -151,11 +167,24 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
         raise click.UsageError("-w picks a workspace that runs; --name gives a new one its name")
     if not mountpoint:
         raise click.UsageError("MOUNTPOINT is an empty string")
-    options = mount_options(mountpoint, **settings)
+    options = _options(mountpoint, settings)
     if foreground:
-        launch.foreground(options, ready=lambda ready: _emit_ready(app, ready))
+        try:
+            launch.foreground(options, ready=lambda ready: _emit_ready(app, ready))
+        except ValueError as error:  # what only the backend can check; from a background daemon it is EINVAL too
+            raise OSError(errno.EINVAL, str(error)) from error
     else:
         _emit_ready(app, launch.launch(options))
+
+
+def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
+    """The options of the mount, checked; errors name them as the command line does."""
+    try:
+        return mount_options(mountpoint, **settings)
+    except OptionError as error:
+        raise click.UsageError(error.in_words(_flags(mount_command))) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _emit_ready(app: App, ready: launch.Ready) -> None:
@@ -215,7 +244,13 @@ def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.Unmou
     """Ask the daemon; where it is dead, take away what it left."""
     if record.alive:
         with daemon_end(record.pid) as wait_ended:
-            result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
+            try:
+                result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                advice = "end it or leave the directory, or detach the workspace all the same: `vfsd unmount --lazy`"
+                raise OSError(errno.EBUSY, f"{describe(error)}; {advice}") from None
             if not result.holders:  # else it serves them until they are done
                 wait_ended()
         return result

@@ -1,4 +1,4 @@
-"""The names that a shell's <Tab> offers: workspaces, snapshots.
+"""The names that a shell's <Tab> offers, and that errors suggest: workspaces, snapshots.
 
 A completer must not hang and must not print: whatever goes wrong, it offers nothing.
 """
@@ -13,12 +13,13 @@ from typing import Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from vfsd.control.client import ControlClient
+from vfsd.cli.app import did_you_mean
+from vfsd.control.client import ControlClient, ControlError, control_error
 from vfsd.control.messages import SnapshotsParams
-from vfsd.runtime import find_workspace, read_records
+from vfsd.runtime import WorkspaceRecord, find_workspace, read_records
 from vfsd.userpaths import current_directory
 
-__all__ = ["complete_restore", "complete_snapshot", "complete_workspace"]
+__all__ = ["complete_restore", "complete_snapshot", "complete_workspace", "with_similar_snapshots"]
 
 _TIMEOUT_S: Final = 1.0  # longer, and whoever pressed <Tab> thinks that the shell hangs
 
@@ -50,6 +51,16 @@ def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[C
         logging.disable(logging.NOTSET)
 
 
+def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) -> FileNotFoundError:
+    """`error`; where it is about a snapshot that does not exist, with the names that are spelled like it."""
+    name = error.filename
+    if not isinstance(error, ControlError) or not isinstance(name, str) or "no such snapshot" not in str(error):
+        return error
+    names = [item.value for item in _offer(lambda: _snapshots_of(record), "")]
+    better = control_error(error.code, f"{error}{did_you_mean(name, names)}", error.errno, name)
+    return better if isinstance(better, FileNotFoundError) else error
+
+
 def _selector(ctx: click.Context | None) -> Any:
     """The -w nearest to the command."""
     while ctx is not None:
@@ -64,7 +75,10 @@ def _workspace_names() -> list[CompletionItem]:
 
 
 def _snapshot_names(selector: str | None) -> list[CompletionItem]:
-    record = find_workspace(selector, os.fsdecode(current_directory()))
+    return _snapshots_of(find_workspace(selector, os.fsdecode(current_directory())))
+
+
+def _snapshots_of(record: WorkspaceRecord) -> list[CompletionItem]:
     with ControlClient(record.socket, timeout_s=_TIMEOUT_S) as client:
         answer = client.call("snapshots", SnapshotsParams(changes=False))
     # The newest first, of ten thousand nobody wants the oldest.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import codecs
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "Column",
     "base64_text",
     "fields",
+    "has_colours",
     "human_size",
     "note",
     "on_terminal",
@@ -60,6 +62,11 @@ class Column:
 def on_terminal(*, err: bool = False) -> bool:
     """Whether a person reads standard output (or standard error)."""
     return (sys.stderr if err else sys.stdout).isatty()
+
+
+def has_colours() -> bool:
+    """Whether a terminal may be sent colours: not with NO_COLOR (https://no-color.org), nor where it has none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in {"", "dumb"}
 
 
 def show_path(path: str) -> str:
@@ -165,7 +172,10 @@ def note(message: str) -> None:
 def report(message: str) -> None:
     """The one line that says why a command failed."""
     line = " ".join(message.split("\n"))
-    click.echo(f"{click.style('vfsd: error:', fg='red', bold=True)} {show_path(line)}", err=True)
+    prefix = "vfsd: error:"
+    if has_colours():
+        prefix = click.style(prefix, fg="red", bold=True)  # which click removes where standard error is no terminal
+    click.echo(f"{prefix} {show_path(line)}", err=True)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ import click
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli import output
-from vfsd.cli.app import App, Command, json_option, workspace_option
+from vfsd.cli.app import App, Command, SuggestingGroup, json_option, workspace_option
+from vfsd.cli.values import Seconds
 from vfsd.control.messages import Progress, wire_path
 
 __all__ = ["store_command"]
@@ -39,7 +40,7 @@ _store_option: Final = click.option(
 )
 
 
-class _Group(click.Group):
+class _Group(SuggestingGroup):
     """A group that takes -w and --json as every command does, though no workspace need be mounted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -218,7 +219,7 @@ def _verdict(report: CheckReport) -> str:
     """,
 )
 @_store_option
-@click.option("--wait", metavar="SECONDS", type=click.FloatRange(min=0), default=60.0, show_default=True,
+@click.option("--wait", metavar="SECONDS", type=Seconds(min=0), default=60.0, show_default=True,
               help="How long to wait for snapshots, restores and readers to end.")  # fmt: skip
 @click.option("--repair", is_flag=True, help="Also take out what is damaged.  Snapshots that need it lose these paths.")
 @click.pass_obj

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from click.shell_completion import CompletionItem
 from vfsd.mounting import check_backend
 from vfsd.options import NAME_PATTERN
 
-__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Size", "is_text"]
+__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Seconds", "Size", "is_text"]
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
@@ -52,6 +53,18 @@ class Size(_SizeType):
         if not 0 < size <= _LARGEST:
             self.fail(f"{value!r} is out of range: at least 1 byte, at most 8 EiB", param, ctx)
         return size
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds.  Not "nan" or "inf", which the control socket's JSON cannot carry."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
 
 
 class Name(_TextType):
