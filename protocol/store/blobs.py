@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.store.digests import ContentDigest, digest_of
 from protocol.store.objects import NewObjects, Objects, fed_from_file
-from protocol.store.packs import DamagedError, Packs, PackWriter
+from protocol.store.packs import MORE, DamagedError, Packs, PackWriter
 from protocol.store.rows import Row, decode_listing
+from protocol.store.verified import VerifiedObjects
 
 if TYPE_CHECKING:
     from protocol.store.layout import Layout
@@ -40,65 +40,67 @@ class Blobs:
     def __init__(self, layout: Layout) -> None:
         self.packs = Packs(layout.packs)
         self.objects = Objects(layout)
+        self.large = VerifiedObjects(self.objects)
+        self._recent: tuple[bytes, bytes] = b"", b""  # the small content that was read last
 
     def close(self) -> None:
         """Close the files."""
         self.packs.close()
+        self.large.close()
+        self._recent = b"", b""
 
     def has(self, digest: bytes) -> bool:
         """Whether a content or a listing is there."""
         return self.packs.find(digest) is not None or self.objects.has(digest)
 
     def small(self, digest: bytes) -> bytes | None:
-        """A content or listing that is in a pack.  DamagedError where it is not what was stored."""
+        """A content or listing that is in a pack, compared with its digest.  DamagedError where it differs."""
         place = self.packs.find(digest)
         if place is None:
             return None
         data = self.packs.read(place)
         if digest_of(data) != digest:
-            raise DamagedError(f"the content {digest.hex()} is not what was stored: `vfsd store check` says more")
+            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}")
         return data
 
     def listing(self, digest: bytes) -> list[Row]:
         """The rows of a listing."""
         data = self.small(digest)
         if data is None:
-            raise DamagedError(f"the listing {digest.hex()} is gone from the store")
+            raise DamagedError(f"the listing {digest.hex()[:16]} is gone from the store; {MORE}")
         try:
             return decode_listing(data)
         except ValueError:
-            raise DamagedError(f"the listing {digest.hex()} is damaged") from None
+            raise DamagedError(f"the listing {digest.hex()[:16]} is damaged; {MORE}") from None
 
     def read(self, digest: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a content."""
+        """Up to `size` bytes of a content, all of which was compared with its digest.  DamagedError."""
         if not digest:
             return b""
-        place = self.packs.find(digest)
-        if place is not None:
-            return self.packs.read(place, offset, size)
-        descriptor = self.objects.open(digest)
-        try:
-            return os.pread(descriptor, size, offset)
-        finally:
-            os.close(descriptor)
+        recent, data = self._recent
+        if recent != digest:
+            small = self.small(digest)
+            if small is None:
+                return self.large.read(digest, offset, size)
+            self._recent = digest, small
+            data = small
+        return data[offset : offset + size]
 
     def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
-        """A content, in chunks of at most `size` bytes."""
+        """A content, in chunks of at most `size` bytes; compared with its digest before the first.  DamagedError."""
         if not digest:
             return
-        place = self.packs.find(digest)
-        if place is not None:
-            for at in range(0, place.length, size):
-                yield self.packs.read(place, at, size)
+        data = self.small(digest)
+        if data is None:
+            yield from self.large.chunks(digest, size)
             return
-        descriptor = self.objects.open(digest)
-        try:
-            at = 0
-            while data := os.pread(descriptor, size, at):
-                yield data
-                at += len(data)
-        finally:
-            os.close(descriptor)
+        for at in range(0, len(data), size):
+            yield data[at : at + size]
+
+    def verify(self, digest: bytes) -> None:
+        """Compare a content with its digest.  DamagedError."""
+        if digest and self.small(digest) is None:
+            self.large.verify(digest)
 
 
 class Sink(Protocol):

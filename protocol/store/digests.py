@@ -36,9 +36,15 @@ def _zero_chunk() -> bytes:
 
 
 class ContentDigest:
-    """The name of a content that comes in pieces."""
+    """The name of a content that comes in pieces.
 
-    def __init__(self) -> None:
+    `chunks` maps the number of each chunk of CHUNK_BYTES that is not all zeros to its digest, where `keeps_chunks`.
+    """
+
+    def __init__(self, *, keeps_chunks: bool = False) -> None:
+        self.chunks: dict[int, bytes] = {}
+        self._keeps_chunks = keeps_chunks
+        self._number = 0  # of the chunk that is being filled
         self._size = 0
         self._only = b""
         self._chunk = hashlib.sha256()
@@ -79,6 +85,7 @@ class ContentDigest:
                 self._end_chunk()
         whole, rest = divmod(length, CHUNK_BYTES)
         self._zero_run += whole
+        self._number += whole
         self._filled += rest
 
     def digest(self) -> bytes:
@@ -94,6 +101,7 @@ class ContentDigest:
             self._materialize()
             self._end_run()
             self._whole.update(self._chunk.digest())
+            self._keep(self._chunk.digest())
         self._end_run()
         self._whole.update(b"size %d" % self._size)
         return self._whole.digest()
@@ -114,9 +122,15 @@ class ContentDigest:
                 self._end_run()
                 self._only = digest
                 self._whole.update(digest)
+                self._keep(digest)
         self._chunk = hashlib.sha256()
+        self._number += 1
         self._filled = 0
         self._lazy = True
+
+    def _keep(self, digest: bytes) -> None:
+        if self._keeps_chunks:
+            self.chunks[self._number] = digest
 
     def _end_run(self) -> None:
         if self._zero_run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.store.layout import write_atomically
+from protocol.store.layout import read_regular, write_atomically
 
 if TYPE_CHECKING:
     from protocol.store.layout import Layout
@@ -61,8 +61,7 @@ class Journal:
     def read(self) -> Entry | None:
         """What is under way, or was when somebody died."""
         try:
-            with open(self._path, "rb") as file:
-                return _decoder.decode(file.read())
+            return _decoder.decode(read_regular(self._path))
         except (FileNotFoundError, msgspec.DecodeError):  # cut short by a power failure
             return None
 

@@ -18,13 +18,24 @@ import errno
 import fcntl
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from protocol.errors import fail
 
-__all__ = ["FORMAT", "STORE_VARIABLE", "Layout", "default_directory", "is_inside", "sync_directory", "write_atomically"]
+__all__ = [
+    "FORMAT",
+    "STORE_VARIABLE",
+    "Layout",
+    "default_directory",
+    "is_inside",
+    "open_regular",
+    "read_regular",
+    "sync_directory",
+    "write_atomically",
+]
 
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
@@ -67,6 +78,21 @@ def is_inside(directory: str, identity: tuple[int, int]) -> bool:
                 return False
     finally:
         os.close(descriptor)
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the regular file at `path`.  EINVAL, ELOOP: something else is there, which was not waited for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file, which the snapshot store needs here; remove it", path)
+    return descriptor
+
+
+def read_regular(path: str, most: int = -1) -> bytes:
+    """What the regular file at `path` has, up to `most` bytes.  As `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return file.read(most)
 
 
 def sync_directory(path: str) -> None:
@@ -117,8 +143,7 @@ class Layout:
         if self._checked:
             return True
         try:
-            with open(self._format, encoding="utf-8", errors="replace") as file:
-                found = file.read(100)
+            found = read_regular(self._format, 100).decode("utf-8", "replace")
         except FileNotFoundError:
             return False
         if found != FORMAT:
@@ -205,7 +230,7 @@ class Layout:
 
 @contextlib.contextmanager
 def _locked(path: str, kind: int, wait_s: float | None = None) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         if wait_s is None:
             fcntl.flock(descriptor, kind)

@@ -10,19 +10,20 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.digests import ContentDigest
-from protocol.store.layout import sync_directory
-from protocol.store.packs import DamagedError
+from protocol.store.layout import open_regular, sync_directory
+from protocol.store.packs import MORE, DamagedError
 
 if TYPE_CHECKING:
     from protocol.store.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["NewObjects", "Objects", "clone", "data_ranges", "fed_from_file"]
+__all__ = ["NewObjects", "Objects", "clone", "data_ranges", "fed_from_file", "put"]
 
 _FICLONE: Final = 0x40049409  # _IOW(0x94, 9, int); linux/fs.h
 _COPY_BYTES: Final = 1 << 20
@@ -108,16 +109,24 @@ class Objects:
         name = digest.hex()
         return os.path.join(self._directory, name[:2], name[2:])
 
-    def has(self, digest: bytes) -> bool:
-        """Whether it is there."""
-        return os.path.exists(self.path(digest))
+    def has(self, digest: bytes, size: int | None = None) -> bool:
+        """Whether it is there: a regular file, of `size` bytes where that is known."""
+        try:
+            seen = os.lstat(self.path(digest))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(seen.st_mode) and size in {None, seen.st_size}
 
     def open(self, digest: bytes) -> int:
-        """A descriptor to read it.  DamagedError where it is gone."""
+        """A descriptor to read it.  DamagedError where it is gone, or something else is there."""
         try:
-            return os.open(self.path(digest), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise DamagedError("a content is gone from the store", self.path(digest)) from None
+            return open_regular(self.path(digest))
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedError(f"the stored content {digest.hex()[:16]} is gone; {MORE}") from None
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOMEM}:
+                raise
+            raise DamagedError(f"the stored content {digest.hex()[:16]} cannot be read ({error.strerror})") from None
 
     def all(self) -> Iterator[bytes]:
         """The digests of all of them."""
@@ -157,14 +166,14 @@ class NewObjects:
                 os.ftruncate(target, min(size, os.fstat(target).st_size))
                 count = fed_from_file(target, size, digest, None, done)
             else:
-                count = fed_from_file(source, size, digest, lambda data, at: _put(target, data, at), done)
+                count = fed_from_file(source, size, digest, lambda data, at: put(target, data, at), done)
                 os.ftruncate(target, count)
         except BaseException:
             os.unlink(temporary)
             raise
         finally:
             os.close(target)
-        return self._keep(digest.digest(), temporary), count
+        return self._keep(digest.digest(), temporary, count), count
 
     def from_chunks(self, chunks: Iterable[Buffer], done: Callable[[int], object]) -> tuple[bytes, int]:
         """Keep a content that comes in pieces; its digest and length.  Pieces of zeros become holes."""
@@ -175,7 +184,7 @@ class NewObjects:
             for chunk in chunks:
                 digest.feed(chunk)
                 if any(chunk):
-                    _put(target, memoryview(chunk), at)
+                    put(target, memoryview(chunk), at)
                 at += len(chunk)
                 done(len(chunk))
             os.ftruncate(target, at)
@@ -184,14 +193,15 @@ class NewObjects:
             raise
         finally:
             os.close(target)
-        return self._keep(digest.digest(), temporary), at
+        return self._keep(digest.digest(), temporary, at), at
 
     def _new(self) -> tuple[str, int]:
         temporary = os.path.join(self._tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.object")
         return temporary, os.open(temporary, _O_WRITE, 0o600)
 
-    def _keep(self, digest: bytes, temporary: str) -> bytes:
-        if digest in self._written or self._objects.has(digest):
+    def _keep(self, digest: bytes, temporary: str, size: int) -> bytes:
+        # An object of another size was cut short or appended to: this one replaces it.
+        if digest in self._written or self._objects.has(digest, size):
             os.unlink(temporary)
         else:
             self._written[digest] = temporary
@@ -225,7 +235,8 @@ class NewObjects:
         self._written.clear()
 
 
-def _put(target: int, data: memoryview, at: int) -> None:
+def put(target: int, data: memoryview, at: int) -> None:
+    """Write all of `data` to a file, from offset `at`."""
     while data:
         count = os.pwrite(target, data, at)
         data, at = data[count:], at + count

@@ -24,12 +24,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.store.digests import DIGEST_BYTES
+from protocol.store.layout import open_regular, read_regular
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["GENERATION", "DamagedError", "Pack", "PackWriter", "Packs", "Place"]
+__all__ = ["GENERATION", "MORE", "DamagedError", "Pack", "PackWriter", "Packs", "Place"]
 
+MORE: Final = "`vfsd store check` lists all damage"
 _MAGIC: Final = b"vfsdpak1"
 _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
@@ -48,6 +50,10 @@ class DamagedError(OSError):
 
     def __init__(self, what: str, path: str | None = None) -> None:
         super().__init__(errno.EIO, what, path)
+
+    def at(self, path: str) -> DamagedError:
+        """The same error, which names the path in the workspace."""
+        return DamagedError(str(self.strerror), path)
 
 
 class Place(NamedTuple):
@@ -144,7 +150,12 @@ class Pack:
     def __init__(self, path: str) -> None:
         self.name = os.path.basename(path)
         self.stem = _stem(self.name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = open_regular(path)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EIO, errno.EISDIR}:
+                raise
+            raise DamagedError(f"the pack cannot be read ({error.strerror})", path) from None
         try:
             self.size_bytes = os.fstat(descriptor).st_size
             self._read(descriptor, path)
@@ -241,8 +252,7 @@ class Packs:
 
     def _read_generation(self) -> bytes:
         try:
-            with open(os.path.join(os.path.dirname(self._directory), GENERATION), "rb") as file:
-                return file.read()
+            return read_regular(os.path.join(os.path.dirname(self._directory), GENERATION), 100)
         except FileNotFoundError:
             return b""
 
@@ -328,7 +338,7 @@ class Packs:
     def _open(path: str) -> int:
         for suffix in (".snap", ".pack"):
             with contextlib.suppress(FileNotFoundError):
-                return os.open(path + suffix, os.O_RDONLY | os.O_CLOEXEC)
+                return open_regular(path + suffix)
         raise DamagedError("a pack is gone", path)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from protocol.store.packs import DamagedError
+from protocol.store.layout import Layout
+from protocol.store.packs import MORE, DamagedError
 from protocol.store.rows import Row
 from protocol.volume import SnapshotInfo
 
@@ -62,9 +63,12 @@ def encode_record(record: Record) -> bytes:
 def read_record(pack: Pack) -> Record:
     """The record of a snapshot's pack.  DamagedError."""
     try:
-        return _decoder.decode(pack.record)
+        record = _decoder.decode(pack.record)
     except ValueError:
-        raise DamagedError("the snapshot's record is damaged", pack.name) from None
+        raise DamagedError("the snapshot's record is damaged; " + MORE, pack.name) from None
+    if workspace_and_serial(pack.name) != (Layout.workspace_id(record.workspace), record.serial):
+        raise DamagedError("the snapshot's file has the name of another snapshot; " + MORE, pack.name)
+    return record
 
 
 def info_of(record: Record) -> StoredSnapshot:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.diff import Change, ChangeKind, outermost
 from protocol.errors import fail
+from protocol.store.packs import DamagedError
 from protocol.store.rows import Row, entry_of
 from protocol.store.target import ChangedMeanwhileError, Target
 
@@ -119,12 +120,19 @@ class _Links:
             while pending:
                 above, directory = pending.pop()
                 prefix = above + b"/" if above else b""
-                for below in self._tree.rows(directory.content):
+                for below in self._readable_rows(directory):
                     if stat.S_ISDIR(below.mode):
                         pending.append((prefix + below.name, below))
                     elif below.rare is not None and below.rare.link:
                         self._paths.setdefault(below.rare.link, []).append(prefix + below.name)
         return frozenset(self._paths.get(link, (path,)))
+
+    def _readable_rows(self, directory: Row) -> list[Row]:
+        """The rows of a directory; none where its listing is damaged, which the plan has as a problem."""
+        try:
+            return self._tree.rows(directory.content)
+        except DamagedError:
+            return []
 
 
 def plan(live: MerkleTree, wanted: MerkleTree, paths: Sequence[bytes] = (), *, remove: bool = True) -> Plan:
@@ -170,6 +178,13 @@ class _Planner:
         return step
 
     def _step(self, path: bytes, old: Row | None, new: Row | None) -> Step | None:
+        try:
+            return self._compared(path, old, new)
+        except DamagedError as error:  # a listing's
+            self._problems.append(Problem(path, _left(error)))
+            return None
+
+    def _compared(self, path: bytes, old: Row | None, new: Row | None) -> Step | None:
         if old == new or (new is None and not self._remove):
             return None
         for row in (old, new):
@@ -201,7 +216,12 @@ class _Planner:
             if row.more.state:
                 self._problems.append(Problem(here, "could not be read, or is another mount: left alone"))
                 continue
-            found.append(Step(here, row, None, "removed", self._removals(here, row) if row.is_dir else []))
+            try:
+                below = self._removals(here, row) if row.is_dir else []
+            except DamagedError as error:
+                self._problems.append(Problem(here, _left(error)))
+                continue
+            found.append(Step(here, row, None, "removed", below))
         return found
 
     def _directory(self, path: bytes, old: Row, new: Row) -> Step | None:
@@ -233,6 +253,10 @@ class _Planner:
         return None
 
 
+def _left(error: DamagedError) -> str:
+    return f"{error.strerror}: left as it is"
+
+
 def _join(directory: bytes, name: bytes) -> bytes:
     return directory + b"/" + name if directory else name
 
@@ -257,8 +281,8 @@ class _StoredContent:
     def small(self) -> bytes | None:
         return self._blobs.small(self._digest) if self._digest else b""
 
-    def descriptor(self) -> int:
-        return self._blobs.objects.open(self._digest)
+    def copy_large(self, target: int, size: int) -> None:
+        self._blobs.large.copy(self._digest, size, target)
 
 
 def apply(
@@ -308,6 +332,8 @@ class _Run:
         """Do one step and what is below it."""
         try:
             self._do(step)
+        except DamagedError as error:
+            self.problems.append(Problem(step.path, _left(error)))
         except ChangedMeanwhileError:
             self.problems.append(Problem(step.path, "was changed while it was to be restored: left as it is"))
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
@@ -321,6 +347,8 @@ class _Run:
     def _do(self, step: Step) -> None:
         if step.new is None:
             return self._remove(step)
+        if step.kind == "type" and step.new.is_file:
+            self._blobs.verify(step.new.content)  # before a directory goes to make room for it
         if step.old is not None and step.kind == "type":
             self._make_room(step, step.old, step.new)
         if step.new.is_dir:

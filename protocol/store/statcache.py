@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from protocol.store.layout import write_atomically
+from protocol.store.layout import open_regular, read_regular, write_atomically
 from protocol.store.rows import Counts, Row, decode_listing
 from protocol.store.statx import RECORD_BYTES, key_of
 
@@ -172,7 +172,7 @@ class StatCache:
         if not frames:
             return True
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
         except FileNotFoundError:
             return False
         try:
@@ -198,8 +198,7 @@ class StatCache:
     def _load(self) -> None:
         assert self._path is not None
         try:
-            with open(self._path, "rb") as file:
-                data = file.read()
+            data = read_regular(self._path)
         except FileNotFoundError:
             return
         if not data.startswith(_MAGIC):

@@ -22,7 +22,7 @@ from protocol.store import upkeep
 from protocol.store.blobs import Blobs, Digesting, Storing
 from protocol.store.journal import Entry as JournalEntry
 from protocol.store.journal import Interrupted, Journal
-from protocol.store.layout import Layout, default_directory, is_inside, sync_directory, write_atomically
+from protocol.store.layout import Layout, default_directory, is_inside, read_regular, sync_directory, write_atomically
 from protocol.store.objects import NewObjects
 from protocol.store.packs import GENERATION, DamagedError, Pack, PackWriter
 from protocol.store.records import (
@@ -202,13 +202,39 @@ class Store:
             (pack for pack in self.blobs.packs.all() if pack.name.startswith(prefix) and pack.name.endswith(".snap")),
             key=lambda pack: pack.name,
         )
-        return [self._record_of(pack) for pack in packs]
+        found = []
+        for pack in packs:
+            with contextlib.suppress(DamagedError):  # see `damaged_snapshots`
+                found.append(self._record_of(pack))
+        return found
 
     def _record(self, workspace: str, name: str) -> Record:
         for record in self._workspace_records(workspace):
             if record.name == name:
                 return record
+        self._raise_if_damaged(workspace)
         raise SnapshotNotFoundError(name)
+
+    def _raise_if_damaged(self, workspace: str) -> None:
+        """DamagedError where a snapshot of the workspace cannot be read: it may be the one that is not found."""
+        for pack, error in self.damaged_snapshots(workspace).items():
+            raise DamagedError(f"a snapshot of this workspace is damaged ({error.strerror})", pack)
+
+    def damaged_snapshots(self, workspace: str | None = None) -> dict[str, DamagedError]:
+        """What is wrong with snapshots that cannot be read, by the path of the file; of all workspaces for None."""
+        prefix = "" if workspace is None else self.layout.workspace_id(workspace) + "-"
+        found = {
+            name: error
+            for name, error in self.blobs.packs.damaged.items()
+            if name.startswith(prefix) and workspace_and_serial(name) is not None
+        }
+        for pack in self.blobs.packs.all():
+            if pack.name.startswith(prefix) and workspace_and_serial(pack.name) is not None:
+                try:
+                    self._record_of(pack)
+                except DamagedError as error:
+                    found[pack.name] = error
+        return {os.path.join(self.layout.packs, name): error for name, error in found.items()}
 
     def _record_of(self, pack: Pack) -> Record:
         known = self._records.get(pack.name)
@@ -225,8 +251,8 @@ class Store:
         path = os.path.join(self.layout.workspace(workspace), "serial")
         prefix = self.layout.workspace_id(workspace) + "-"
         serial = 0
-        with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="ascii") as file:
-            serial = int(file.read())
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            serial = int(read_regular(path, 100))
         for name in os.listdir(self.layout.packs):
             if name.startswith(prefix):
                 serial = max(serial, int(name[len(prefix) :].partition(".")[0]))
@@ -378,12 +404,13 @@ class Store:
         return cache
 
     def generation(self) -> int:
-        """How often garbage was collected."""
+        """How often garbage was collected; -1, which is no generation, where the file is damaged."""
         try:
-            with open(os.path.join(self.directory, GENERATION), encoding="ascii") as file:
-                return int(file.read())
-        except (FileNotFoundError, ValueError):
+            return int(read_regular(os.path.join(self.directory, GENERATION), 100))
+        except FileNotFoundError:
             return 0
+        except ValueError:
+            return -1
 
 
 class _StoredContents:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.syscalls import renameat2
-from protocol.errors import fail
 from protocol.store.leaves import read_xattrs
-from protocol.store.objects import clone, data_ranges
+from protocol.store.objects import put
 from protocol.store.scan import TEMPORARY_PREFIX
 from protocol.store.source import DirectorySource, Source
 from protocol.store.statx import key_of, links_of, seen_at, seen_of_descriptor, statx_names
@@ -36,13 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["ChangedMeanwhileError", "Content", "DirectoryTarget", "Target"]
 
 _RECHECK_S: Final = 0.5  # for how long a directory's descriptor is used before its place is looked at again
-_O_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_O_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
 _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
 _MAY_CHANGE: Final = 0o300  # to the owner of a directory
-_COPY_BYTES: Final = 1 << 20
 _NOTHING_TO_REMEMBER: Final = contextlib.nullcontext()
 _ACCESS_ACL: Final = b"system.posix_acl_access"
 
@@ -55,14 +53,14 @@ class ChangedMeanwhileError(OSError):
 
 
 class Content(Protocol):
-    """What a file is to have."""
+    """What a file is to have, compared with its digest before it is returned.  DamagedError."""
 
     def small(self) -> bytes | None:
         """All of it, where it is not large."""
         ...
 
-    def descriptor(self) -> int:
-        """A large one: a descriptor of the file that holds it, the caller's to close."""
+    def copy_large(self, target: int, size: int) -> None:
+        """Make `target`, an empty file open for reading and writing, a large content of `size` bytes."""
         ...
 
 
@@ -352,32 +350,9 @@ def _unlink(name: bytes, directory: int) -> None:
 def _fill(target: int, content: Content, size: int) -> None:
     small = content.small()
     if small is not None:
-        view = memoryview(small)
-        while view:
-            view = view[os.write(target, view) :]
+        put(target, memoryview(small), 0)
         return
-    source = content.descriptor()
-    try:
-        if clone(source, target):
-            return
-        for start, end in data_ranges(source, size):
-            _copy(source, target, start, end)
-        os.ftruncate(target, size)
-    finally:
-        os.close(source)
-
-
-def _copy(source: int, target: int, at: int, end: int) -> None:
-    while at < end:
-        try:
-            count = os.copy_file_range(source, target, end - at, at, at)
-        except OSError as error:
-            if error.errno not in {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
-                raise
-            count = os.pwrite(target, os.pread(source, min(_COPY_BYTES, end - at), at), at)
-        if not count:
-            raise fail(errno.EIO, "a content in the store is cut short")
-        at += count
+    content.copy_large(target, size)
 
 
 def _apply(at: int | bytes, entry: TreeEntry, descriptor: int | None = None) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, Protocol, runtime_checkable
 
 from protocol.errors import fail
+from protocol.store.packs import DamagedError
 from protocol.store.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
@@ -56,12 +57,19 @@ class MerkleTree:
         """The rows of a listing."""
         return self._read_listing(digest)
 
-    def _names(self, digest: bytes) -> dict[bytes, Row]:
+    def _listed(self, path: bytes, digest: bytes) -> list[Row]:
+        """The rows of the directory at `path`.  DamagedError, which names it."""
+        try:
+            return self._read_listing(digest)
+        except DamagedError as error:
+            raise error.at(_shown(path)) from None
+
+    def _names(self, path: bytes, digest: bytes) -> dict[bytes, Row]:
         known = self._listings.get(digest)
         if known is not None:
             self._listings.move_to_end(digest)
             return known
-        known = self._listings[digest] = {row.name: row for row in self._read_listing(digest)}
+        known = self._listings[digest] = {row.name: row for row in self._listed(path, digest)}
         if len(self._listings) > _LISTINGS_KEPT:
             self._listings.popitem(last=False)
         return known
@@ -72,7 +80,7 @@ class MerkleTree:
         for name in path.split(b"/") if path else ():
             if not stat.S_ISDIR(row.mode):
                 raise fail(errno.ENOTDIR, _shown(path))
-            below = self._names(row.content).get(name)
+            below = self._names(path, row.content).get(name)
             if below is None:
                 raise fail(errno.ENOENT, _shown(path))
             row = below
@@ -86,7 +94,7 @@ class MerkleTree:
         row = self.row(path)
         if not row.is_dir:
             raise fail(errno.ENOTDIR, _shown(path))
-        return list(self._names(row.content))
+        return list(self._names(path, row.content))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         pending = [(path, self.row(path))]
@@ -95,13 +103,16 @@ class MerkleTree:
             yield entry_of(row, at)
             if stat.S_ISDIR(row.mode):
                 prefix = at + b"/" if at else b""
-                pending += [(prefix + below.name, below) for below in reversed(self._read_listing(row.content))]
+                pending += [(prefix + below.name, below) for below in reversed(self._listed(at, row.content))]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        return self._contents.read(path, self._file(path), offset, size)
+        try:
+            return self._contents.read(path, self._file(path), offset, size)
+        except DamagedError as error:
+            raise error.at(_shown(path)) from None
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        return self._contents.chunks(path, self._file(path), size)
+        return _naming(path, self._contents.chunks(path, self._file(path), size))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         if not isinstance(other, _HasRoot):
@@ -124,6 +135,14 @@ class MerkleTree:
         if row.more.state & UNREADABLE:
             raise OSError(errno.EACCES, "could not be read when the snapshot was taken", _shown(path))
         return row
+
+
+def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """`chunks`, whose DamagedError names `path`."""
+    try:
+        yield from chunks
+    except DamagedError as error:
+        raise error.at(_shown(path)) from None
 
 
 ReadRows = Callable[[bytes], list[Row]]

@@ -13,12 +13,13 @@ import contextlib
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.digests import ContentDigest, digest_of
-from protocol.store.layout import sync_directory, write_atomically
+from protocol.store.layout import read_regular, sync_directory, write_atomically
 from protocol.store.objects import fed_from_file
 from protocol.store.packs import GENERATION, DamagedError, PackWriter
 from protocol.store.records import Record, read_record, workspace_and_serial
@@ -113,8 +114,9 @@ def _snapshot_of(layout: Layout, name: str) -> tuple[tuple[str, str], ...]:
     found = workspace_and_serial(name)
     if found is None:
         return ()
-    with contextlib.suppress(OSError), open(os.path.join(layout.workspaces, found[0], "key"), "rb") as file:
-        return ((file.read().decode("utf-8", "surrogateescape"), f"number {found[1]}"),)
+    with contextlib.suppress(OSError):
+        key = read_regular(os.path.join(layout.workspaces, found[0], "key"))
+        return ((key.decode("utf-8", "surrogateescape"), f"number {found[1]}"),)
     return ((found[0], f"number {found[1]}"),)
 
 
@@ -213,8 +215,8 @@ def _interrupted(layout: Layout) -> list[str]:
     for name in sorted(os.listdir(layout.workspaces)):
         place = os.path.join(layout.workspaces, name)
         if os.path.exists(os.path.join(place, "journal")):
-            with contextlib.suppress(OSError), open(os.path.join(place, "key"), "rb") as file:
-                key = file.read().decode("utf-8", "surrogateescape")
+            with contextlib.suppress(OSError):
+                key = read_regular(os.path.join(place, "key")).decode("utf-8", "surrogateescape")
                 with layout.if_nobody_changes(key) as is_idle:
                     found += [key] * is_idle
     return found
@@ -279,10 +281,11 @@ def _take_out_damage(layout: Layout, blobs: Blobs, progress: Progress) -> None:
 def _new_generation(layout: Layout) -> None:
     path = os.path.join(layout.directory, GENERATION)
     try:
-        with open(path, encoding="ascii") as file:
-            number = int(file.read())
-    except (FileNotFoundError, ValueError):
+        number = int(read_regular(path, 100))
+    except FileNotFoundError:
         number = 0
+    except ValueError:  # damaged: it must become a number that no stat cache has
+        number = time.time_ns()
     write_atomically(path, b"%d" % (number + 1), durable=True)
 
 

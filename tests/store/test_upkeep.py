@@ -106,18 +106,23 @@ def test_a_damaged_content_is_not_restored_as_if_it_were_whole(kept: Store, root
     os.unlink(large(kept))
     (root / "large").unlink()
 
-    with pytest.raises(DamagedError):
-        kept.restore("host:/w", "first", DirectoryTarget(root), safety=None)
+    done = kept.restore("host:/w", "first", DirectoryTarget(root), safety=None)
+
+    assert [problem.path for problem in done.problems] == [b"large"]
+    assert "is gone" in done.problems[0].reason
     assert not (root / "large").exists()
+    assert not (root / "second").exists()  # everything else is restored
 
 
 def test_a_small_content_that_is_not_what_was_stored_is_not_restored(kept: Store, root: Path) -> None:
     flip(packs(kept)[0], 10)
     (root / "directory" / "file").unlink()
 
-    with pytest.raises(DamagedError):
-        Store(kept.directory).restore("host:/w", "first", DirectoryTarget(root), safety=None)
+    done = Store(kept.directory).restore("host:/w", "first", DirectoryTarget(root), safety=None)
+
+    assert [problem.path for problem in done.problems] == [b"directory/file"]
     assert not (root / "directory" / "file").exists()
+    assert not (root / "second").exists()
 
 
 def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: Store, root: Path) -> None:

@@ -17,6 +17,7 @@ import errno
 import functools
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import trio
 
 from protocol.diff import Change, Counts, changes, count
 from protocol.errors import SnapshotNotFoundError
-from protocol.store import RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
+from protocol.store import DamagedError, RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd.logs import log_failure
@@ -216,9 +217,13 @@ class StoreSnapshots:
 
     def _touched(self, safety: str, name: str) -> list[Change]:
         """What the kernel must be told of beside the changes: directories of which only the times differ."""
+        found: list[Change] = []
         with self._store.tree(self._key, safety) as old, self._store.tree(self._key, name) as new:
-            found = []
-            for path in new.touched(old) or ():
+            try:
+                touched = new.touched(old) or ()
+            except DamagedError:  # the restore names it; the kernel asks for such times anew before long
+                return found
+            for path in touched:
                 try:
                     before, after = old.entry(path), new.entry(path)
                 except (FileNotFoundError, NotADirectoryError):
@@ -236,7 +241,10 @@ class StoreSnapshots:
             if may_put_back:
                 half_done = await self.interrupted()
                 if half_done is not None and half_done.safety == safety:
-                    await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
+                    done = await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
+                    if done.problems:  # the snapshot still has what could not be put back
+                        first = done.problems[0]
+                        raise OSError(errno.EIO, f"{os.fsdecode(first.path)}: {first.reason}")
                 await self._drop_if_there(safety)
         except OSError as again:
             log_failure(_logger, "restore", again, level=logging.ERROR)
