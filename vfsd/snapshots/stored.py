@@ -242,9 +242,7 @@ class StoreSnapshots:
                 half_done = await self.interrupted()
                 if half_done is not None and half_done.safety == safety:
                     done = await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
-                    if done.problems:  # the snapshot still has what could not be put back
-                        first = done.problems[0]
-                        raise OSError(errno.EIO, f"{os.fsdecode(first.path)}: {first.reason}")
+                    _raise_problem(done)
                 await self._drop_if_there(safety)
         except OSError as again:
             log_failure(_logger, "restore", again, level=logging.ERROR)
@@ -330,6 +328,12 @@ class StoreSnapshots:
         finally:
             with trio.CancelScope(shield=True):
                 await self._drop_if_there(name)
+
+
+def _raise_problem(done: RestoredChanges) -> None:
+    """OSError for the first path that was not restored."""
+    for problem in done.problems:
+        raise OSError(errno.EIO, f"{os.fsdecode(problem.path)}: {problem.reason}")
 
 
 def _counted(name: str, tree: Tree) -> Staged:
