@@ -17,13 +17,15 @@ SERVICE_TIMEOUT_S = 60.0
 # File locks: Podman's usual ones are in shared memory, which all of this user's Podmans have in common.
 _CONFIGURATION = """
 [containers]
-default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+{ulimits}
 [engine]
 runtime = "{runtime}"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
 lock_type = "file"
 """
+# Below Podman's own defaults, which cannot be set where it may not raise its limits.
+_ULIMITS = 'default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]'
 
 
 class NoPodmanError(Exception):
@@ -45,8 +47,10 @@ def _command(place: Path) -> list[str]:
 
 
 @contextmanager
-def running_service(place: Path) -> Iterator[str]:
+def running_service(place: Path, *, default_ulimits: bool = False) -> Iterator[str]:
     """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone.
+
+    With `default_ulimits` its containers get Podman's own default limits.
 
     NoPodmanError where there can be none.
     """
@@ -55,7 +59,7 @@ def running_service(place: Path) -> Iterator[str]:
     place.mkdir()
     configuration = place / "containers.conf"
     runtime = "runc" if shutil.which("runc") else "crun"
-    configuration.write_text(_CONFIGURATION.format(runtime=runtime))
+    configuration.write_text(_CONFIGURATION.format(runtime=runtime, ulimits="" if default_ulimits else _ULIMITS))
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
     url, log = f"unix://{place}/podman.sock", place / "service.log"
     with log.open("wb") as file:

@@ -28,6 +28,7 @@ from requests import RequestException
 from protocol.backends.container.address import ServiceAddress, default_address, parse_address
 from protocol.backends.container.state import ContainerMount, ContainerState, state_of
 from protocol.backends.container.tunnel import Tunnel
+from protocol.backends.container.ulimits import own_hard_limits, permitted_ulimits
 
 __all__ = ["INIT_COMMAND", "PIDS_LIMIT", "Container", "ContainerNotFoundError", "ImageNotFoundError", "PodmanService"]
 
@@ -186,7 +187,8 @@ class PodmanService:
         """A container of `image`, not started.  ImageNotFoundError; OSError (EEXIST) for a name in use.
 
         `command` takes the place of the image's entrypoint and command; None leaves both.  `options` are passed
-        on to `podman.domain.containers_create.CreateMixin.create` as they are.
+        on to `podman.domain.containers_create.CreateMixin.create` as they are.  Limits above this process's own are
+        lowered where the service is on this machine, because it could not set them.
         """
         wanted: dict[str, Any] = {
             "name": name,
@@ -205,7 +207,12 @@ class PodmanService:
             wanted["entrypoint"], wanted["command"] = [command[0]], list(command[1:])
         given = {key: value for key, value in wanted.items() if value not in (None, [], {})}
         with self._client(f"creating a container of {image}") as client:
-            made = client.containers.create(image, given.pop("command", None), **given)
+            command_given = given.pop("command", None)
+            made = client.containers.create(image, command_given, **given)
+            ulimits = permitted_ulimits(made.attrs, own_hard_limits()) if self.is_local else []
+            if ulimits:
+                made.remove(v=True, force=True)
+                made = client.containers.create(image, command_given, **{**given, "ulimits": ulimits})
             return Container(self, str(made.id), str(made.name))
 
     def _checked(self, name: str, call: Any) -> Any:
