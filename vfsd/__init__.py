@@ -57,7 +57,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    try:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    except ImportError as error:
+        from vfsd.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+
+        reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
+        if reason is None:
+            raise
+        raise ImportError(reason) from None
     globals()[name] = value
     return value
 

@@ -25,13 +25,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol.backends.container.address import default_address
-from vfsd import runtime
+from protocol.backends.container.ulimits import PODMAN_DEFAULT
+from vfsd import __version__, runtime
+from vfsd.foreign import foreign_protocol
 from vfsd.mountinfo import mounts, vfsd_mounts
 from vfsd.mounts import is_dead
 
 __all__ = ["Finding", "Host", "examine"]
 
-KERNEL_MIN: Final = (5, 4)
+KERNEL_MIN: Final = (5, 15)  # of the native engine (vfsd/engines/native/negotiation.py)
+KERNEL_MIN_PYFUSE3: Final = (5, 4)
 # What later kernels do better; Documentation/filesystems/fuse.rst and the history in linux/fuse.h.
 KERNEL_FEATURES: Final = (
     ((5, 11), "writes without a look at security.capability before each (FUSE_HANDLE_KILLPRIV_V2)"),
@@ -68,6 +71,10 @@ class Host:
     release: str = field(default_factory=lambda: os.uname().release)
     uid: int = field(default_factory=os.geteuid)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    # The version of a module that is imported.  ImportError where it cannot be.
+    module_version: Callable[[str], str] = field(default=lambda name: str(importlib.import_module(name).__version__))
+    # Of open files, for this process and for what it starts; RLIM_INFINITY for none.
+    open_files_hard: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
     def path(self, absolute: str) -> str:
         return os.path.join(self.root, absolute.lstrip("/"))
@@ -104,21 +111,44 @@ def _install(debian: str, fedora: str) -> str:
 
 
 # -- what a mount needs -----------------------------------------------------------------------------
-def _check_kernel(host: Host) -> Iterator[Finding]:
+def _numbers(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _kernel(host: Host) -> tuple[int, int] | None:
     numbers = re.match(r"(\d+)\.(\d+)", host.release)
-    if numbers is None:
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def _import_error(host: Host) -> ImportError | None:
+    """Why pyfuse3 cannot be imported; None where it can."""
+    try:
+        host.module_version("pyfuse3")
+    except ImportError as error:
+        return error
+    return None
+
+
+def _check_kernel(host: Host) -> Iterator[Finding]:
+    version = _kernel(host)
+    if version is None:
         yield Finding("kernel", ok=False, optional=True, what=f"a version that is no version: {host.release!r}")
         return
-    version = int(numbers[1]), int(numbers[2])
-    needed = f"{KERNEL_MIN[0]}.{KERNEL_MIN[1]}"
-    if version < KERNEL_MIN:
-        what = f"Linux {host.release}; vfsd needs {needed} or later (opening directories without a request, 5.1)"
+    native, other = _numbers(KERNEL_MIN), _numbers(KERNEL_MIN_PYFUSE3)
+    if version < KERNEL_MIN_PYFUSE3:
+        what = f"Linux {host.release}; vfsd needs {native} or later ({other} with the pyfuse3 engine)"
         yield Finding("kernel", ok=False, optional=False, what=what, advice="boot a later kernel")
         return
-    yield Finding("kernel", ok=True, optional=False, what=f"Linux {host.release}")
-    missing = [f"{since[0]}.{since[1]}: {what}" for since, what in KERNEL_FEATURES if version < since]
-    if missing:
-        what = "works, but a later kernel has " + "; ".join(missing)
+    if version < KERNEL_MIN:
+        what = f"Linux {host.release}; the native engine needs {native}, so mounts need the pyfuse3 engine"
+        missing = _import_error(host) is not None
+        advice = f"boot Linux {native} or later, or install pyfuse3" if missing else ""
+        yield Finding("kernel", ok=not missing, optional=False, what=what, advice=advice)
+    else:
+        yield Finding("kernel", ok=True, optional=False, what=f"Linux {host.release}")
+    missing_features = [f"{_numbers(since)}: {what}" for since, what in KERNEL_FEATURES if version < since]
+    if missing_features:
+        what = "works, but a later kernel has " + "; ".join(missing_features)
         yield Finding("kernel features", ok=False, optional=True, what=what, advice="boot a later kernel")
 
 
@@ -159,23 +189,32 @@ def _check_fusermount3(host: Host) -> Iterator[Finding]:
         yield Finding("fusermount3", ok=True, optional=is_root, what=path)
 
 
-def _check_pyfuse3(_host: Host) -> Iterator[Finding]:
-    try:
-        # Not at the top: that it cannot be imported is what is to be found out.
-        pyfuse3 = importlib.import_module("pyfuse3")
-    except ImportError as error:
+def _check_pyfuse3(host: Host) -> Iterator[Finding]:
+    """The reference engine, and the fallback where the kernel is too old for the native one."""
+    error = _import_error(host)
+    if error is not None:
         headers = _install(
             "gcc pkg-config libfuse3-dev python3-dev", "gcc pkgconf-pkg-config fuse3-devel python3-devel"
         )
         advice = f"{headers}; then: {shlex.quote(sys.executable)} -m pip install pyfuse3"
-        yield Finding("pyfuse3", ok=False, optional=False, what=f"cannot be imported: {error}", advice=advice)
+        what = f"cannot be imported ({error}): no --engine pyfuse3; mounts use the native engine"
+        optional = (_kernel(host) or KERNEL_MIN) >= KERNEL_MIN
+        yield Finding("pyfuse3", ok=False, optional=optional, what=what, advice=advice)
         return
-    yield Finding("pyfuse3", ok=True, optional=False, what=f"version {pyfuse3.__version__}")
+    yield Finding("pyfuse3", ok=True, optional=True, what=f"version {host.module_version('pyfuse3')}")
     # The library that was really loaded, whatever else is installed.
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         loaded = re.search(r"\S*/libfuse3[^/\s]*\.so\.(\S+)", file.read())
     if loaded:
-        yield Finding("libfuse", ok=True, optional=False, what=f"version {loaded[1]} ({loaded[0]})")
+        yield Finding("libfuse", ok=True, optional=True, what=f"version {loaded[1]} ({loaded[0]})")
+
+
+def _check_installation(_host: Host) -> Iterator[Finding]:
+    yield Finding("installation", ok=True, optional=False, what=f"version {__version__} in {os.path.dirname(__file__)}")
+    foreign = foreign_protocol()
+    if foreign is not None:
+        what, _, advice = foreign.partition(": ")
+        yield Finding("protocol", ok=False, optional=False, what=what, advice=advice)
 
 
 def _check_allow_other(host: Host) -> Iterator[Finding]:
@@ -275,6 +314,7 @@ def _check_podman(host: Host) -> Iterator[Finding]:
         what = f"none of {', '.join(_CONTAINER_RUNTIMES)}: containers are made, but do not start"
         yield Finding("container runtime", ok=False, optional=True, what=what, advice=_install("crun", "crun"))
     yield from _podman_service(host)
+    yield from _podman_limits(host)
     if importlib.util.find_spec("podman") is None:
         advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
         yield Finding("podman client", ok=False, optional=True, what="the Python package is missing", advice=advice)
@@ -306,6 +346,27 @@ def _podman_service(host: Host) -> Iterator[Finding]:
         yield Finding("podman socket", ok=True, optional=True, what=address.path)
 
 
+_CAP_SYS_RESOURCE: Final = 1 << 24  # linux/capability.h: may raise hard limits
+
+
+def _podman_limits(host: Host) -> Iterator[Finding]:
+    """Podman of root's starts no container where its default limits can neither be set nor are configured lower."""
+    hard = host.open_files_hard
+    capabilities = re.search(r"^CapEff:\s*(\w+)", host.read("/proc/self/status") or "", re.MULTILINE)
+    may_raise = bool(capabilities) and int(capabilities[1], 16) & _CAP_SYS_RESOURCE  # type: ignore[index]
+    if host.uid != 0 or may_raise or hard == resource.RLIM_INFINITY or hard >= PODMAN_DEFAULT:
+        return
+    files = ("/etc/containers/containers.conf", "/usr/share/containers/containers.conf")
+    if any(re.search(r"^\s*default_ulimits\s*=", host.read(file) or "", re.MULTILINE) for file in files):
+        return
+    what = (
+        f"the hard limit of {hard} open files is below Podman's default of {PODMAN_DEFAULT} and cannot be raised:"
+        " `podman run` fails; containers that vfsd makes get lower limits and start"
+    )
+    advice = f'in {files[0]}, section [containers]: default_ulimits = ["nofile={hard}:{hard}", "nproc=4096:4096"]'
+    yield Finding("podman limits", ok=False, optional=True, what=what, advice=advice)
+
+
 # -- what is left of the dead -----------------------------------------------------------------------
 def _check_leftovers(_host: Host) -> Iterator[Finding]:
     found = [*_dead_mounts(), *_dead_sockets()]
@@ -333,30 +394,18 @@ def _dead_sockets() -> Iterator[Finding]:
 
 
 # -- deep -------------------------------------------------------------------------------------------
-# In a process of its own: libfuse writes to standard error, and a mount that hangs can be given up.  Some
-# sandboxes let one mount but never deliver a request, so one goes there and back.
+# In a process of its own, so that a mount that hangs can be given up.  Some sandboxes let one mount but never deliver
+# a request, so a file is written.
 _MOUNT: Final = """
-import os, sys, pyfuse3, trio
+import os, sys
+from protocol import InMemoryFilesystem
+from vfsd import Workspace
 
-class Answering(pyfuse3.Operations):
-    async def statfs(self, ctx):
-        answer = pyfuse3.StatvfsData()
-        answer.f_namemax = 77
-        return answer
-
-async def main():
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(pyfuse3.main)
-        answer = await trio.to_thread.run_sync(os.statvfs, sys.argv[1])
-        nursery.cancel_scope.cancel()
-    return answer.f_namemax == 77
-
-pyfuse3.init(Answering(), sys.argv[1], {"fsname=vfsd:doctor", "subtype=vfsd"})
-try:
-    answered = trio.run(main)
-finally:
-    pyfuse3.close()
-sys.exit(0 if answered else "mounted, but the kernel did not ask us")
+place, content, files = sys.argv[1], os.urandom(16).hex(), InMemoryFilesystem()
+with Workspace.mount(place, filesystem=files, name="doctor"):
+    with open(os.path.join(place, "probe"), "w") as file:
+        file.write(content)
+sys.exit(0 if files.read("probe").content == content else "mounted, but what was written did not reach the daemon")
 """
 
 
@@ -373,7 +422,7 @@ def _check_mount(_host: Host) -> Iterator[Finding]:
             yield Finding("mount", ok=False, optional=False, what=f"not done within {DEEP_TIMEOUT_S} s")
             return
     if done.returncode == 0:
-        yield Finding("mount", ok=True, optional=False, what="made, answered a request, and taken away again")
+        yield Finding("mount", ok=True, optional=False, what="made, a file written in it, and unmounted")
     else:
         reason = "; ".join(line for line in said.splitlines() if not line.startswith((" ", "Traceback"))) or "no reason"
         advice = "see the lines above; in a container: --device /dev/fuse --cap-add SYS_ADMIN"
@@ -381,6 +430,7 @@ def _check_mount(_host: Host) -> Iterator[Finding]:
 
 
 _CHECKS: Final = [
+    _check_installation,
     _check_kernel,
     _check_device,
     _check_fusermount3,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import resource
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,9 +137,92 @@ def test_root_needs_neither_a_setuid_fusermount3_nor_user_allow_other(machine: P
     assert found("user_allow_other", as_user(machine, uid=0)).ok
 
 
-@pytest.mark.parametrize(("release", "ok"), [("5.3.18", False), ("5.4.0-generic", True), ("10.0", True)])
+@pytest.mark.parametrize(
+    ("release", "ok"), [("5.3.18", False), ("5.4.0-generic", True), ("5.15.0", True), ("10.0", True)]
+)
 def test_old_kernels_are_refused(machine: Path, release: str, ok: bool) -> None:
     assert found("kernel", as_user(machine, release)).ok is ok
+
+
+def no_module(name: str) -> str:
+    raise ImportError(f"No module named {name!r}")
+
+
+def test_without_pyfuse3_nothing_that_is_needed_is_missing_where_the_native_engine_works(machine: Path) -> None:
+    host = dataclasses.replace(as_user(machine, "5.15.0"), module_version=no_module)
+    assert [finding.topic for finding in examine(host=host) if not finding.ok and not finding.optional] == []
+    pyfuse3 = found("pyfuse3", host)
+    assert (pyfuse3.ok, pyfuse3.optional) == (False, True)
+    assert "native" in pyfuse3.what
+    assert "pip install pyfuse3" in pyfuse3.advice
+
+
+def test_a_kernel_too_old_for_the_native_engine_needs_pyfuse3(machine: Path) -> None:
+    assert "5.15" in found("kernel", as_user(machine, "5.10.0")).what
+    host = dataclasses.replace(as_user(machine, "5.10.0"), module_version=no_module)
+    for topic in ("kernel", "pyfuse3"):
+        assert (found(topic, host).ok, found(topic, host).optional) == (False, False)
+    assert "5.15" in found("kernel", as_user(machine, "5.3.0")).what
+
+
+LIMITED = "Name:\tx\nNoNewPrivs:\t0\nCapEff:\t000001fffeffffff\n"
+
+
+def test_limits_that_stop_podmans_containers_are_found(machine: Path) -> None:
+    (machine / "proc/self/status").write_text(LIMITED)
+    root = dataclasses.replace(as_user(machine, uid=0), open_files_hard=20000)
+    finding = found("podman limits", root)
+    assert (finding.ok, finding.optional) == (False, True)
+    assert "nofile=20000:20000" in finding.advice
+    for other in (
+        dataclasses.replace(root, open_files_hard=1048576),
+        dataclasses.replace(root, open_files_hard=resource.RLIM_INFINITY),
+        dataclasses.replace(root, uid=1000),  # Podman lowers its defaults for users itself
+    ):
+        assert "podman limits" not in topics(other)
+    (machine / "etc/containers").mkdir()
+    (machine / "etc/containers/containers.conf").write_text('[containers]\ndefault_ulimits = ["nofile=1024:1024"]\n')
+    assert "podman limits" not in topics(root)
+
+
+def test_limits_that_podman_may_raise_are_no_trouble(machine: Path) -> None:
+    (machine / "proc/self/status").write_text(LIMITED.replace("fffeffffff", "ffffffffff"))
+    assert "podman limits" not in topics(dataclasses.replace(as_user(machine, uid=0), open_files_hard=20000))
+
+
+def test_another_distribution_with_a_package_of_the_same_name_is_found(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "protocol" not in topics(as_user(machine))
+    assert found("installation", as_user(machine)).ok
+    owners = {"protocol": ["protocol", "vfsd"], "vfsd": ["vfsd"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: owners)
+    finding = found("protocol", as_user(machine))
+    assert (finding.ok, finding.optional) == (False, False)
+    assert "of the distribution protocol" in finding.what
+    assert "uninstall it" in finding.advice
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> dict[str, str]:
+    """An environment in which another `protocol` is found before vfsd's."""
+    (tmp_path / "protocol").mkdir()
+    (tmp_path / "protocol/__init__.py").touch()
+    places = [tmp_path, Path(__file__).parents[2], sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["status"], ["mount", "x", "--json"]])
+def test_a_package_of_the_same_name_that_hides_vfsds_is_one_line(foreign: dict[str, str], words: list[str]) -> None:
+    # -S: without the hooks of an editable installation, by which vfsd's modules are found all the same.
+    command = [sys.executable, "-S", "-P", "-m", "vfsd.cli.main", *words]
+    done = subprocess.run(command, env=foreign, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "/protocol is in the way of vfsd's: uninstall it" in done.stderr
+    assert done.stderr.count("\n") == 1
+    command = [sys.executable, "-S", "-P", "-c", "import vfsd; vfsd.Workspace"]
+    done = subprocess.run(command, env=foreign, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: the package `protocol` in")
 
 
 def test_what_a_later_kernel_would_give_is_optional(machine: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 
 import pytest
 
@@ -56,3 +57,31 @@ def test_a_mount_that_no_engine_could_make_is_not_tried_twice(volume: Volume, mo
     with pytest.raises(PermissionError) as refused:
         choice.mount_engine("auto", volume, SETTINGS, None)
     assert refused.value.errno == errno.EPERM
+
+
+@pytest.fixture
+def without_pyfuse3(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None makes `import` raise ImportError, as a missing package and a broken library do.
+    monkeypatch.setitem(sys.modules, "pyfuse3", None)
+    monkeypatch.delitem(sys.modules, "vfsd.engines.pyfuse3", raising=False)
+
+
+@pytest.mark.usefixtures("without_pyfuse3")
+def test_without_pyfuse3_auto_uses_the_native_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeEngine, "mount", lambda self: None)
+    engine = choice.mount_engine("auto", MemoryVolume(), SETTINGS, None)
+    assert (engine.name, engine.fallback_reason) == ("native", None)
+
+
+@pytest.mark.usefixtures("without_pyfuse3")
+def test_pyfuse3_that_is_asked_for_and_missing_says_what_to_install() -> None:
+    with pytest.raises(OSError, match=r"cannot be loaded .*pip install .*pyfuse3.*--engine native") as refused:
+        choice.mount_engine("pyfuse3", MemoryVolume(), SETTINGS, None)
+    assert refused.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.usefixtures("without_pyfuse3")
+def test_where_neither_engine_serves_both_reasons_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "NativeEngine", _OldKernel)
+    with pytest.raises(OSError, match=r"pyfuse3 engine cannot be loaded .*; not native: the kernel's FUSE 7.19"):
+        choice.mount_engine("auto", MemoryVolume(), SETTINGS, None)

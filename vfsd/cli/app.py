@@ -201,12 +201,11 @@ def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
     if isinstance(error, NO_ARGUMENTS):
         raise error  # `vfsd` alone, which prints the help
     message = _printable(error.format_message().rstrip("."))
-    path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vfsd"
-    _report(
-        {"message": message, "errno": None, "path": None},
-        f"{message}{'' if message.endswith('?') else '.'} See `{path} --help`",
-        as_json=as_json,
-    )
+    line = message
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "vfsd"
+        line += f"{'' if message.endswith('?') else '.'} See `{path} --help`"
+    _report({"message": message, "errno": None, "path": None}, line, as_json=as_json)
     raise click.exceptions.Exit(error.exit_code)
 
 

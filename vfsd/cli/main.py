@@ -86,7 +86,15 @@ class LazyGroup(SuggestingGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
+        try:
+            module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
+        except ImportError as error:
+            from vfsd.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+
+            reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
+            if reason is None:
+                raise
+            raise click.ClickException(reason) from None
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import shlex
+import sys
 from typing import TYPE_CHECKING, Final
 
 from vfsd.engines.native import NativeEngine
@@ -12,6 +14,7 @@ from vfsd.logs import log_failure
 if TYPE_CHECKING:
     from protocol.volume import Volume
     from vfsd.engines.base import Engine, EngineSettings, Impersonator
+    from vfsd.engines.pyfuse3 import Pyfuse3Engine
     from vfsd.options import EngineChoice
 
 __all__ = ["mount_engine"]
@@ -28,7 +31,8 @@ def mount_engine(
 ) -> Engine:
     """Make the mount and return the engine that is to serve it.  OSError where it cannot be made.
 
-    "auto" falls back to pyfuse3 where the native engine is not served; the engine says why, and the log.
+    "auto" falls back to pyfuse3 where the native engine is not served; the engine says why, and the log.  pyfuse3 need
+    not be installed until then.
     """
     reason = None
     if choice != "pyfuse3":
@@ -42,9 +46,23 @@ def mount_engine(
             reason = f"not native: {error.strerror or error}"
         else:
             return engine
-    # Start-up: only who needs it loads libfuse.
-    from vfsd.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
-
-    fallback = Pyfuse3Engine(volume, settings, impersonator, fallback_reason=reason)
+    fallback = _pyfuse3_engine(reason)(volume, settings, impersonator, fallback_reason=reason)
     fallback.mount()
     return fallback
+
+
+def _pyfuse3_engine(reason: str | None) -> type[Pyfuse3Engine]:
+    """The engine's class.  OSError (EOPNOTSUPP) where pyfuse3 or libfuse is missing or broken.
+
+    `reason` is why the native engine does not serve, None where nobody asked it.
+    """
+    try:
+        # Start-up: only who needs it loads libfuse.
+        from vfsd.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
+    except ImportError as error:
+        install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall pyfuse3"
+        text = (
+            f"the pyfuse3 engine cannot be loaded ({error}): install it ({install}; `vfsd doctor` names what it needs)"
+        )
+        raise OSError(errno.EOPNOTSUPP, f"{text}; {reason or 'or use --engine native'}") from None
+    return Pyfuse3Engine

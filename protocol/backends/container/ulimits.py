@@ -44,7 +44,7 @@ def permitted_ulimits(container: Mapping[str, Any], hard_limits: Mapping[str, in
 
 
 def _exceeds(limit: Mapping[str, Any], most: int | None) -> bool:
-    return limit["Hard"] != _lowered(limit["Hard"], most)
+    return int(limit["Hard"]) != _lowered(limit["Hard"], most)
 
 
 def _lowered(value: int, most: int | None) -> int:

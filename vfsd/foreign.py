@@ -1,0 +1,34 @@
+"""Recognize an unrelated distribution whose package is called `protocol`, as one of vfsd's two packages is.
+
+Imports nothing of `protocol`, because that may be the other one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import sys
+
+__all__ = ["foreign_distributions", "foreign_protocol"]
+
+
+def foreign_distributions() -> list[str]:
+    """The distributions other than vfsd that have a package `protocol`."""
+    return sorted(set(importlib.metadata.packages_distributions().get("protocol", [])) - {"vfsd"})
+
+
+def foreign_protocol() -> str | None:
+    """A sentence on the `protocol` that Python finds in place of vfsd's, and what to do; None if it finds vfsd's."""
+    spec = importlib.util.find_spec("protocol")
+    found = os.path.dirname(spec.origin) if spec and spec.origin else None
+    expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "protocol")
+    others = foreign_distributions()
+    if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
+        return None
+    if found is None:
+        return f"vfsd's package `protocol` is not installed: {shlex.quote(sys.executable)} -m pip install vfsd again"
+    names = f" of the distribution {', '.join(others)}" if others else ""
+    advice = f"uninstall it and install vfsd again, or install vfsd in an environment of its own ({sys.executable})"
+    return f"the package `protocol` in {found}{names} is in the way of vfsd's: {advice}"
