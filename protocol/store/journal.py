@@ -66,20 +66,20 @@ class Journal:
             return None
 
     def write(self, entry: Entry) -> None:
-        """Before the first change.
-
-        Not synced, as the changes are not: it is for the death of a process.
-        """
-        write_atomically(self._path, _encoder.encode(entry), durable=False)
+        """Before the first change.  Durable, since a power failure may leave some of the changes on the disk."""
+        write_atomically(self._path, _encoder.encode(entry), durable=True)
 
     def close(self, entry: Entry) -> None:
-        """After the last."""
+        """After the last change, when all of them are durable."""
         if entry.previous is not None and not entry.ends(entry.previous):
-            write_atomically(self._path, _encoder.encode(entry.previous), durable=False)
+            write_atomically(self._path, _encoder.encode(entry.previous), durable=True)
         else:
             self.forget()
 
     def forget(self) -> None:
-        """Let the state be as it is."""
+        """Let the state be as it is.
+
+        Not synced: a journal that a power failure brings back asks for a restore that has nothing to do.
+        """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -160,7 +160,7 @@ class Layout:
         """Make the store where there is none."""
         if self.exists():
             return
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        _make_durably(self.directory)
         there = set(os.listdir(self.directory))
         if there - {"packs", "objects", "workspaces", "tmp", "lock"} and not any(n.startswith("format") for n in there):
             raise OSError(errno.EEXIST, "is no store and not empty: name another directory", self.directory)
@@ -184,7 +184,9 @@ class Layout:
     def make_workspace(self, key: str) -> str:
         """The directory of a workspace."""
         path = self.workspace(key)
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        if not os.path.isdir(path):
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            sync_directory(self.workspaces)
         if not os.path.exists(os.path.join(path, "key")):
             write_atomically(os.path.join(path, "key"), key.encode("utf-8", "surrogateescape"), durable=False)
         return path
@@ -226,6 +228,17 @@ class Layout:
             if error.errno != errno.EBUSY:
                 raise
         yield False
+
+
+def _make_durably(path: str) -> None:
+    """Make a directory and those above it, and have their names on the disk."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    _make_durably(above)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # a directory that we may write to and not read
+        sync_directory(above)
 
 
 @contextlib.contextmanager

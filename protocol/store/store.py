@@ -339,6 +339,7 @@ class Store:
         journal.write(entry)
         with target.opened(entry.token):
             changes, problems = apply(todo, target, live, wanted, self.blobs, found.directory, progress)
+            target.sync()
         journal.close(entry)
         return RestoredChanges(tuple(changes), kept, tuple(problems))
 

@@ -4,8 +4,8 @@ A file is written under a name of its own beside its place, gets its metadata, a
 is replaced or removed it must still be what was seen when the state was taken in: what was changed since is
 left alone (`ChangedMeanwhileError`), since no snapshot has it.
 
-Nothing is synced: as after tar or git, it is the kernel's to write it out.  A killed process loses nothing by that;
-after a power failure the same restore, run again, puts right what is not.
+`sync` makes all changes durable; the caller drops its journal after that.  Power that fails before leaves the journal,
+and the same restore, run again, repairs files that did not reach the disk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.syscalls import renameat2
+from protocol.store.durable import Unsynced
 from protocol.store.leaves import read_xattrs
 from protocol.store.objects import put
 from protocol.store.scan import TEMPORARY_PREFIX
@@ -104,6 +105,10 @@ class Target(Protocol):
         """A name; a directory must be empty."""
         ...
 
+    def sync(self) -> None:
+        """Make all changes since `opened` durable; within its block."""
+        ...
+
     def clean(self, leftovers: Iterable[bytes], token: str) -> None:
         """Remove the temporary files among `leftovers` that a restore of that token has left."""
         ...
@@ -120,6 +125,7 @@ class DirectoryTarget:
         self._near: tuple[bytes, int, float] | None = None  # a directory's path, its descriptor, opened when
         self._renewed: dict[int, bytes] = {}  # what inodes of several names are, after this restore changed them itself
         self._unlocked: dict[bytes, int] = {}  # directories without write permission, and the mode that they had
+        self._unsynced = Unsynced()
 
     @property
     def source(self) -> Source:
@@ -132,6 +138,7 @@ class DirectoryTarget:
             self._prefix = TEMPORARY_PREFIX + token.encode() + b"-"
             self._renewed = {}
             self._unlocked = {}
+            self._unsynced = Unsynced()
             try:
                 yield
             finally:
@@ -206,6 +213,7 @@ class DirectoryTarget:
             try:
                 _fill(descriptor, content, entry.size)
                 lacking = _apply(descriptor, entry)
+                self._unsynced.file(descriptor)
             finally:
                 os.close(descriptor)
             self._place(directory, temporary, name, entry.path, expected)
@@ -241,6 +249,7 @@ class DirectoryTarget:
             os.link(proc_path(source), temporary, dst_dir_fd=directory, follow_symlinks=True)
             try:
                 lacking = _apply(proc_path(source), entry, source)
+                self._unsynced.file_by_path_descriptor(source)
                 self._changed_by_us(source)
                 self._place(directory, temporary, name, entry.path, expected)
             finally:
@@ -255,6 +264,7 @@ class DirectoryTarget:
         return self._prefix + b"%d" % self._count
 
     def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
+        self._unsynced.directory(path.rpartition(b"/")[0])
         if expected is None and _renamed_to_new(directory, temporary, name, path):
             return
         self._check(directory, name, path, expected)
@@ -281,10 +291,12 @@ class DirectoryTarget:
     def make_directory(self, entry: TreeEntry) -> None:
         directory, name = self._parent(entry.path)
         os.mkdir(name, 0o700, dir_fd=directory)
+        self._unsynced.directory(entry.path.rpartition(b"/")[0])
 
     def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
         if entry.is_dir:
             self._unlocked.pop(entry.path, None)
+            self._unsynced.directory(entry.path)
         if not entry.path:
             return _apply(self._root, entry)
         directory, name = self._parent(entry.path)
@@ -298,6 +310,8 @@ class DirectoryTarget:
             if not as_expected and self._renewed.get(seen.inode) != key_of(record):
                 raise ChangedMeanwhileError(entry.path)
             lacking = _apply(proc_path(descriptor), entry, descriptor)
+            if not entry.is_dir:
+                self._unsynced.file_by_path_descriptor(descriptor)
             if seen.nlink > 1:
                 self._changed_by_us(descriptor)
             return lacking
@@ -306,6 +320,7 @@ class DirectoryTarget:
 
     def remove(self, path: bytes, expected: bytes | None, *, directory: bool) -> None:
         parent, name = self._parent(path)
+        self._unsynced.directory(path.rpartition(b"/")[0])
         if directory:
             os.rmdir(name, dir_fd=parent)
             self._unlocked.pop(path, None)
@@ -313,6 +328,9 @@ class DirectoryTarget:
         self._check(parent, name, path, expected)
         with self._loses_a_name(parent, name, expected):
             os.unlink(name, dir_fd=parent)
+
+    def sync(self) -> None:
+        self._unsynced.sync(self._root, self._open_directory)
 
     def clean(self, leftovers: Iterable[bytes], token: str) -> None:
         prefix = TEMPORARY_PREFIX + token.encode() + b"-"
