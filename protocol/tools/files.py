@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -34,6 +35,7 @@ __all__ = [
     "RmResult",
     "WriteFileParams",
     "WriteFileResult",
+    "entries_of",
     "entry_of",
 ]
 
@@ -81,27 +83,30 @@ def entry_of(found: FileStat) -> Entry:
 
 
 def _ls(params: LsParams, context: ToolContext) -> LsResult:
-    list_entries = _entries if context.tree is None else _tree_entries
-    entries, truncated = list_entries(params, context)
-    return LsResult(path=normalise(params.path), entries=entries, truncated=truncated)
+    entries = entries_of(params.path, context)
+    first = list(islice(entries, params.limit))
+    return LsResult(path=normalise(params.path), entries=first, truncated=next(entries, None) is not None)
 
 
-def _entries(params: LsParams, context: ToolContext) -> tuple[list[Entry], bool]:
-    listed = context.filesystem.list(params.path)
-    entries = [_entry(one.path, context, is_symlink=one.is_symlink) for one in listed[: params.limit]]
-    return entries, len(listed) > params.limit
+def entries_of(path: str, context: ToolContext) -> Iterator[Entry]:
+    """The entries of a directory, sorted by name, looked at one by one; `context.keep_going` is called for each."""
+    return _entries(path, context) if context.tree is None else _tree_entries(path, context)
 
 
-def _tree_entries(params: LsParams, context: ToolContext) -> tuple[list[Entry], bool]:
+def _entries(directory: str, context: ToolContext) -> Iterator[Entry]:
+    for one in context.filesystem.list(directory):
+        context.keep_going()
+        yield _entry(one.path, context, is_symlink=one.is_symlink)
+
+
+def _tree_entries(asked: str, context: ToolContext) -> Iterator[Entry]:
     """The same from the context's tree: one look-up for each entry, where a path takes one for each of its parts."""
-    with below(params.path, context) as (tree, directory, shown):
-        names = tree.children(directory)
-        entries = []
-        for name in names[: params.limit]:
+    with below(asked, context) as (tree, directory, shown):
+        for name in tree.children(directory):
+            context.keep_going()
             found = tree.entry(directory + b"/" + name if directory else name)
             path = shown(found.path)
-            entries.append(_entry(path, context, is_symlink=True) if found.is_symlink else _tree_entry(path, found))
-        return entries, len(names) > params.limit
+            yield _entry(path, context, is_symlink=True) if found.is_symlink else _tree_entry(path, found)
 
 
 def _tree_entry(path: str, found: TreeEntry) -> Entry:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import pickle
 import socket
 import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,18 +197,76 @@ async def test_a_client_outlives_the_daemon_it_was_connected_to(path: str, subje
 
 
 async def test_a_refused_connection_says_why_and_the_next_call_connects_anew(path: str, subject: Subject) -> None:
-    async with serving(path, limits=Limits(connections=1)) as server:
+    release = trio.Event()
+
+    async def wait(params: DropParams, call: Call) -> Empty:
+        await release.wait()
+        return Empty()
+
+    async with serving(path, {"drop": wait}, limits=Limits(connections=1, reserved=0)) as server:
         first, second = subject(path), subject(path)
-        await first.call("ping")
-        with pytest.raises(ControlError, match=r"all 1 connections.*in use") as caught:
-            # Larger than the socket's buffer: it cannot be sent whole to a server that has closed.
-            await second.call("drop", DropParams("x" * 900_000))
-        assert caught.value.errno == errno.EBUSY
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first.call, "drop", DropParams("x"))
+            while not server.connections:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            with pytest.raises(ControlError, match=r"all 1 connections.*in use") as caught:
+                # Larger than the socket's buffer: it cannot be sent whole to a server that has closed.
+                await second.call("drop", DropParams("x" * 900_000))
+            assert caught.value.errno == errno.EBUSY
+            release.set()
         first.close()
         while server.connections:
             await trio.testing.wait_all_tasks_blocked(0.01)
         assert await second.call("ping") == Empty()
         second.close()
+
+
+async def test_a_client_whose_idle_connection_was_dropped_calls_once_more_without_noticing(
+    path: str, subject: Subject
+) -> None:
+    calls: list[str] = []
+
+    async def drop(params: DropParams, call: Call) -> Empty:
+        calls.append(params.name)
+        return Empty()
+
+    async with serving(path, {"drop": drop}, limits=Limits(connections=2)) as server:
+        clients = [subject(path) for _ in range(4)]
+        for number in range(3):
+            for index, client in enumerate(clients):
+                await client.call("drop", DropParams(f"{number}/{index}"))
+                assert server.connections <= 3  # one of them may be closing
+        for client in clients:
+            client.close()
+    assert calls == [f"{number}/{index}" for number in range(3) for index in range(4)]
+
+
+async def test_a_request_that_crosses_the_closing_of_an_idle_connection_is_sent_again(
+    workdir: Path, subject: Subject
+) -> None:
+    """The server of this test says that it closes only after it has the request, which a drop in time can look like."""
+    received = []
+
+    async def serve(listener: trio.SocketListener) -> None:
+        for answer in (b'"method":"closing","params":{}', b'"id":%d,"result":{}'):
+            stream = await listener.accept()
+            line = await stream.receive_some()
+            received.append(json.loads(line)["method"])
+            answered = answer % json.loads(line)["id"] if b"%d" in answer else answer
+            await stream.send_all(b'{"jsonrpc":"2.0",' + answered + b"}\n")
+            await stream.aclose()
+
+    path = str(workdir / "fake.sock")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path)
+        bound.listen()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve, trio.SocketListener(trio.socket.from_stdlib_socket(bound)))
+            client = subject(path)
+            assert await client.call("ping") == Empty()
+            client.close()
+    assert received == ["ping", "ping"]
 
 
 async def test_silence_ends_a_call_after_the_timeout(path: str, subject: Subject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from tests.control.conftest import Peer, peer, serving
 from vfsd.control.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
 from vfsd.control.server import Call, Limits
 
+CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
 LIMITS = Limits(line_s=30, idle_s=600, stall_s=30)
 
 
@@ -97,6 +99,7 @@ async def test_a_client_that_asks_nothing_is_let_go(path: str, clock: trio.testi
     async with serving(path, limits=LIMITS) as server, peer(path) as client:
         await trio.testing.wait_all_tasks_blocked()
         clock.jump(600)
+        assert await client.receive() == CLOSING
         assert await client.receive() is None
         await trio.testing.wait_all_tasks_blocked()
         assert server.connections == 0
@@ -224,49 +227,130 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_of_a_thousand_connections_those_past_the_limit_are_told(
+async def test_a_thousand_idle_connections_lock_nobody_out(
     path: str, many_descriptors: None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Some have half a request; the oldest are dropped, and learn that what they ask now is not run."""
     async with serving(path, limits=Limits(connections=50)) as server:
-        clients = [Peer(await trio.open_unix_socket(path)) for _ in range(1000)]
-        for client in clients[50:]:
-            error = await client.error()
-            assert error["code"] == OPERATION_FAILED
-            assert error["data"]["errno"] == "EBUSY"
-            assert "all 50 connections" in error["message"]
+        clients = []
+        for number in range(1000):
+            clients.append(client := Peer(await trio.open_unix_socket(path)))
+            if number % 3 == 0:
+                await client.stream.send_all(b'{"jsonrpc": "2.0", "method": ')
+            if number % 50 == 0:
+                await assert_others_are_served(path)
+        for client in clients[:900]:
+            assert await client.receive() == CLOSING
             assert await client.receive() is None
             await client.stream.aclose()
-        for client in clients[:50]:
-            assert await client.is_alive()
-            await client.stream.aclose()
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert server.connections == 0
+        assert server.connections <= 51
         await assert_others_are_served(path)
-    assert len(caplog.records) == 1
+        for client in clients[900:]:
+            await client.stream.aclose()
+        while server.connections:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+    assert caplog.records == []
 
 
-async def test_running_out_of_descriptors_is_survived(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(path):
+async def test_connections_that_run_calls_are_kept_and_short_calls_still_answered(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = trio.Event()
+
+    async def wait(params: Any, call: Call) -> Empty:
+        await release.wait()
+        return Empty()
+
+    limits = Limits(connections=5, reserved=2)
+    async with serving(path, {"drop": wait, "export": wait}, limits=limits) as server:
+        clients = [Peer(await trio.open_unix_socket(path)) for _ in range(5)]
+        for client in clients:
+            await client.call("drop", name="x")
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        for _ in range(10):  # more often than there are reserved places
+            async with peer(path) as other:
+                await other.call("export", path="/x")
+                error = await other.error()
+                assert (error["data"]["errno"], "take short" in error["message"]) == ("EBUSY", True)
+                assert await other.is_alive()
+        while server.connections > 5:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        others = []
+        for _ in range(2):
+            others.append(other := Peer(await trio.open_unix_socket(path)))
+            await other.call("drop", name="x")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        async with peer(path) as refused:
+            error = await refused.error()
+            assert (error["code"], error["data"]["errno"]) == (OPERATION_FAILED, "EBUSY")
+            assert "all 5 connections" in error["message"]
+        release.set()
+        for client in [*clients, *others]:
+            assert (await client.receive() or {})["result"] == {}
+        await clients.pop().stream.aclose()
+        while server.connections > 6:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        await others[0].call("export", path="/x")  # it has the place that became free
+        assert (await others[0].receive() or {})["result"] == {}
+        for client in [*clients, *others]:
+            await client.stream.aclose()
+    assert len(caplog.records) <= 12  # one for each time that it became full
+
+
+async def test_without_free_descriptors_calls_are_answered(path: str) -> None:
+    async def read(params: Any, call: Call) -> Empty:
+        with open(os.devnull, "rb"):
+            return Empty()
+
+    async with serving(path, {"check": read}):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        clients = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(40)]
         highest = max(client.fileno() for client in clients)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
         held = []
+        answers = []
         try:
-            while True:
-                held.append(os.dup(0))
-        except OSError:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
             for client in clients:
                 client.connect(path)
-            await trio.testing.wait_all_tasks_blocked(0.01)
+                client.sendall(b'{"jsonrpc": "2.0", "method": "check", "id": 1}\n')
+                client.setblocking(False)
+                asked = trio.socket.from_stdlib_socket(client)
+                with trio.fail_after(30):
+                    answers.append(json.loads(await asked.recv(4096)))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for descriptor in held:
                 os.close(descriptor)
-        assert "cannot accept" in caplog.text
+        assert [answer.get("result", answer) for answer in answers] == [{}] * 40
         await assert_others_are_served(path)
         for client in clients:
             client.close()
+
+
+async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path: str) -> None:
+    async def read(params: Any, call: Call) -> Empty:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/some/file")
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(path, {"check": read}), peer(path) as client:
+        await client.call("check")
+        error = await client.error()
+        assert error["data"] == {"errno": "EMFILE", "path": "/some/file"}
+        assert f"may have {soft:,} files open" in error["message"]
+
+
+async def test_a_thread_that_cannot_be_started_is_an_error(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def read(params: Any, call: Call) -> Empty:
+        raise RuntimeError("can't start new thread")  # as threading.Thread.start does
+
+    async with serving(path, {"check": read}), peer(path) as client:
+        await client.call("check")
+        error = await client.error()
+        assert (error["data"]["errno"], "ulimit -u" in error["message"]) == ("EAGAIN", True)
+    assert caplog.records == []
 
 
 STRANGER = """

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import msgspec
 import trio
 
-from vfsd.control.client import Exchange, no_daemon, timed_out, vanished
+from vfsd.control.client import ATTEMPTS, ClosingError, Exchange, no_daemon, timed_out, vanished
 from vfsd.control.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.control.messages import Output, Progress
 from vfsd.control.sockets import connect, is_closed_by_peer
@@ -59,6 +59,20 @@ class AsyncControlClient:
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
         """As `ControlClient.call`; a callback that gives an awaitable is awaited."""
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._call(method, params, on_progress, on_output)
+            except ClosingError:
+                continue
+        raise vanished(self._path, method)
+
+    async def _call(
+        self,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[Progress], object] | None,
+        on_output: Callable[[bytes], object] | None,
+    ) -> Any:
         self._last_id += 1
         exchange = Exchange(self._last_id, method, params)
         connection = await self._connected()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ import trio
 
 from vfsd.control.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, Progress, Request
 
-__all__ = ["Call", "CallCancelledError", "Handler", "InvalidParamsError"]
+__all__ = ["Call", "CallCancelledError", "Encoded", "Handler", "InvalidParamsError"]
 
 Handler = Callable[[Any, "Call"], Awaitable[Any]]
 """Answers one method: (parameters struct, call) to result struct, of the types that METHODS names."""
@@ -28,7 +29,14 @@ _logger = logging.getLogger(__name__)
 
 
 class CallCancelledError(Exception):
-    """The client went away, or the server is stopping: nobody waits for the answer."""
+    """The client went away or cancelled the call, or the server is stopping: nobody waits for the result."""
+
+
+class Encoded(list[bytes]):
+    """A result that a handler has encoded itself, in a thread and in slices: pieces of one JSON value.
+
+    Encoding a large result on the serving loop would stop the mount meanwhile.
+    """
 
 
 class InvalidParamsError(ValueError):
@@ -38,21 +46,29 @@ class InvalidParamsError(ValueError):
 class Call:
     """One request while it runs.
 
-    When the client disconnects, the handler's cancel scope is cancelled.  A thread cannot be cancelled: long
-    work in one checks `cancelled`, or calls `raise_if_cancelled`, every so often.
+    When the client disconnects, or asks to cancel the call, the handler's cancel scope is cancelled.  A thread cannot
+    be cancelled: long work in one checks `cancelled`, or calls `raise_if_cancelled`, every so often.
+
+    A handler that changes something calls `commit` before it does: from there on a request to cancel no longer
+    reaches it, so an answer that says "cancelled" means that nothing was changed.
     """
 
     __slots__ = (
         "_after",
         "_cancelled",
+        "_commit_lock",
+        "_committed",
+        "_drop_client",
         "_id",
         "_latest",
         "_progress_ready",
+        "_scope",
         "_send",
         "_signalled",
         "_silent",
         "_taken",
         "_token",
+        "client",
     )
 
     def __init__(
@@ -62,11 +78,19 @@ class Call:
         silent: bool,
         send: Callable[[bytes], Awaitable[None]],
         progress_ready: Callable[[Call], None],
+        client: Hashable = None,
+        drop_client: Callable[[], None] = lambda: None,
     ) -> None:
         """`send` puts one line out, with back-pressure; `progress_ready`, on the loop, has the progress fetched.
 
-        A `silent` call is a notification's: it sends nothing, whatever its handler does.
+        A `silent` call is a notification's: it sends nothing, whatever its handler does.  `client` is equal for the
+        calls of one program; `drop_client` closes the connection.
         """
+        self.client = client
+        self._drop_client = drop_client
+        self._scope = trio.CancelScope()
+        self._committed = False
+        self._commit_lock = threading.Lock()
         self._id = request_id
         self._silent = silent
         self._send = send
@@ -88,6 +112,15 @@ class Call:
         """CallCancelledError once nobody waits for the answer."""
         if self._cancelled:
             raise CallCancelledError
+
+    def commit(self) -> None:
+        """Declare that the call is about to change something.  Any thread.
+
+        CallCancelledError where it was cancelled before that; later requests to cancel it are not followed.
+        """
+        with self._commit_lock:
+            self.raise_if_cancelled()
+            self._committed = True
 
     async def progress(self, done: int, total: int, unit: Unit) -> None:
         """Tell how far the call is (`total` 0: not known).  A checkpoint; does not wait for the client."""
@@ -153,9 +186,28 @@ class Call:
         self._after.append(callback)
 
     # -- what the connection uses ---------------------------------------------------------------------
-    def cancel(self) -> None:
+    @property
+    def scope(self) -> trio.CancelScope:
+        """The cancel scope that the handler runs in."""
+        return self._scope
+
+    def abandon(self) -> None:
         """From now on nobody waits for the answer."""
         self._cancelled = True
+
+    def cancel(self) -> bool:
+        """Stop the handler unless it has committed; whether it will stop.  The client waits for the answer."""
+        with self._commit_lock:
+            if self._committed:
+                return False
+            self._cancelled = True
+        self._scope.cancel()
+        return True
+
+    def drop_client(self, reason: str) -> None:
+        """Close the client's connection."""
+        _logger.warning("control: dropped a client: %s", reason)
+        self._drop_client()
 
     def take_progress(self) -> bytes | None:
         """The message with the newest figures, once; None where there is nothing new."""

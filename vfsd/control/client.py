@@ -11,16 +11,21 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 
 from vfsd.control.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.control.messages import (
+    CANCEL_METHOD,
+    CLOSING_METHOD,
     INTERNAL_ERROR,
     METHODS,
     OUTPUT_METHOD,
     PROGRESS_METHOD,
+    CancelParams,
+    CancelResult,
+    CancelState,
     ErrorObject,
     Output,
     Progress,
@@ -29,7 +34,20 @@ from vfsd.control.messages import (
 )
 from vfsd.control.sockets import connect, is_closed_by_peer
 
-__all__ = ["ControlClient", "ControlError", "Exchange", "control_error", "no_daemon", "timed_out", "vanished"]
+__all__ = [
+    "ATTEMPTS",
+    "ClosingError",
+    "ControlClient",
+    "ControlError",
+    "Exchange",
+    "control_error",
+    "no_daemon",
+    "timed_out",
+    "vanished",
+]
+
+# A daemon with too many idle connections closes some.  It will hardly pick the same client's next one again at once.
+ATTEMPTS: Final = 5
 
 
 class ControlError(OSError):
@@ -104,6 +122,10 @@ def timed_out(socket_path: str, method: str, timeout_s: float | None) -> Timeout
     return TimeoutError(f"no answer to {method!r} from {socket_path} for {timeout_s or 0:g} s")
 
 
+class ClosingError(ConnectionError):
+    """The daemon closed a connection that no call used, and did not run the request that crossed this."""
+
+
 class _Message(msgspec.Struct):
     """Anything the server sends: an answer, or a notification about a running call."""
 
@@ -134,11 +156,20 @@ class Exchange:
         self.request = msgspec.json.encode(Request("2.0", method, msgspec.Raw(encoded), request_id)) + b"\n"
         self.done = False
         self.result: Any = None
+        self._cancel_id = f"cancel {request_id}"
+        self.cancel_state: CancelState | None = None
+
+    @property
+    def cancel_request(self) -> bytes:
+        """The line that asks the daemon to stop this call; `cancel_state` is its answer, once that is there."""
+        params = msgspec.json.encode(CancelParams(self._id))
+        return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
 
     def take(self, line: bytes) -> Progress | Output | None:
         """What `line` tells on the way; or None, and once `done` is set `result` is the answer.
 
-        ControlError for an error answer, and for one that this version does not understand.
+        ControlError for an error answer, and for one that this version does not understand; ClosingError where the
+        request was not run because the daemon closed the connection.
         """
         try:
             return self._take(_messages.decode(line))
@@ -151,6 +182,11 @@ class Exchange:
             return self._if_ours(msgspec.json.decode(message.params, type=Progress))
         if message.method == OUTPUT_METHOD:
             return self._if_ours(msgspec.json.decode(message.params, type=Output))
+        if message.method == CLOSING_METHOD:
+            raise ClosingError(f"the daemon closed the idle connection before it ran {self.method!r}; try again")
+        if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
+            self.cancel_state = msgspec.json.decode(message.result, type=CancelResult).state
+            return None
         # An error without an id is about the connection: refused, a line too long, too slow.
         if not isinstance(message.error, msgspec.UnsetType) and message.id in (None, self._id):
             # After one about the connection the server closes it: not `done`, so that it is not used again.
@@ -177,6 +213,7 @@ class ControlClient:
         self._sock: socket.socket | None = None
         self._lines = LineBuffer()
         self._last_id = 0
+        self._running: Exchange | None = None  # whose request the daemon has
 
     def __enter__(self) -> Self:
         return self
@@ -201,15 +238,51 @@ class ControlClient:
         """The result struct that METHODS names for `method`; `params` None for its defaults.
 
         ControlError for an error answer, ConnectionError where no daemon answers or it goes away,
-        TimeoutError after `timeout_s` of silence.  Leaving by an exception (a callback's too) closes the
-        connection, by which the daemon cancels the call.
+        TimeoutError after `timeout_s` of silence.  Leaving by an exception (a callback's too, or KeyboardInterrupt)
+        closes the connection, by which the daemon cancels the call; the next call opens another.
         """
+        for _ in range(ATTEMPTS):
+            try:
+                return self._call(method, params, on_progress, on_output)
+            except ClosingError:
+                continue
+        raise vanished(self._path, method)
+
+    def cancel(self) -> bool:
+        """Ask the daemon to stop the call that runs, which ends as `call` says: with ControlError (ECANCELED) where it
+        was stopped and has changed nothing, else as if nobody had asked.
+
+        For a signal handler: it may be called while `call` waits.  False where no request was sent yet, or the answer
+        is there already.
+        """
+        if self._running is None or self._sock is None:
+            return False
+        try:
+            # Into the buffer or not at all: a handler must not wait.  The request before it was sent whole.
+            self._sock.send(self._running.cancel_request, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def cancel_state(self) -> CancelState | None:
+        """What the daemon answered to the last `cancel`; None while it has not, or nothing runs."""
+        return None if self._running is None else self._running.cancel_state
+
+    def _call(
+        self,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[Progress], object] | None,
+        on_output: Callable[[bytes], object] | None,
+    ) -> Any:
         self._last_id += 1
         exchange = Exchange(self._last_id, method, params)
         finished = False
         try:
             sock = self._connected()
             self._send(sock, exchange)
+            self._running = exchange
             for line in self._received(sock, exchange):
                 told = exchange.take(line)
                 if isinstance(told, Progress) and on_progress is not None:
@@ -220,6 +293,7 @@ class ControlClient:
                     break
             finished = True
         finally:
+            self._running = None
             # An error answer leaves the connection as good as a result does.
             if not (finished or exchange.done):
                 self.close()

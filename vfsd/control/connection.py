@@ -7,10 +7,13 @@ stops reading is dropped; one that stops writing in mid-line too.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
+import resource
+import select
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,17 +21,24 @@ import msgspec
 import trio
 
 from protocol.errors import errno_of
-from vfsd.control.call import Call, CallCancelledError, Handler, InvalidParamsError
+from vfsd.control.call import Call, CallCancelledError, Encoded, Handler, InvalidParamsError
+from vfsd.control.descriptors import SpareDescriptors
 from vfsd.control.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.control.messages import (
+    CANCEL_METHOD,
+    CLOSING_METHOD,
     INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
+    LONG_METHODS,
     MAX_REQUEST_BYTES,
     METHOD_NOT_FOUND,
     METHODS,
     OPERATION_FAILED,
     PARSE_ERROR,
+    CancelParams,
+    CancelResult,
+    CancelState,
     ErrorData,
     ErrorObject,
     Request,
@@ -46,6 +56,9 @@ _ERRNO_NAMES: Final = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP", errno.
 
 _SMALL_BYTES: Final = 16 * 1024  # of a request that always find room
 
+_FEW: Final = 16  # pieces of an answer that are sent as one
+_NO_THREAD: Final = "the daemon cannot start a thread: a limit of processes is reached (ulimit -u); try again"
+
 RequestId = int | str | None
 
 
@@ -53,7 +66,8 @@ RequestId = int | str | None
 class Limits:
     """What one client, and all of them together, may ask of the server."""
 
-    connections: int = 256
+    connections: int = 256  # at most; for another one the longest idle is closed
+    reserved: int = 16  # more, while all of those run calls; they take no LONG_METHODS
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
     held_bytes: int = 32 * 1024 * 1024  # of all requests that are being read or run, small ones not counted
@@ -83,20 +97,40 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    data: bytes
+    pieces: Sequence[bytes]
     sent: Callable[[], None] | None = None
 
 
-class Connection:
-    """One client.  `serve` returns when it is done with; `hang_up` ends it from outside.
+# Sent before a connection is closed that no call is using: a request that crosses it is not run, so the client may
+# send it again on another connection.
+_CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSING_METHOD.encode()
 
-    The socket is the caller's to close.
+
+class Connection:
+    """One client.  `serve` returns when it is done with; `hang_up` and `drop_idle` end it from outside.
+
+    The socket is the caller's to close.  `client` is equal for the connections of one program.  `is_reserved`: it has
+    one of the reserved places.  `idle_since`: when its last call ended, or it was opened; trio's clock.
     """
 
     def __init__(
-        self, sock: trio.socket.SocketType, methods: Mapping[str, Handler], limits: Limits, budget: Budget
+        self,
+        sock: trio.socket.SocketType,
+        methods: Mapping[str, Handler],
+        limits: Limits,
+        budget: Budget,
+        *,
+        client: Hashable = None,
+        spares: SpareDescriptors | None = None,
     ) -> None:
         self._sock = sock
+        self._client = self if client is None else client
+        self._spares = spares or SpareDescriptors(0)
+        self.is_reserved = False
+        self.is_leaving = False  # `drop_idle` was called
+        self.idle_since = trio.current_time()
+        self._writing = False
+        self._has_request = False  # that is no call yet
         self._budget = budget
         self._buffered = 0  # what `budget` holds for `lines`
         self._methods = methods
@@ -115,6 +149,25 @@ class Connection:
     def hang_up(self) -> None:
         """Drop the client: cancel its calls, tell their threads, send nothing more."""
         self._abandon_calls()
+        self._scope.cancel()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether closing it loses nothing: no call runs, no request waits to be read.  Half a request is none."""
+        busy = self._running or self._unanswered or self._writing or self._has_request
+        return not (busy or self._has_unread())
+
+    def _has_unread(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def drop_idle(self) -> None:
+        """Close it while it is idle.  The client learns that it may send again a request that crossed this."""
+        self.is_leaving = True
+        # It reads nothing after this: the next thing that its reading task does is a checkpoint.
+        with contextlib.suppress(OSError):
+            os.write(self._sock.fileno(), _CLOSING_LINE)
         self._scope.cancel()
 
     async def serve(self) -> None:
@@ -140,7 +193,12 @@ class Connection:
         async with trio.open_nursery() as calls:
             try:
                 while (line := await self._read_line()) is not None:
+                    # One for each line, so that a flood of blank ones takes turns with everybody else; and after
+                    # `drop_idle` this raises, before a request is looked at that the client may send again.
+                    await trio.lowlevel.checkpoint()
+                    self._has_request = True
                     await self._take_line(line, calls)
+                    self._has_request = False
                 # A client may close its writing side and still read: what it asked for is finished.
                 for _ in range(self._limits.calls_at_once):
                     await self._slots.acquire()
@@ -196,6 +254,8 @@ class Connection:
                 await self._send(error_line(None, INVALID_REQUEST, text))
                 return None
             if not self._running:
+                if self.is_idle:
+                    self.drop_idle()
                 return None
 
     def _read_deadline(self, partial: bool) -> float:
@@ -206,15 +266,13 @@ class Connection:
         return self._line_deadline
 
     async def _take_line(self, line: bytes, calls: trio.Nursery) -> None:
-        # One for each line, so that a flood of blank ones takes turns with everybody else.
-        await trio.lowlevel.checkpoint()
         if not line.strip():
             return
         request = _decode_request(line)
         if isinstance(request, bytes):
             await self._send(request)
             return
-        found = self._find(request)
+        found = self._cancel(request) if request.method == CANCEL_METHOD else self._find(request)
         if isinstance(found, bytes):
             if request.id is not msgspec.UNSET:
                 await self._send(found)
@@ -228,7 +286,23 @@ class Connection:
         except trio.Cancelled:
             self._budget.resize(len(line), 0)
             raise
-        calls.start_soon(self._run, request, len(line), *found)
+        call = self._new_call(request)
+        self._running.add(call)
+        self._unanswered.add(call)
+        calls.start_soon(self._run, call, request, len(line), *found)
+
+    def _cancel(self, request: Request) -> bytes:
+        """Do what a "cancel" asks for, and give its answer; at once, without waiting for the call itself."""
+        request_id = _id_of(request)
+        try:
+            params = msgspec.json.decode(request.params, type=CancelParams)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_line(request_id, INVALID_PARAMS, f"{request.method}: {error}")
+        state: CancelState = "unknown"
+        for call in self._running:
+            if call.request_id == params.id:
+                state = "stopping" if call.cancel() else "finishing"
+        return b"".join(_result_line(request_id, [msgspec.json.encode(CancelResult(state))]))
 
     def _find(self, request: Request) -> bytes | tuple[Handler, Any]:
         """The handler of `request` and its decoded parameters, or the line that says what is wrong."""
@@ -236,20 +310,30 @@ class Connection:
         handler = self._methods.get(request.method)
         if handler is None or request.method not in METHODS:
             return error_line(request_id, METHOD_NOT_FOUND, f"no such method: {request.method}")
+        if self.is_reserved and request.method in LONG_METHODS:
+            text = "all connections to this workspace run calls, and those in reserve take short ones only; try again"
+            return error_line(request_id, OPERATION_FAILED, text, ErrorData("EBUSY"))
         try:
             return handler, msgspec.json.decode(request.params, type=METHODS[request.method][0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return error_line(request_id, INVALID_PARAMS, f"{request.method}: {error}")
 
     # -- calls ----------------------------------------------------------------------------------------
-    async def _run(self, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
-        silent = request.id is msgspec.UNSET
-        call = Call(_id_of(request), silent=silent, send=self._send, progress_ready=self._progress_ready)
-        self._running.add(call)
-        self._unanswered.add(call)
+    def _new_call(self, request: Request) -> Call:
+        return Call(
+            _id_of(request),
+            silent=request.id is msgspec.UNSET,
+            send=self._send,
+            progress_ready=self._progress_ready,
+            client=self._client,
+            drop_client=self.hang_up,
+        )
+
+    async def _run(self, call: Call, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
         try:
-            answer = await _answer(request, handler, params, call)
-            if answer is None or silent:
+            with self._spares.lent():
+                answer = await _answer(request, handler, params, call)
+            if request.id is msgspec.UNSET:
                 self._answered(call)
                 return
             figures = call.take_progress()
@@ -258,6 +342,7 @@ class Connection:
             await self._outbox.send(_Line(answer, lambda: self._answered(call)))
         finally:
             self._running.discard(call)
+            self.idle_since = trio.current_time()
             self._slots.release()
             self._budget.resize(size_bytes, 0)
 
@@ -267,18 +352,21 @@ class Connection:
 
     def _abandon_calls(self) -> None:
         for call in self._running:
-            call.cancel()
+            call.abandon()
 
     # -- out ------------------------------------------------------------------------------------------
     async def _send(self, line: bytes) -> None:
-        await self._outbox.send(_Line(line))
+        await self._outbox.send(_Line([line]))
 
     async def _write_lines(self) -> None:
         async with self._out:
             async for line in self._out:
-                if not await self._write(line.data):
-                    self.hang_up()
-                    return
+                self._writing = True
+                for piece in line.pieces:
+                    if not await self._write(piece):
+                        self.hang_up()
+                        return
+                self._writing = False
                 if line.sent is not None:
                     line.sent()
 
@@ -341,16 +429,34 @@ def _decode_request(line: bytes) -> Request | bytes:
     return error_line(request_id if known else None, INVALID_REQUEST, shape_error)
 
 
-async def _answer(request: Request, handler: Handler, params: Any, call: Call) -> bytes | None:
-    """The line that answers `request`; None where nobody waits for it."""
+async def _answer(request: Request, handler: Handler, params: Any, call: Call) -> Sequence[bytes]:
+    """The line that answers `request`, in pieces."""
     request_id = _id_of(request)
     try:
-        result = msgspec.json.encode(await handler(params, call))
-    except CallCancelledError as error:
-        return None if call.cancelled else _failure_line(request_id, request.method, error)
-    except Exception as error:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
-        return _failure_line(request_id, request.method, _only_error(error))
-    return msgspec.json.encode(Response(request_id, result=msgspec.Raw(result))) + b"\n"
+        with call.scope:
+            result = await handler(params, call)
+            encoded = result if isinstance(result, Encoded) else [msgspec.json.encode(result)]
+            return _result_line(request_id, encoded)
+        # Cancelled by its client before it had committed to a change.
+        return [_cancelled_line(request_id, request.method)]
+    except Exception as group:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
+        error = _only_error(group)
+        if isinstance(error, CallCancelledError) and call.cancelled:
+            return [_cancelled_line(request_id, request.method)]
+        return [_failure_line(request_id, request.method, error)]
+
+
+def _result_line(request_id: RequestId, encoded: Sequence[bytes]) -> list[bytes]:
+    """The pieces of the line that answers a request, around those of its result: copied nowhere."""
+    line = msgspec.json.encode(Response(request_id, result=msgspec.Raw(b"null")))
+    assert line.endswith(b"null}")
+    pieces = [line.removesuffix(b"null}"), *encoded, b"}\n"]
+    return pieces if len(pieces) > _FEW else [b"".join(pieces)]
+
+
+def _cancelled_line(request_id: RequestId, method: str) -> bytes:
+    text = f"{method} was cancelled: nothing was changed"
+    return error_line(request_id, OPERATION_FAILED, text, ErrorData("ECANCELED"))
 
 
 def _only_error(error: Exception) -> Exception:
@@ -364,6 +470,9 @@ def _failure_line(request_id: RequestId, method: str, error: Exception) -> bytes
     if isinstance(error, InvalidParamsError):
         return error_line(request_id, INVALID_PARAMS, f"{method}: {error}")
     code = errno_of(error)
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        # From the threading module, where the kernel refuses a thread: ulimit -u, TasksMax=, pids.max.
+        code, error = errno.EAGAIN, OSError(errno.EAGAIN, _NO_THREAD)
     if code is None and not isinstance(error, OSError):
         _logger.error("control: %s failed unexpectedly", method, exc_info=error)
         return error_line(request_id, INTERNAL_ERROR, f"{method}: an error in vfsd itself; its log has the details")
@@ -377,6 +486,9 @@ def _text_and_path(error: Exception, code: int | None) -> tuple[str, str | None]
     if not isinstance(error, OSError):
         return str(error) or os.strerror(code or 0), None
     text = error.strerror or str(error)
+    if code == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        text = f"{text}: the daemon may have {soft:,} files open; close some, or mount with a higher limit (ulimit -n)"
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return text, None
     path = wire_path(os.fsencode(error.filename))

@@ -1,8 +1,10 @@
 """The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
 
 Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
-responsive whatever is read or searched.  What writes is one step on the serving loop: the tool's function, over the
-volume, in `MemoryVolume.changes`; nothing in it awaits.  The caller is answered when the kernel knows of it.
+responsive whatever is read or searched.  Clients take turns (`vfsd.control.turns`), and what grows with the answer is
+done in slices, each of which first checks whether somebody still waits.  What writes is one
+step on the serving loop: the tool's function, over the volume, in `MemoryVolume.changes`; nothing in it awaits.  The
+caller is answered when the kernel knows of it.
 Over a backend without immutable trees both work on the mount itself, in a worker thread.
 
 What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
+import msgspec
 import trio
 
 from protocol.adapters.host import HostFilesystem
@@ -32,12 +36,12 @@ from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
 from protocol.search.walk import KeepGoing, go_on
 from protocol.tools import TOOLS, ToolContext
-from protocol.tools.files import EditFileParams, Entry, LsParams, RmParams, entry_of, write_bytes
+from protocol.tools.files import EditFileParams, Entry, RmParams, entries_of, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
 from vfsd.commands.place import Stream
 from vfsd.commands.running import Commands, Limits, given
-from vfsd.control.call import Call, Handler, InvalidParamsError
+from vfsd.control.call import Call, Encoded, Handler, InvalidParamsError
 from vfsd.control.exec_methods import command_words
 from vfsd.control.fs_messages import (
     FsEditParams,
@@ -61,12 +65,16 @@ from vfsd.control.fs_messages import (
     FsWriteResult,
 )
 from vfsd.control.messages import from_wire_path, wire_path
+from vfsd.control.turns import Slices, Turns
 from vfsd.options import MountOptions
 from vfsd.served import Served
 
 __all__ = ["FsMethods"]
 
 COMMANDS_AT_ONCE: Final = 16  # of all clients; the next waits
+_LISTED_QUICKLY: Final = 1_000  # entries; a longer listing is a search
+_SLICE: Final = 256  # entries of an answer that are encoded at once: less than a millisecond
+_ANSWER_BYTES: Final = 16 << 20  # of an encoded list; what is left out makes it "truncated"
 
 T = TypeVar("T")
 
@@ -79,6 +87,10 @@ class FsMethods:
         self._options = options
         self._commands = commands
         self._at_once = trio.Semaphore(COMMANDS_AT_ONCE)
+        # Apart, so that a look at a file does not wait for searches.
+        self._quick = Turns(2)
+        self._searches = Turns(2)
+        self._slices = Slices()
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `fs_messages.FS_METHODS`."""
@@ -96,52 +108,50 @@ class FsMethods:
         return {name: _failing_with_errno(method) for name, method in methods.items()}
 
     # -- reading: in a thread, on a tree -------------------------------------------------------------
-    async def _ls(self, params: FsLsParams, call: Call) -> FsLsResult:
-        wanted = LsParams(path=_path(params.path), limit=params.limit)
-        return await self._looking(_list, wanted, call)
+    async def _ls(self, params: FsLsParams, call: Call) -> Encoded:
+        turns = self._quick if params.limit <= _LISTED_QUICKLY else self._searches
+        return await self._looking(_list, params, call, turns)
 
     async def _stat(self, params: FsStatParams, call: Call) -> FsEntry:
-        return _entry(await self._looking(_stat, _path(params.path), call))
+        return _entry(await self._looking(_stat, _path(params.path), call, self._quick))
 
     async def _read(self, params: FsReadParams, call: Call) -> FsReadResult:
-        content, page = await self._looking(_read, params, call)
+        content, page = await self._looking(_read, params, call, self._quick)
+        self._quick.hold(call, len(content))
         await call.output(content)
         return page
 
-    async def _glob(self, params: FsGlobParams, call: Call) -> FsGlobResult:
-        wanted = GlobParams(
-            pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
-        )
-        return await self._looking(_find_files, wanted, call)
+    async def _glob(self, params: FsGlobParams, call: Call) -> Encoded:
+        return await self._looking(_find_files, params, call, self._searches)
 
-    async def _grep(self, params: FsGrepParams, call: Call) -> FsGrepResult:
-        wanted = GrepParams(
-            pattern=params.pattern,
-            path=_path(params.path),
-            glob=params.glob,
-            limit=params.limit,
-            ignore_case=params.ignore_case,
-            everything=params.everything,
-        )
-        return await self._looking(_find_lines, wanted, call)
+    async def _grep(self, params: FsGrepParams, call: Call) -> Encoded:
+        return await self._looking(_find_lines, params, call, self._searches)
 
-    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call) -> T:
-        """`look` in a worker thread, at the state of this moment, while somebody waits for the answer."""
-        keep_going = call.raise_if_cancelled
+    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call, turns: Turns) -> T:
+        """`look` in a worker thread, at the state when it is the client's turn, while somebody waits for the answer."""
+        async with turns.turn(call):
+            found = await self._looked(functools.partial(look, wanted), call, turns.threads)
+        if isinstance(found, Encoded):
+            turns.hold(call, sum(map(len, found)))
+        return found
+
+    async def _looked(self, look: Callable[[ToolContext], T], call: Call, threads: trio.CapacityLimiter) -> T:
         volume = self._snapshotable()
         if volume is None:
-            return await self._on_mount(look, wanted, keep_going)
+            return await self._on_mount(look, call.raise_if_cancelled, threads)
+        root = self._options.mountpoint
+
+        def run() -> T:
+            with self._slices.computing(call.raise_if_cancelled) as keep_going:
+                files = StoreFilesystem(TreeStore(tree, root=root, keep_going=keep_going))
+                return look(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
+
         with volume.tree() as tree:
-            context = ToolContext(
-                filesystem=StoreFilesystem(TreeStore(tree, root=self._options.mountpoint, keep_going=keep_going)),
-                tree=lambda: nullcontext(tree),
-                keep_going=keep_going,
-            )
             # Waited for also when cancelled: the tree is the thread's until it is done.
-            return await trio.to_thread.run_sync(look, wanted, context)
+            return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
-    async def _write(self, params: FsWriteParams, _call: Call) -> FsWriteResult:
+    async def _write(self, params: FsWriteParams, call: Call) -> FsWriteResult:
         content = params.content
         if (content is None) == (params.source is None):
             raise InvalidParamsError("fs.write takes one of: content, source")
@@ -155,32 +165,34 @@ class FsMethods:
             mode=params.mode,
             create_parents=params.create_parents,
         )
-        written = await self._changing(write)
+        written = await self._changing(write, call)
         return FsWriteResult(_wire(written.path), written.bytes_written, written.mode)
 
-    async def _edit(self, params: FsEditParams, _call: Call) -> FsEditResult:
+    async def _edit(self, params: FsEditParams, call: Call) -> FsEditResult:
         wanted = EditFileParams(
             path=_path(params.path),
             old_text=params.old_text,
             new_text=params.new_text,
             replace_all=params.replace_all,
         )
-        edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted))
+        edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted), call)
         return FsEditResult(_wire(edited.path), edited.replacements, edited.bytes_written)
 
-    async def _rm(self, params: FsRmParams, _call: Call) -> FsRmResult:
+    async def _rm(self, params: FsRmParams, call: Call) -> FsRmResult:
         wanted = RmParams(path=_path(params.path), recursive=params.recursive)
-        removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted))
+        removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted), call)
         return FsRmResult(_wire(removed.path), removed.deleted)
 
-    async def _changing(self, change: Callable[[ToolContext], T]) -> T:
+    async def _changing(self, change: Callable[[ToolContext], T], call: Call) -> T:
         """`change`, all of it or nothing; the kernel knows of it when this returns."""
         volume = self._snapshotable()
         if volume is None:
             async with self._served.changing:
-                return await self._on_mount(lambda _, context: change(context), None, go_on)
+                call.commit()
+                return await self._on_mount(change, go_on)
         context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
         async with self._served.changing:
+            call.commit()
             with volume.changes() as made:
                 result = change(context)
             await self._served.changed(made.coherence)
@@ -190,7 +202,9 @@ class FsMethods:
         volume = self._served.volume
         return volume if isinstance(volume, MemoryVolume) else None
 
-    async def _on_mount(self, work: Callable[[Any, ToolContext], T], wanted: Any, keep_going: KeepGoing) -> T:
+    async def _on_mount(
+        self, work: Callable[[ToolContext], T], keep_going: KeepGoing, threads: trio.CapacityLimiter | None = None
+    ) -> T:
         """`work` on the mount, in a worker thread, as any program would: so the kernel knows of it at once.
 
         Each of its system calls is a step of its own, and others' may come in between.
@@ -198,10 +212,10 @@ class FsMethods:
         place, read_only = self._options.mountpoint, self._options.read_only
 
         def run() -> T:
-            return work(wanted, ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
+            return work(ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
 
         with self._served.visiting():
-            return await trio.to_thread.run_sync(run)
+            return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- commands --------------------------------------------------------------------------------------
     async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
@@ -234,20 +248,32 @@ class FsMethods:
 
 
 # -- what runs in a worker thread ----------------------------------------------------------------------
-# In the worker thread with all that grows with the answer: the loop serves the mount meanwhile.
-def _list(wanted: LsParams, context: ToolContext) -> FsLsResult:
-    found = TOOLS["ls"].run(wanted, context)
-    return FsLsResult(_wire(found.path), [_entry(entry) for entry in found.entries], found.truncated)
+def _list(params: FsLsParams, context: ToolContext) -> Encoded:
+    path = _path(params.path)
+    entries = (_entry(entry) for entry in entries_of(path, context))
+    return _encoded_list(FsLsResult(_wire(normalise(path)), []), "entries", entries, params.limit, context.keep_going)
 
 
-def _find_files(wanted: GlobParams, context: ToolContext) -> FsGlobResult:
+def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
+    wanted = GlobParams(
+        pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
+    )
     found = TOOLS["glob"].run(wanted, context)
-    return FsGlobResult([_wire(path) for path in found.paths], found.truncated)
+    paths = (_wire(path) for path in found.paths)
+    return _encoded_list(FsGlobResult([], found.truncated), "paths", paths, params.limit, context.keep_going)
 
 
-def _find_lines(wanted: GrepParams, context: ToolContext) -> FsGrepResult:
+def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
+    wanted = GrepParams(
+        pattern=params.pattern,
+        path=_path(params.path),
+        glob=params.glob,
+        limit=params.limit,
+        ignore_case=params.ignore_case,
+        everything=params.everything,
+    )
     found = TOOLS["grep"].run(wanted, context)
-    matches = [
+    matches = (
         FsMatch(
             path=_wire(match.path),
             line_number=match.line_number,
@@ -256,8 +282,30 @@ def _find_lines(wanted: GrepParams, context: ToolContext) -> FsGrepResult:
             match_end=match.match_end,
         )
         for match in found.matches
-    ]
-    return FsGrepResult(matches, found.truncated)
+    )
+    return _encoded_list(FsGrepResult([], found.truncated), "matches", matches, params.limit, context.keep_going)
+
+
+def _encoded_list(
+    result: FsLsResult | FsGlobResult | FsGrepResult, key: str, values: Iterable[object], limit: int, go_on: KeepGoing
+) -> Encoded:
+    """`result` with up to `limit` of `values` as its list `key`, encoded in slices; "truncated" if some are left.
+
+    The encoder holds the interpreter lock while it works: with 20,000 entries at once the mount would wait for it.
+    """
+    left, pieces, size = iter(values), Encoded(), 0
+    while limit > 0 and size < _ANSWER_BYTES:
+        go_on()
+        some = list(itertools.islice(left, min(limit, _SLICE)))
+        if not some:
+            break
+        piece = msgspec.json.encode(some)[1:-1]
+        pieces += [b",", piece] if pieces else [piece]
+        limit -= len(some)
+        size += len(piece)
+    result.truncated = result.truncated or next(left, None) is not None
+    head, _, tail = msgspec.json.encode(result).partition(b'"%s":[]' % key.encode())
+    return Encoded([head, b'"%s":[' % key.encode(), *pieces, b"]", tail])
 
 
 def _stat(path: str, context: ToolContext) -> Entry:

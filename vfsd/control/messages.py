@@ -28,6 +28,12 @@ OPERATION_FAILED: Final = -32000  # `data` carries the errno's name and the path
 MAX_REQUEST_BYTES: Final = 1024 * 1024
 PROGRESS_METHOD: Final = "progress"
 OUTPUT_METHOD: Final = "output"
+CANCEL_METHOD: Final = "cancel"
+CLOSING_METHOD: Final = "closing"
+# What may take long or run for as long as its client likes: not on the connections that are kept for short calls.
+LONG_METHODS: Final = frozenset(
+    {"diff", "export", "import", "exec", "fs.ls", "fs.read", "fs.glob", "fs.grep", "fs.exec"}
+)
 
 _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
 
@@ -95,6 +101,26 @@ class Output(msgspec.Struct):
 
     id: int | str | None
     data: bytes
+
+
+class CancelParams(msgspec.Struct, forbid_unknown_fields=True):
+    """cancel: stop the call with the request id `id` of this connection.
+
+    That call is answered all the same: with the error ECANCELED when it was stopped and has changed nothing, else with
+    its result.  A client that wants no answer closes the connection, which cancels its calls too.
+    """
+
+    id: int | str | None
+
+
+CancelState = Literal["stopping", "finishing", "unknown"]
+
+
+class CancelResult(msgspec.Struct):
+    """ "stopping": the call changes nothing.  "finishing": it has begun to change something and is completed.
+    "unknown": no such call is running; it may have been answered already."""
+
+    state: CancelState
 
 
 # -- parameters and results -----------------------------------------------------------------------
@@ -322,6 +348,7 @@ class UnmountResult(msgspec.Struct):
 # method name -> (parameters, result): the one table that server and client share.
 METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "ping": (Empty, Empty),
+    "cancel": (CancelParams, CancelResult),  # answered by the connection itself, without a handler
     "status": (Empty, StatusResult),
     "snapshot": (SnapshotParams, SnapshotRecord),
     "snapshots": (SnapshotsParams, SnapshotsResult),

@@ -17,6 +17,7 @@ import trio
 
 from vfsd.control.call import Call, CallCancelledError, Handler, InvalidParamsError
 from vfsd.control.connection import Budget, Connection, Limits, error_line
+from vfsd.control.descriptors import SpareDescriptors
 from vfsd.control.messages import OPERATION_FAILED, ErrorData
 from vfsd.control.sockets import bind, peer_credentials
 
@@ -46,13 +47,14 @@ class ControlServer:
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
         self._limits = limits or Limits()
         self._budget = Budget(self._limits.held_bytes)
-        self._open = 0
+        self._connections: dict[Connection, None] = {}  # the oldest first
+        self._closed = trio.Event()  # set when the next one is
         self._full = False
 
     @property
     def connections(self) -> int:
         """How many clients are connected now."""
-        return self._open
+        return len(self._connections)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen until cancelled; started when clients can connect.
@@ -61,6 +63,7 @@ class ControlServer:
         FileExistsError where a living daemon serves that path, or where something else is in the way.
         """
         bound = bind(self._path)
+        spares = SpareDescriptors()
         try:
             bound.sock.setblocking(False)
             listener = trio.socket.from_stdlib_socket(bound.sock)
@@ -68,27 +71,58 @@ class ControlServer:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(hangups.run)
                     task_status.started()
-                    await self._accept_clients(listener, nursery, hangups)
+                    await self._accept_clients(listener, nursery, hangups, spares)
         finally:
+            spares.close()
             bound.close()
 
-    async def _accept_clients(self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups) -> None:
+    async def _accept_clients(
+        self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups, spares: SpareDescriptors
+    ) -> None:
         while True:
+            # First, because without free descriptors accept(2) fails with EMFILE though no client is there.
+            await trio.lowlevel.wait_readable(listener)
             try:
                 sock, _ = await listener.accept()
             except OSError as error:
                 if error.errno not in _OUT_OF_RESOURCES:
                     raise
-                _logger.warning("control: cannot accept a client: %s", error.strerror)
-                await trio.sleep(_ACCEPT_PAUSE_S)
+                await self._make_room(spares, error)
                 continue
+            spares.refill()  # what was given for it, if connections have closed since
             refusal = self._refusal(sock)
             if refusal is not None:
                 await _refuse(sock, refusal)
             else:
                 # Counted here, not in the task: the next accept must see it.
-                self._open += 1
-                nursery.start_soon(self._serve_client, sock, hangups)
+                pid = peer_credentials(sock).pid or None  # 0: of a process that this pid namespace does not see
+                connection = Connection(sock, self._methods, self._limits, self._budget, client=pid, spares=spares)
+                connection.is_reserved = self._used() >= self._limits.connections
+                self._connections[connection] = None
+                nursery.start_soon(self._serve_client, sock, connection, hangups)
+
+    async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
+        """After an accept(2) that `error` says lacked a descriptor, or memory: have one for the next attempt."""
+        if error.errno == errno.EMFILE:
+            if self._drop_longest_idle():
+                await self._closed.wait()
+                return
+            if spares.take_one():
+                return
+        _logger.warning("control: cannot accept a client: %s", error.strerror)
+        await trio.sleep(_ACCEPT_PAUSE_S)
+        spares.refill()
+
+    def _used(self) -> int:
+        return sum(not connection.is_leaving for connection in self._connections)
+
+    def _drop_longest_idle(self) -> bool:
+        """Close the connection that has had no call for the longest time; False where all run calls."""
+        for connection in sorted(self._connections, key=lambda each: each.idle_since):
+            if not connection.is_leaving and connection.is_idle:
+                connection.drop_idle()
+                return True
+        return False
 
     def _refusal(self, sock: trio.socket.SocketType) -> bytes | None:
         """Why this client is not served, or None when it is."""
@@ -97,25 +131,38 @@ class ControlServer:
             _logger.warning("control: refused uid %d (pid %d)", peer.uid, peer.pid)
             text = f"uid {peer.uid} may not control this workspace: only its owner and root may"
             return error_line(None, OPERATION_FAILED, text, ErrorData("EACCES"))
-        if self._open >= self._limits.connections:
-            # One line of log for each time it becomes full, not for each of a thousand clients.
-            if not self._full:
-                _logger.warning("control: all %d connections are in use; refusing more", self._limits.connections)
-            self._full = True
-            text = f"all {self._limits.connections} connections to this workspace are in use; try again"
-            return error_line(None, OPERATION_FAILED, text, ErrorData("EBUSY"))
-        self._full = False
-        return None
+        used, limits = self._used(), self._limits
+        if used < limits.connections or self._drop_longest_idle():
+            self._full = False
+            return None
+        # One line of log for each time it becomes full, not for each of a thousand clients.
+        if not self._full:
+            _logger.warning("control: all %d connections are in use by calls that run", limits.connections)
+        self._full = True
+        if used < limits.connections + limits.reserved:
+            return None
+        text = f"all {limits.connections} connections to this workspace are in use by calls that run; try again"
+        return error_line(None, OPERATION_FAILED, text, ErrorData("EBUSY"))
 
-    async def _serve_client(self, sock: trio.socket.SocketType, hangups: _Hangups) -> None:
-        connection = Connection(sock, self._methods, self._limits, self._budget)
+    async def _serve_client(self, sock: trio.socket.SocketType, connection: Connection, hangups: _Hangups) -> None:
         try:
             with sock, hangups.watching(sock, connection):
                 await connection.serve()
         except Exception:
             _logger.exception("control: a connection failed unexpectedly")
         finally:
-            self._open -= 1
+            del self._connections[connection]
+            self._closed.set()
+            self._closed = trio.Event()
+            if not connection.is_reserved:
+                self._promote()
+
+    def _promote(self) -> None:
+        """Give the place of an ordinary connection that has ended to one that has a reserved place."""
+        for connection in self._connections:
+            if connection.is_reserved:
+                connection.is_reserved = False
+                return
 
 
 async def _refuse(sock: trio.socket.SocketType, line: bytes) -> None:
