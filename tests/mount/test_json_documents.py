@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from protocol.store import DirectorySource, Store
 from tests.mount.programs import succeeded, vfsd
 from vfsd.workspace import Workspace
 
@@ -48,4 +49,10 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
     answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
     answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", str(second))))
+    key = f"host:{workdir / 'kept'}"
+    (workdir / "kept").mkdir()
+    Store(workdir / "store").take(key, "s", DirectorySource(workdir / "kept"))
+    for command, *rest in (("list",), ("check",), ("gc",), ("drop", key, "s")):
+        words = ("store", command, "--json", "--store", str(workdir / "store"), *rest)
+        answers[f"store {command}"] = json.loads(succeeded(vfsd(*words)))
     assert {command: set(found) for command, found in answers.items()} == documented()

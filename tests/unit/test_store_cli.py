@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.store import DirectorySource, Store
+from protocol.store import DirectorySource, DirectoryTarget, Store
 from vfsd.cli.main import cli
 
 
@@ -86,7 +90,7 @@ def test_gc_frees_what_was_dropped_and_repairs_when_told_to(store: Store) -> Non
     damage(store)
     assert run("gc", "--repair").exit_code == 0
     assert run("check").exit_code == 1
-    assert run("drop", "host:/srv/x").exit_code == 0
+    assert run("drop", "host:/srv/x", "--all").exit_code == 0
     assert run("check").exit_code == 0
 
 
@@ -105,10 +109,123 @@ def test_a_store_that_is_in_use_is_not_collected(store: Store) -> None:
     assert "the store is in use" in result.stderr
 
 
-def test_without_a_store_there_is_nothing_and_none_is_made(tmp_path: Path) -> None:
-    place = tmp_path / "nothing"
+def test_dropping_all_snapshots_needs_to_be_asked_for(store: Store) -> None:
+    result = run("drop", "host:/srv/x")
 
-    assert run("list", "--store", str(place)).stdout == ""
-    assert run("check", "--store", str(place)).exit_code == 0
-    assert run("gc", "--store", str(place)).exit_code == 0
+    assert result.exit_code == 2
+    assert "all 2 snapshots of host:/srv/x (first, second)" in result.stderr
+    assert "--all" in result.stderr
+    assert len(store.snapshots("host:/srv/x")) == 2
+    assert run("drop", "host:/srv/x", "first", "--all").exit_code == 2
+    assert answer("drop", "host:/srv/x", "--all") == {"dropped": ["first", "second"]}
+    assert run("drop", "host:/srv/x", "--all").exit_code == 1
+
+
+def test_a_terminal_is_asked_before_all_snapshots_are_dropped(store: Store) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", "store", "drop", "host:/srv/x"]
+    for reply, kept in ((b"n\n", 2), (b"y\n", 0)):
+        ours, theirs = os.openpty()
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        os.write(ours, reply)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the terminal has no user any more
+            while data := os.read(ours, 1000):
+                shown += data
+        os.close(ours)
+        assert process.wait() == (1 if kept else 0)
+        assert b"Drop all 2 snapshots of host:/srv/x (first, second)?" in shown
+        assert len(store.snapshots("host:/srv/x")) == kept
+
+
+def test_an_unknown_name_drops_nothing_and_names_what_is_like_it(store: Store) -> None:
+    result = run("drop", "host:/srv/x", "first", "secnd")
+
+    assert result.exit_code == 1
+    assert "no snapshot secnd; did you mean second?" in result.stderr
+    assert len(store.snapshots("host:/srv/x")) == 2
+    assert "did you mean host:/srv/x?" in run("drop", "host:/srv/y", "first").stderr
+
+
+def test_dropping_twice_drops_once(store: Store) -> None:
+    assert answer("drop", "host:/srv/x", "first", "first") == {"dropped": ["first"]}
+    assert run("drop", "host:/srv/x", "first").exit_code == 1
+
+
+def test_a_snapshot_that_an_interrupted_restore_needs_is_not_dropped(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(_: DirectoryTarget) -> None:
+        raise OSError(errno.EIO, "the disk failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryTarget, "sync", sync)
+        with pytest.raises(OSError, match="the disk failed"):
+            store.restore("host:/srv/x", "first", DirectoryTarget(tmp_path / "root"), safety="safe")
+
+    for name in ("first", "safe"):
+        result = run("drop", "host:/srv/x", name)
+        assert result.exit_code == 1
+        assert f"{name} is needed" in result.stderr
+    assert run("drop", "host:/srv/x", "second").exit_code == 0
+
+
+def test_a_snapshot_may_be_dropped_while_it_is_read(store: Store) -> None:
+    with store.tree("host:/srv/x", "first") as tree:
+        assert run("drop", "host:/srv/x", "first").exit_code == 0
+        assert tree.read(b"file", 0, 1000) == b"content" * 100
+
+
+def test_list_says_that_snapshots_are_damaged(store: Store) -> None:
+    pack = min(Path(store.directory, "packs").iterdir())
+    os.truncate(pack, pack.stat().st_size - 1)
+
+    result = run("list")
+
+    assert result.exit_code == 0
+    assert "1 snapshots are damaged" in result.stderr
+    assert answer("list")["damaged"] == [str(pack)]
+
+
+@pytest.mark.parametrize("command", ["check", "gc", "drop"])
+def test_ctrl_c_says_what_became_of_the_work(store: Store, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, {"check": "check", "gc": "collect_garbage", "drop": "drop"}[command], interrupt)
+    words = ["drop", "host:/srv/x", "first"] if command == "drop" else [command]
+
+    result = run(*words)
+
+    assert result.exit_code == 130
+    assert "interrupted: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    error = answer(*words)["error"]
+    assert isinstance(error, dict)
+    assert error["message"].startswith("interrupted: ")
+
+
+@pytest.mark.parametrize("command", [("list",), ("check",), ("gc",), ("drop", "host:/srv/x", "first")], ids=" ".join)
+def test_a_directory_that_is_no_store_is_an_error_and_none_is_made(
+    store: Store, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    place = tmp_path / "typo"
+
+    result = run(*command, "--store", str(place))
+
+    assert result.exit_code == 1
+    assert f"no snapshot store at {place}" in result.stderr
+    assert not place.exists()
+    assert len(store.snapshots("host:/srv/x")) == 2
+
+
+def test_without_the_default_store_there_is_nothing_and_none_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "nothing"
+    monkeypatch.setenv("VFSD_STORE_DIR", str(place))
+
+    assert run("list").stdout == ""
+    assert run("check").exit_code == 0
+    assert run("gc").exit_code == 0
     assert not place.exists()

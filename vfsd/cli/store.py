@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -13,11 +15,13 @@ import click
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli import output
-from vfsd.cli.app import App, Command, SuggestingGroup, json_option, workspace_option
+from vfsd.cli.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
 from vfsd.cli.values import Seconds
 from vfsd.control.messages import Progress, wire_path
 
 __all__ = ["store_command"]
+
+_NAMES_SHOWN: Final = 5
 
 
 class _Command(Command):
@@ -72,8 +76,24 @@ def store_command() -> None:
 
 @contextmanager
 def _opened(directory: str | None) -> Iterator[Store]:
+    """The store at `directory`, which must be there; or the default one, which the first snapshot makes."""
     with Store(default_directory() if directory is None else directory) as store:
+        if directory is not None and not store.layout.exists():
+            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {directory}")
         yield store
+
+
+@contextmanager
+def _interruptible(app: App, what_became: Callable[[], str]) -> Iterator[None]:
+    """On Ctrl-C, one sentence on what became of the work, and the exit status that a shell expects."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        message = f"interrupted: {what_became()}"
+        output.report(message)
+        if app.json:
+            output.print_json({"error": {"message": message, "errno": None, "path": None}})
+        click.get_current_context().exit(INTERRUPTED)
 
 
 @contextmanager
@@ -113,7 +133,8 @@ def list_command(app: App, store: str | None) -> None:
     """List the snapshots of all workspaces, mounted or not.
 
     A workspace is named by its backend and place, as "host:/srv/project".  SIZE is that of the files, not what the
-    store needs for it: what snapshots share is there once.
+    store needs for it: what snapshots share is there once.  The default store is made by the first snapshot; until then
+    the list is empty.  A directory named with --store must be a store.
     """
     with _opened(store) as opened:
         rows = [
@@ -129,11 +150,17 @@ def list_command(app: App, store: str | None) -> None:
             for workspace, infos in opened.workspaces().items()
             for info in infos
         ]
-        app.emit({"store": wire_path(os.fsencode(opened.directory)), "snapshots": rows}, _show_list)
+        damaged = [wire_path(os.fsencode(path)) for path in opened.damaged_snapshots()]
+        place = wire_path(os.fsencode(opened.directory))
+        app.emit({"store": place, "snapshots": rows, "damaged": damaged}, _show_list)
 
 
 def _show_list(answer: dict[str, Any]) -> None:
     rows = answer["snapshots"]
+    if answer["damaged"]:
+        output.note(
+            f"{len(answer['damaged'])} snapshots are damaged and not in this list; `vfsd store check` names them"
+        )
     if not rows and output.on_terminal():
         output.note(f"no snapshots in {output.show_path(answer['store'])}")
         return
@@ -159,7 +186,11 @@ def check_command(app: App, store: str | None) -> None:
     with the snapshots and paths that need it, and the exit status is 1.  Snapshots and restores go on meanwhile.
     `vfsd store gc --repair` takes out what is damaged; the next snapshot of a directory brings anew what it still has.
     """
-    with _opened(store) as opened, _progress("checking") as progress:
+    with (
+        _interruptible(app, lambda: "the store was not checked to its end, and nothing in it was changed"),
+        _opened(store) as opened,
+        _progress("checking") as progress,
+    ):
         report = opened.check(progress)
     app.emit(_check_record(report), lambda _: _show_check(report))
     if not report.ok:
@@ -230,7 +261,11 @@ def gc_command(app: App, store: str | None, wait: float, *, repair: bool) -> Non
     snapshots and restores to end, and those that begin wait for it.  Killed at any point it leaves a store that is
     whole.
     """
-    with _opened(store) as opened, _progress("collecting") as progress:
+    with (
+        _interruptible(app, lambda: "every snapshot is whole; `vfsd store gc` frees what is left to free"),
+        _opened(store) as opened,
+        _progress("collecting") as progress,
+    ):
         report = opened.collect_garbage(progress, wait_s=wait, repair=repair)
     record = {name: getattr(report, name) for name in GarbageReport.__slots__}
     app.emit(record, lambda _: _show_gc(report))
@@ -246,23 +281,58 @@ def _show_gc(report: GarbageReport) -> None:
     "drop",
     cls=_Command,
     examples="""
-    vfsd store drop host:/srv/old          # all its snapshots
     vfsd store drop host:/srv/old snap-1 snap-2
+    vfsd store drop host:/srv/old --all
     """,
 )
 @_store_option
+@click.option("--all", "drop_all", is_flag=True, help="Drop all snapshots of the workspace.")
 @click.argument("key", metavar="WORKSPACE")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.pass_obj
-def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...]) -> None:
-    """Delete snapshots of a workspace that need not be mounted, or all of them.
+def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], *, drop_all: bool) -> None:
+    """Delete snapshots of a workspace that need not be mounted, or (--all) all of them.
 
-    WORKSPACE is as `vfsd store list` has it.  `vfsd store gc` then frees what only they had.
+    WORKSPACE is as `vfsd store list` has it.  Without names and --all, a terminal is asked.  Either all of the named
+    snapshots are dropped or, where one is unknown, none.  `vfsd store gc` then frees what only they had.
     """
-    with _opened(store) as opened:
-        wanted = names or tuple(info.name for info in opened.snapshots(key))
-        if not wanted:
-            raise FileNotFoundError(2, "the store has no snapshots of this workspace", key)
-        for name in wanted:
+    if names and drop_all:
+        raise click.UsageError("--all drops every snapshot: give it, or names")
+    dropped: list[str] = []
+    with _interruptible(app, lambda: f"{len(dropped)} snapshots were dropped"), _opened(store) as opened:
+        for name in _to_drop(opened, key, names, drop_all=drop_all, may_ask=not app.json):
             opened.drop(key, name)
-    app.emit({"dropped": wanted}, lambda _: output.say(f"dropped {len(wanted)}") if output.on_terminal() else None)
+            dropped.append(name)
+    app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {len(dropped)}") if output.on_terminal() else None)
+
+
+def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
+    """The snapshots to drop, each of which is there.  FileNotFoundError; EBUSY for one that a half-done restore needs."""
+    there = [info.name for info in store.snapshots(key)]
+    if not there:
+        close = did_you_mean(key, store.workspaces())
+        raise FileNotFoundError(errno.ENOENT, f"the store has no snapshots of this workspace: {key}{close}")
+    if drop_all:
+        return there
+    if not names:
+        what = f"all {len(there)} snapshots of {key} ({_some(there)})"
+        if not (may_ask and sys.stdin.isatty() and output.on_terminal(err=True)):
+            raise click.UsageError(f"this would drop {what}: name some, or add --all")
+        click.confirm(f"Drop {what}?", abort=True, err=True)
+        return there
+    for name in names:
+        if name not in there:
+            close = did_you_mean(name, there) or "; nothing was dropped"
+            raise FileNotFoundError(errno.ENOENT, f"{key} has no snapshot {name}{close}")
+    half_done = store.interrupted(key)
+    if half_done is not None:
+        for name in {half_done.snapshot, half_done.safety} & set(names):
+            advice = "mount it, and `vfsd status` says how; or drop everything with --all"
+            what = f"{name} is needed to finish or undo the restore of {key} that was interrupted"
+            raise OSError(errno.EBUSY, f"{what}: {advice}")
+    return list(dict.fromkeys(names))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown}, and {len(names) - _NAMES_SHOWN:,} more"
