@@ -183,7 +183,7 @@ def test_list_says_that_snapshots_are_damaged(store: Store) -> None:
     result = run("list")
 
     assert result.exit_code == 0
-    assert "1 snapshots are damaged" in result.stderr
+    assert "not in this list: 1 damaged" in result.stderr
     assert answer("list")["damaged"] == [str(pack)]
 
 

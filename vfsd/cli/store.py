@@ -158,9 +158,7 @@ def list_command(app: App, store: str | None) -> None:
 def _show_list(answer: dict[str, Any]) -> None:
     rows = answer["snapshots"]
     if answer["damaged"]:
-        output.note(
-            f"{len(answer['damaged'])} snapshots are damaged and not in this list; `vfsd store check` names them"
-        )
+        output.note(f"not in this list: {len(answer['damaged']):,} damaged; `vfsd store check` names them")
     if not rows and output.on_terminal():
         output.note(f"no snapshots in {output.show_path(answer['store'])}")
         return
@@ -307,7 +305,7 @@ def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], 
 
 
 def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
-    """The snapshots to drop, each of which is there.  FileNotFoundError; EBUSY for one that a half-done restore needs."""
+    """The snapshots to drop, all of them there.  FileNotFoundError; EBUSY for one that a half-done restore needs."""
     there = [info.name for info in store.snapshots(key)]
     if not there:
         close = did_you_mean(key, store.workspaces())
@@ -326,7 +324,7 @@ def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, 
             raise FileNotFoundError(errno.ENOENT, f"{key} has no snapshot {name}{close}")
     half_done = store.interrupted(key)
     if half_done is not None:
-        for name in {half_done.snapshot, half_done.safety} & set(names):
+        for name in sorted(set(names).intersection([half_done.snapshot, half_done.safety or ""])):
             advice = "mount it, and `vfsd status` says how; or drop everything with --all"
             what = f"{name} is needed to finish or undo the restore of {key} that was interrupted"
             raise OSError(errno.EBUSY, f"{what}: {advice}")
