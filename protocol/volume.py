@@ -32,6 +32,7 @@ __all__ = [
     "RENAME_NOREPLACE",
     "RENAME_WHITEOUT",
     "ROOT_INODE",
+    "TAG_MAX_BYTES",
     "AttributeChanges",
     "Attributes",
     "Buffer",
@@ -42,6 +43,7 @@ __all__ = [
     "FlushingVolume",
     "InodeChange",
     "SnapshotInfo",
+    "SnapshotKind",
     "SnapshotableVolume",
     "StatFs",
     "Volume",
@@ -277,12 +279,17 @@ class FlushingVolume(Volume, Protocol):
 # -- snapshots ---------------------------------------------------------------------------------
 
 
+SnapshotKind: TypeAlias = Literal["user", "safety", "automatic"]
+TAG_MAX_BYTES: Final = 1024  # of a snapshot's tag in UTF-8
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
     """An immutable, named state of a volume.
 
-    `serial` increases with every snapshot of the volume and is never given again.  `kind` is
-    "safety" for one that vfsd took before a restore or an import, so that it can be undone.
+    `serial` increases with every snapshot of the volume and is never given again.  `kind` is "safety" for one that
+    vfsd took before a restore or an import, so that it can be undone, and "automatic" for one that it took after a
+    command or a call of a tool.  Where memory is short, those of these two kinds are dropped.
     """
 
     name: str
@@ -292,7 +299,7 @@ class SnapshotInfo:
     directories: int
     size_bytes: int  # sum of the sizes of regular files, each inode once
     tag: str | None = None
-    kind: Literal["user", "safety"] = "user"
+    kind: SnapshotKind = "user"
 
 
 class EntryChange(NamedTuple):
@@ -330,10 +337,8 @@ class Coherence:
 class SnapshotableVolume(Volume, Protocol):
     """A volume with snapshots of its own.  All calls on the serving loop; none awaits."""
 
-    def take_snapshot(
-        self, name: str, *, tag: str | None = None, kind: Literal["user", "safety"] = "user"
-    ) -> SnapshotInfo:
-        """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError."""
+    def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
+        """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError, ENAMETOOLONG, ENOSPC."""
         ...
 
     def snapshots(self) -> Sequence[SnapshotInfo]:

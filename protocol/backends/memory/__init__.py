@@ -1,5 +1,5 @@
 """The memory backend: a volume in memory whose snapshots are an undo log."""
 
-from protocol.backends.memory.volume import MemoryVolume
+from protocol.backends.memory.volume import MemoryUse, MemoryVolume
 
-__all__ = ["MemoryVolume"]
+__all__ = ["MemoryUse", "MemoryVolume"]

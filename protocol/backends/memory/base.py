@@ -1,4 +1,15 @@
-"""Base: what all parts of a volume in memory stand on: its state, its limits, and the checks that they share."""
+"""Base: what all parts of a volume in memory stand on: its state, its limits, and the checks that they share.
+
+Two limits.  `max_bytes` bounds the live content, in whole pages as tmpfs counts them, and the metadata beyond
+FREE_METADATA_BYTES.  `max_memory` bounds all that the state takes, snapshots too (`ledger.Ledger.total`).  At the second,
+in this order:
+
+1. automatic snapshots (every kind but "user") are dropped, oldest first, as long as that is needed;
+2. new snapshots are refused, SNAPSHOT_MARGIN_BYTES before the limit;
+3. what needs memory, the old version of an inode that a snapshot holds included, fails with ENOSPC.
+
+Removing, shortening, dropping and restoring never ask (see `ledger`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.ledger import RESERVE_BYTES, UNLIMITED, version_bytes, xattrs_bytes
 from protocol.backends.memory.snapshots import Snapshots
 from protocol.backends.memory.state import State
 from protocol.errors import fail
@@ -17,6 +29,8 @@ from protocol.volume import NAME_MAX
 __all__ = ["PAGE_BYTES", "Base", "missing", "shown"]
 
 PAGE_BYTES: Final = 4096
+FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds just as many pages as with tmpfs
+_PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 
 
 class Base(Snapshots):
@@ -32,16 +46,19 @@ class Base(Snapshots):
         uid: int | None = None,
         gid: int | None = None,
         state: State | None = None,
+        max_memory: int | None = None,
     ) -> None:
         owner = os.getuid() if uid is None else uid
         group = os.getgid() if gid is None else gid
         super().__init__(state or State(clock, owner, group))
         self._inodes = self._state.inodes
+        self._ledger = self._state.ledger
+        self._ledger.set_limit(max_memory)
         self._clock = clock
         self.max_bytes = max_bytes
         self.max_inodes = max_inodes
         self.read_only = read_only
-        self._max_pages = None if max_bytes is None else max_bytes // PAGE_BYTES
+        self._max_pages = UNLIMITED if max_bytes is None else max_bytes // PAGE_BYTES
 
     def getattr(self, inode: int) -> Inode:
         try:
@@ -65,18 +82,58 @@ class Base(Snapshots):
         if self.read_only:
             raise fail(errno.EROFS)
 
-    def _check_quota(self, pages: int, inodes: int) -> None:
-        if self._max_pages is not None and pages > self._max_pages:
+    # -- limits --------------------------------------------------------------------------------------
+    @property
+    def max_memory(self) -> int | None:
+        """What content, metadata and snapshots may take together, in bytes."""
+        return self._ledger.limit
+
+    def _metadata_pages(self) -> int:
+        """The pages that metadata takes of `max_bytes`."""
+        over = self._ledger.metadata - RESERVE_BYTES * len(self._inodes) - FREE_METADATA_BYTES
+        return (over + PAGE_BYTES - 1) >> _PAGE_SHIFT if over > 0 else 0
+
+    def _page_room(self) -> int:
+        """How many pages content may take in all."""
+        return self._max_pages - self._metadata_pages()
+
+    def _check_quota(self, pages: int, inodes: int, memory: int) -> None:
+        if pages > 0 and pages > self._page_room():
             raise fail(errno.ENOSPC)
         if self.max_inodes is not None and inodes > self.max_inodes:
             raise fail(errno.ENOSPC)
+        if memory:
+            self._require(memory)
 
     def _check_room(self, pages: int, inodes: int) -> None:
-        """ENOSPC where `pages` and `inodes` more are over the quota."""
-        if pages > 0 and self._max_pages is not None and self._state.pages + pages > self._max_pages:
+        """ENOSPC where `pages` and `inodes` more are over the quota, or the metadata is."""
+        state = self._state
+        if pages > 0 and state.pages + pages > self._page_room():
             raise fail(errno.ENOSPC)
         if inodes > 0 and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
             raise fail(errno.ENOSPC)
+        metadata_pages = self._metadata_pages()
+        if metadata_pages and state.pages + metadata_pages >= self._max_pages:
+            raise fail(errno.ENOSPC)
+
+    def _require(self, count: int) -> None:
+        """ENOSPC where there is no memory for `count` bytes more, whatever automatic snapshots are dropped."""
+        ledger = self._ledger
+        if ledger.used + count > ledger.ceiling and not self._make_room(count):
+            raise fail(errno.ENOSPC)
+
+    def _changeable(self, node: Inode, extra: int = 0) -> Inode:
+        """The version of `node` that may be changed now.  ENOSPC: no memory for its old one and `extra` bytes."""
+        state = self._state
+        if extra:
+            self._check_room(0, 0)
+        if node.epoch != state.epoch and node.nlink and state.log.newest is not None:
+            extra += version_bytes(node)
+        if extra:
+            if node.xattrs is not None:
+                extra += xattrs_bytes(node.xattrs)  # other attributes are another dict
+            self._require(extra)
+        return state.own(node)
 
 
 def missing(name: bytes) -> OSError:

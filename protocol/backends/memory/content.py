@@ -3,15 +3,16 @@
 Invariants (held by `check`):
 
 - a block is 1 to BLOCK_BYTES long; what lies beyond its end, and a block that is missing, reads as zeros;
-- `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it holds
-  zeros.  A block without such pages has no key; no block has holes only;
+- `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it takes no memory.
+  A block with such pages is a `SparseBlock`; a block without them is dense and has no key; no block has holes only;
+- `allocated` is the sum of `block_bytes` of all blocks;
 - `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  What is
   reserved reads as zeros, and is a hole until a second fallocate comes upon it: tmpfs fills it then;
-- a block may be changed in place only if it is a bytearray and `owned` is None (all are) or has its index:
-  every other block may be shared with another version, or is immutable.
+- a block is this content's own if `owned` is None (all are) or has its index.  Every other block is shared: it is in the
+  ledger's `shared`, and other versions may hold it.  Only an own block that is no `bytes` may be changed in place.
 
 Pages are what tmpfs counts in st_blocks and what SEEK_HOLE tells apart; blocks are larger, because a
-block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
+dense block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from protocol.backends.memory.blocks import BLOCK_CHARGE_BYTES, PAGE_BYTES, Block, SparseBlock, block_bytes
+from protocol.backends.memory.ledger import Ledger
 from protocol.errors import fail
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Content"]
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Block", "Content"]
 
-PAGE_BYTES: Final = 4096
 BLOCK_BYTES: Final = 128 * 1024
 _PAGES_PER_BLOCK: Final = BLOCK_BYTES // PAGE_BYTES
 _BLOCK_SHIFT: Final = BLOCK_BYTES.bit_length() - 1
@@ -47,6 +49,8 @@ class Reserved(NamedTuple):
     is_data: bool = False  # allocated twice
 
 
+# What a page promised by fallocate is charged: what writing it allocates at most.
+_RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 768
 _NONE_OWNED: Final[frozenset[int]] = frozenset()  # one for all: most versions never write a block
 
 
@@ -89,22 +93,31 @@ def _joined(ranges: Iterable[Reserved]) -> tuple[Reserved, ...]:
     return tuple(joined)
 
 
-def _same_bytes(a: bytes | bytearray, b: bytes | bytearray) -> bool:
+def _same_bytes(a: Block, b: Block) -> bool:
     """Whether two blocks read the same: zeros follow the end of each."""
     if a is b:
         return True
+    if isinstance(a, SparseBlock):
+        a = a[:]
+    if isinstance(b, SparseBlock):
+        b = b[:]
     common = min(len(a), len(b))
     rest = a if len(a) > common else b
     return a[:common] == b[:common] and rest.count(0, common) == len(rest) - common
 
 
 class Content:
-    """Sparse content.  Offsets and sizes in bytes; the file's size is the inode's business."""
+    """Sparse content.  Offsets and sizes in bytes; the file's size is the inode's business.
 
-    __slots__ = ("blocks", "holes", "owned", "pages", "reserved")
+    `ledger` is the one of the state that the content belongs to; a content that is never shared needs none.
+    """
 
-    def __init__(self) -> None:
-        self.blocks: dict[int, bytes | bytearray] = {}
+    __slots__ = ("allocated", "blocks", "holes", "ledger", "owned", "pages", "reserved")
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger
+        self.allocated = 0
+        self.blocks: dict[int, Block] = {}
         self.owned: set[int] | frozenset[int] | None = None
         self.holes: dict[int, int] | None = None
         self.reserved: tuple[Reserved, ...] = ()
@@ -112,14 +125,62 @@ class Content:
 
     def share(self) -> Content:
         """A second content with the same bytes; from here on neither changes a block of the other in place."""
-        self.owned = _NONE_OWNED
         twin = Content.__new__(Content)
+        self._share_with(twin)
+        return twin
+
+    def _share_with(self, twin: Content) -> None:
+        """Give `twin`, which is new, all that this content has; from here on both only share it."""
+        ledger = self.ledger
+        if ledger is None:
+            ledger = self.ledger = Ledger()
+        owned = self.owned
+        for index, block in self.blocks.items():
+            if owned is not None and index not in owned:
+                ledger.hold(block)
+            elif ledger.hold(block, 2):
+                ledger.kept -= block_bytes(block)  # two files had the same object: from here on it is charged once
+        self.owned = _NONE_OWNED
+        twin.ledger = ledger
+        twin.allocated = self.allocated
         twin.blocks = self.blocks.copy()
         twin.owned = _NONE_OWNED
         twin.holes = self.holes.copy() if self.holes else None
         twin.reserved = self.reserved
         twin.pages = self.pages
-        return twin
+
+    # -- what the ledger has of it -----------------------------------------------------------
+    @property
+    def charge(self) -> int:
+        """What a live file with this content is charged for it, in bytes."""
+        if self.reserved:
+            return self.allocated + sum(each.after - each.first for each in self.reserved) * _RESERVED_PAGE_BYTES
+        return self.allocated
+
+    def adopt(self, ledger: Ledger) -> None:
+        """Belong to `ledger`; this content is a share of one that belongs to another."""
+        self.ledger = ledger
+        for block in self.blocks.values():
+            if ledger.hold(block):
+                ledger.kept -= block_bytes(block)
+
+    def let_go_shared(self) -> None:
+        """A live file gives this content up: shared blocks are from here on what only the others hold."""
+        owned = self.owned or _NONE_OWNED
+        for index, block in self.blocks.items():
+            if index not in owned:
+                self._let_go(block)
+
+    def _let_go(self, block: Block) -> None:
+        assert self.ledger is not None
+        if self.ledger.let_go(block):
+            self.ledger.kept += block_bytes(block)
+
+    def free_unshared(self) -> int:
+        """A snapshot gives this content up: how many bytes nobody else holds."""
+        ledger = self.ledger
+        assert ledger is not None
+        return sum(block_bytes(block) for block in self.blocks.values() if not ledger.let_go(block))
 
     def same_as(self, other: Content) -> bool:
         """Whether both read the same; cheap for versions of one file, which share blocks."""
@@ -272,18 +333,25 @@ class Content:
             if start:
                 return -1
             blocks[index] = bytes(data)
-            growth = (end - offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
+            length = end - offset
+            growth = (length + PAGE_BYTES - 1) >> _PAGE_SHIFT
+            self.allocated += length + (length >> 5) + BLOCK_CHARGE_BYTES  # as `block_bytes`
         else:
             length = len(block)
             if start > length:
                 return -1
             stop = start + end - offset
             if not start and stop >= length:
+                self.allocated += stop + (stop >> 5) + BLOCK_CHARGE_BYTES - block_bytes(block)
                 blocks[index] = bytes(data)
-            elif type(block) is bytearray:
-                block[start:stop] = data
             else:
-                block = blocks[index] = bytearray(block)
+                if type(block) is bytearray:
+                    if stop > length:
+                        self.allocated += stop + (stop >> 3) - length - (length >> 3)
+                else:
+                    now = max(stop, length)
+                    self.allocated += now + (now >> 3) - length - (length >> 5)
+                    block = blocks[index] = bytearray(block)  # type: ignore[arg-type]  # no holes: none is sparse
                 block[start:stop] = data
             growth = ((stop - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT) if stop > length else 0
         self.pages += growth
@@ -292,37 +360,64 @@ class Content:
     def _write_block(self, index: int, start: int, data: Buffer) -> None:
         block = self.blocks.get(index)
         end = start + len(data)
-        if block is None and not start and self.owned is None:  # the first write to most files: a new block, no holes
-            self.blocks[index] = bytes(data)
-            return
-        if block is None or (start == 0 and end >= len(block)):
-            self._replace_block(index, bytes(start) + data if start else bytes(data))
-            if start >= PAGE_BYTES and block is None:
+        if block is None:
+            if start < PAGE_BYTES:
+                self._replace_block(index, bytes(start) + data if start else bytes(data))
+            else:
+                sparse = SparseBlock(0, {})
+                sparse.write(start, data)
+                self._replace_block(index, sparse)
                 self._add_holes(index, _bits(0, start >> _PAGE_SHIFT))
-            elif self.holes:
+            return
+        if start == 0 and end >= len(block):
+            self._replace_block(index, bytes(data))
+            if self.holes:
                 self.holes.pop(index, None)
             return
         mutable = self._writable_block(index)
         if start > len(mutable):
-            self._add_holes(index, _bits(_page_up(len(mutable)), start >> _PAGE_SHIFT))
-            mutable.extend(bytes(start - len(mutable)))
-        mutable[start:end] = data
+            bits = _bits(_page_up(len(mutable)), start >> _PAGE_SHIFT)
+            if bits and not isinstance(mutable, SparseBlock):
+                mutable = SparseBlock.of(mutable, 0)
+                self._replace_block(index, mutable)
+            self._add_holes(index, bits)
+        self.allocated -= block_bytes(mutable)
+        if isinstance(mutable, SparseBlock):
+            mutable.write(start, data)
+        else:
+            if start > len(mutable):
+                mutable.extend(bytes(start - len(mutable)))
+            mutable[start:end] = data
+        self.allocated += block_bytes(mutable)
         if self.holes and index in self.holes:
             self._clear_holes(index, _bits(start >> _PAGE_SHIFT, _page_up(end)))
 
-    def _replace_block(self, index: int, block: bytes | bytearray) -> None:
+    def _replace_block(self, index: int, block: Block) -> None:
+        old = self.blocks.get(index)
+        if old is not None:
+            self._give_up(index, old)
         self.blocks[index] = block
+        self.allocated += block_bytes(block)
         if isinstance(self.owned, set):
             self.owned.add(index)
         elif self.owned is not None:
             self.owned = {index}
 
-    def _writable_block(self, index: int) -> bytearray:
-        """Block `index` as a bytearray that no other version shares."""
+    def _give_up(self, index: int, block: Block) -> None:
+        """Block `index` is not this content's any more."""
+        self.allocated -= block_bytes(block)
+        if self.owned is not None and index not in self.owned:
+            self._let_go(block)
+
+    def _writable_block(self, index: int) -> bytearray | SparseBlock:
+        """Block `index` as one that no other version shares, and that can be changed in place."""
         block = self.blocks[index]
-        if type(block) is bytearray and (self.owned is None or index in self.owned):
-            return block
-        mutable = bytearray(block)
+        if type(block) is not bytes and (self.owned is None or index in self.owned):
+            return block  # type: ignore[return-value]
+        if isinstance(block, SparseBlock):
+            mutable: bytearray | SparseBlock = SparseBlock(block.length, block.pages.copy())
+        else:
+            mutable = bytearray(block)
         self._replace_block(index, mutable)
         return mutable
 
@@ -333,12 +428,14 @@ class Content:
             self.holes[index] = self.holes.get(index, 0) | bits
 
     def _clear_holes(self, index: int, bits: int) -> None:
+        """Pages of block `index`, which is sparse, are written or gone; without holes it becomes dense."""
         assert self.holes is not None
         left = self.holes[index] & ~bits
         if left:
             self.holes[index] = left
-        else:
-            del self.holes[index]
+            return
+        del self.holes[index]
+        self._replace_block(index, bytearray(self.blocks[index][:]))
 
     # -- shrinking and allocating --------------------------------------------------------------
     def truncate(self, size: int) -> None:
@@ -357,7 +454,12 @@ class Content:
 
     def _drop_block(self, index: int) -> None:
         self.pages -= self._block_pages(index)
-        del self.blocks[index]
+        self._remove_block(index)
+
+    def _remove_block(self, index: int) -> None:
+        self._give_up(index, self.blocks.pop(index))
+        if isinstance(self.owned, set):
+            self.owned.discard(index)
         if self.holes:
             self.holes.pop(index, None)
 
@@ -368,14 +470,18 @@ class Content:
     def _cut_block(self, index: int, length: int) -> None:
         """Shorten block `index` to `length` bytes; drop it if no written page is left."""
         before = self._block_pages(index)
-        self._replace_block(index, self.blocks[index][:length])
-        if self.holes and index in self.holes:
-            self._clear_holes(index, ~_bits(0, _page_up(length)))
-        after = self._block_pages(index)
-        if not after:
-            del self.blocks[index]
-            if self.holes:
-                self.holes.pop(index, None)
+        block = self.blocks[index]
+        if isinstance(block, SparseBlock):
+            short = block.cut(length)
+            after = len(short.pages)
+            if after:
+                self._replace_block(index, short)
+                self._clear_holes(index, ~_bits(0, _page_up(length)))
+            else:
+                self._remove_block(index)
+        else:
+            self._replace_block(index, block[:length])
+            after = self._block_pages(index)
         self.pages += after - before
 
     def punch(self, offset: int, length: int) -> None:
@@ -398,20 +504,39 @@ class Content:
             self._drop_block(index)
             return
         before = self._block_pages(index)
-        block = self._writable_block(index)
         stop = min(length, end)
-        block[start:stop] = bytes(stop - start)
         first = _page_up(start)
         if reaches_end and first << _PAGE_SHIFT < length:  # a shorter block says the same as holes
+            if start & PAGE_BYTES - 1:
+                self._zero(index, start, first << _PAGE_SHIFT)
             self._cut_block(index, first << _PAGE_SHIFT)
             return
-        self._add_holes(index, _bits(first, stop >> _PAGE_SHIFT))
-        remaining = self._block_pages(index)
-        self.pages += remaining - before
-        if not remaining:
-            del self.blocks[index]
-            if self.holes:
-                self.holes.pop(index, None)
+        last = stop >> _PAGE_SHIFT
+        if start < first << _PAGE_SHIFT:
+            self._zero(index, start, min(stop, first << _PAGE_SHIFT))
+        if first <= last and last << _PAGE_SHIFT < stop:
+            self._zero(index, max(start, last << _PAGE_SHIFT), stop)
+        if last > first:
+            holes = (self.holes.get(index, 0) if self.holes else 0) | _bits(first, last)
+            if holes.bit_count() == _page_up(length):
+                self._remove_block(index)
+                self.pages -= before
+                return
+            self._replace_block(index, SparseBlock.of(self.blocks[index], holes))
+            self._add_holes(index, holes)
+            self.pages += self._block_pages(index) - before
+
+    def _zero(self, index: int, start: int, stop: int) -> None:
+        """Overwrite a part of one page of block `index` with zeros, if the page was written."""
+        if self.holes and self.holes.get(index, 0) >> (start >> _PAGE_SHIFT) & 1:
+            return
+        block = self._writable_block(index)
+        self.allocated -= block_bytes(block)
+        if isinstance(block, SparseBlock):
+            block.write(start, bytes(stop - start))
+        else:
+            block[start:stop] = bytes(stop - start)
+        self.allocated += block_bytes(block)
 
     def reservation(self, offset: int, length: int) -> int:
         """How many pages `reserve` would add."""
@@ -447,6 +572,9 @@ class Content:
             assert (index << _BLOCK_SHIFT) + len(block) <= size, "content beyond the size"
             pages += self._block_pages(index)
             assert self._block_pages(index) > 0, "a block of holes only"
+            assert isinstance(block, SparseBlock) == bool(self.holes and index in self.holes), "sparse without holes"
+            if isinstance(block, SparseBlock):
+                assert len(block.pages) == self._block_pages(index), "pages that are holes"
         for index, bits in (self.holes or {}).items():
             assert bits, "a key without holes"
             assert bits >> _page_up(len(self.blocks[index])) == 0, "holes beyond the block"
@@ -461,3 +589,12 @@ class Content:
             assert first < after
             assert not any(min(after, e) > max(first, s) for s, e in self._data_ranges(first)), "written and reserved"
         assert self.pages == pages + sum(each.after - each.first for each in self.reserved), "page count"
+        self._check_ownership()
+
+    def _check_ownership(self) -> None:
+        assert self.allocated == sum(map(block_bytes, self.blocks.values())), "allocated bytes"
+        if self.owned is None:
+            return
+        assert self.ledger is not None
+        for index, block in self.blocks.items():
+            assert index in self.owned or id(block) in self.ledger.shared, "a shared block that the ledger does not know"

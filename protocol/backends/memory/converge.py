@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
+from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.backends.memory.view import SnapshotTree
 from protocol.diff import is_below
 from protocol.errors import fail
@@ -32,13 +33,16 @@ _PERMISSIONS: Final = 0o7777
 
 
 class Converger:
-    """One run over one tree.  `check_quota(pages, inodes)` raises ENOSPC where so much in all is too much.
+    """One run over one tree.
+
+    `check_quota(pages, inodes, memory)` raises ENOSPC where so many pages and inodes in all are too much, or `memory`
+    more bytes.  What a view of the same volume shares takes no memory.
 
     The quota is for the state at the end, since room may be made as late as room is taken; on the way
     only that stops which cannot fit any more, whatever is removed yet.
     """
 
-    def __init__(self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int], None]) -> None:
+    def __init__(self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]) -> None:
         self._state = state
         self._tree = tree
         self._replace = replace
@@ -56,12 +60,14 @@ class Converger:
             self._run(path)
         pages, inodes = self._state.pages, len(self._state.inodes)
         # A state over its quota (a restored one may be) is no reason to refuse what does not add to it.
-        self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0)
+        self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)
 
-    def _check_growth(self, pages: int, inodes: int = 0) -> None:
-        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes."""
+    def _check_growth(self, pages: int, inodes: int = 0, memory: int = 0) -> None:
+        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes, or `memory` not now."""
         state = self._state
-        self._check_quota(state.pages - self._pages + pages, len(state.inodes) - self._inodes + inodes)
+        if self._own_view is not None:
+            memory = 0
+        self._check_quota(state.pages - self._pages + pages, len(state.inodes) - self._inodes + inodes, memory)
 
     def _run(self, path: bytes) -> None:
         entry = self._entry(path)
@@ -213,11 +219,10 @@ class Converger:
         state = self._state
         node = self._revived(entry)
         if node is None:
-            self._check_growth(0, 1)
+            self._check_growth(0, 1, SLACK_BYTES)
             node = state.create(entry.mode, entry.uid, entry.gid)
             if entry.is_symlink:
-                node.target = entry.target
-                node.size = len(entry.target)
+                state.set_target(node, entry.target)
             node.rdev = entry.rdev
         return self._link(directory, name, node)
 
@@ -261,7 +266,7 @@ class Converger:
     def _set_content(self, node: Inode, entry: TreeEntry) -> None:
         if entry.is_symlink and node.target != entry.target:
             node = self._state.own(node)
-            node.target, node.size = entry.target, len(entry.target)
+            self._state.set_target(node, entry.target)
         elif entry.is_file and self._view is not None:
             self._share_content(node, entry)
         elif entry.is_file and not self._equal(node, entry):
@@ -273,8 +278,12 @@ class Converger:
         assert version is not None
         if version.same_content(node) and version.pages == node.pages:
             return
-        self._check_growth(version.pages - node.pages)
-        self._swap_content(node, version.content.share() if version.content else None, version.size)
+        needed = version.content.allocated if version.content is not None else 0
+        self._check_growth(version.pages - node.pages, memory=needed + SLACK_BYTES)
+        content = version.content.share() if version.content else None
+        if content is not None and self._own_view is None:
+            content.adopt(self._state.ledger)
+        self._swap_content(node, content, version.size, shared=self._own_view is not None)
 
     def _equal(self, node: Inode, entry: TreeEntry) -> bool:
         if node.size != entry.size:
@@ -288,22 +297,21 @@ class Converger:
         return offset == entry.size
 
     def _write_content(self, node: Inode, entry: TreeEntry) -> None:
-        content = Content()
+        content = Content(self._state.ledger)
         offset = 0
         for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
             if chunk.count(0) < len(chunk):  # zeros stay a hole
                 growth = content.growth(offset, len(chunk))
-                self._check_growth(content.pages + growth - node.pages)
+                needed = content.allocated + len(chunk) + (len(chunk) >> 3) + 2 * BLOCK_BYTES
+                self._check_growth(content.pages + growth - node.pages, memory=needed)
                 content.write(offset, chunk, growth)
             offset += len(chunk)
-        self._swap_content(node, content, offset)
+        self._swap_content(node, content, offset, shared=False)
 
-    def _swap_content(self, node: Inode, content: Content | None, size: int) -> None:
+    def _swap_content(self, node: Inode, content: Content | None, size: int, *, shared: bool) -> None:
         state = self._state
         node = state.own(node)
-        before = node.pages
-        node.content = content
-        state.pages += node.pages - before
+        state.swap_content(node, content, shared=shared)
         state.resize(node, size)
         node.mtime_ns = node.ctime_ns = state.clock()
 
@@ -314,10 +322,12 @@ class Converger:
             return
         if entry.xattrs:
             xattrs.check_imported(entry.xattrs)
+            self._check_growth(0, memory=xattrs_bytes(dict(entry.xattrs)))
         state = self._state
         node = state.own(node)
         node.mode, node.uid, node.gid, node.mtime_ns, kept, node.rdev = wanted
-        node.xattrs = kept or None
+        if (node.xattrs or {}) != kept:
+            state.ledger.set_xattrs(node, kept or None)
         node.ctime_ns = state.clock()
         if self._own_view is not None:
             version = self._own_view.version(entry.inode)

@@ -9,6 +9,7 @@ from typing import Final
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.base import Base, missing, shown
 from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
 from protocol.errors import fail
 from protocol.volume import (
     NAME_MAX,
@@ -60,14 +61,14 @@ class Entries(Base):
             raise fail(errno.ENAMETOOLONG)
         directory = self._room_for(parent, name)
         node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
-        node.target = target
-        node.size = len(target)
+        self._state.set_target(node, target)
         return self._enter(directory, name, node)
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
         self._check_writable()
         directory = self._directory(parent)
         self._check_room(0, 1)
+        self._require(SLACK_BYTES)
         node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
         node.lookups = 1
         return node
@@ -77,7 +78,7 @@ class Entries(Base):
         if node.is_dir:
             raise fail(errno.EPERM)
         directory = self._room_for(parent, name, inodes=0)
-        node = self._state.own(node)
+        node = self._changeable(node)
         node.ctime_ns = self._clock()
         return self._enter(directory, name, node)
 
@@ -122,6 +123,7 @@ class Entries(Base):
                 raise missing(new_name)
             self._check_not_below(node, target)
             self._check_not_below(victim, source)
+            self._require_versions(node, victim, source, target)
             self._exchange(source, name, node, target, new_name, victim)
             return
         if victim is not None and flags & RENAME_NOREPLACE:
@@ -135,9 +137,21 @@ class Entries(Base):
             self._check_replaceable(node, victim, new_name)
         if flags & RENAME_WHITEOUT and victim is None:
             self._check_room(0, 1)
+        self._require_versions(node, source, target)
         self._move(source, name, node, target, new_name, victim)
         if flags & RENAME_WHITEOUT:
             self._leave_whiteout(parent, name, caller)
+
+    def _require_versions(self, *nodes: Inode) -> None:
+        """ENOSPC: no memory for the old versions of what a rename changes, and for a longer name."""
+        state = self._state
+        ledger = self._ledger
+        if ledger.used + 2 * SLACK_BYTES <= ledger.ceiling and all(len(node.links) < 2 for node in nodes):
+            return
+        needed = SLACK_BYTES
+        if state.log.newest is not None:
+            needed += sum(version_bytes(node) for node in nodes if node.epoch != state.epoch)
+        self._require(needed)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
         if node.children is None:
@@ -216,8 +230,12 @@ class Entries(Base):
             raise fail(errno.EEXIST, shown(name))
         if directory.nlink == 0:
             raise missing(name)  # removed while it was open
-        if self.max_inodes is not None:
+        ledger = self._ledger
+        metadata = ledger.metadata
+        if self.max_inodes is not None or self._state.pages + (metadata >> 12) >= self._max_pages:
             self._check_room(0, inodes)
+        if ledger.content + metadata + ledger.kept + SLACK_BYTES > ledger.ceiling:
+            self._require(SLACK_BYTES)
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
@@ -227,7 +245,7 @@ class Entries(Base):
             return self._state.create(mode & ~umask, uid, directory.gid if directory.mode & _SET_GID else gid)
         mode, acls = xattrs.inherited(directory.xattrs, mode, caller.umask)
         node = self._state.create(mode, caller.uid, _group(directory, caller))
-        node.xattrs = acls
+        self._ledger.set_xattrs(node, acls)
         return node
 
     def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:

@@ -79,7 +79,10 @@ class Inode:
         self.xattrs: dict[bytes, bytes] | None = None
 
     def clone(self, epoch: int) -> Inode:
-        """A version for `epoch`.  From here on the receiver must not be changed."""
+        """A version for `epoch`.  From here on the receiver must not be changed.
+
+        Versions share their dict of attributes, which is replaced and never changed; the ledger has to know of it.
+        """
         twin = self.__class__.__new__(self.__class__)
         twin.inode = self.inode
         twin.mode = self.mode
@@ -101,7 +104,7 @@ class Inode:
         twin.children = self.children
         twin.listing = self.listing
         twin.target = self.target
-        twin.xattrs = self.xattrs.copy() if self.xattrs is not None else None
+        twin.xattrs = self.xattrs
         return twin
 
     @property

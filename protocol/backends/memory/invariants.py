@@ -6,15 +6,25 @@ import itertools
 import stat
 from typing import TYPE_CHECKING
 
+from protocol.backends.memory.blocks import block_bytes
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
+from protocol.backends.memory.ledger import (
+    NAMES_BYTES,
+    RECORD_BYTES,
+    metadata_bytes,
+    version_bytes,
+    xattrs_bytes,
+)
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import State
     from protocol.backends.memory.undo import Epoch
 
-__all__ = ["check", "check_inode", "check_log"]
+__all__ = ["check", "check_inode", "check_ledger", "check_log"]
 
 
 def check(state: State) -> None:
@@ -30,6 +40,7 @@ def check(state: State) -> None:
     _check_reachable(state)
     _check_counters(state)
     check_log(state)
+    check_ledger(state, state.inodes.values())
 
 
 def check_inode(inode: Inode) -> None:
@@ -128,3 +139,58 @@ def _check_epoch(state: State, epoch: Epoch) -> None:
                 assert number not in epoch.inodes, f"inode {number} was changed but has an old stamp"
     for directory in epoch.names:
         assert 0 < directory < state.next_inode
+
+
+def check_ledger(state: State, live: Iterable[Inode]) -> None:
+    """The figures of the ledger, against what is there: the `live` inodes, and what the epochs hold."""
+    ledger = state.ledger
+    live = list(live)
+    versions = [version for epoch in state.log.epochs() for version in epoch.inodes.values() if version is not None]
+    content = sum(inode.content.charge for inode in live if inode.content is not None)
+    assert ledger.content == content, f"content: {ledger.content}, of inodes {content}"
+    xattrs = sum(xattrs_bytes(inode.xattrs) for inode in live if inode.xattrs is not None)
+    metadata = sum(map(metadata_bytes, live)) + xattrs
+    assert ledger.metadata == metadata, f"metadata: {ledger.metadata}, of inodes {metadata}"
+    holders, distinct = _shared([*live, *versions], ledger.shared)
+    assert ledger.shared == holders, "holders of shared objects"
+    blocks = sum(inode.content.allocated for inode in live if inode.content is not None)
+    kept = distinct - blocks - xattrs + sum(map(version_bytes, versions)) + _record_bytes(state)
+    assert ledger.kept == kept, f"kept by snapshots: {ledger.kept}, found {kept}"
+
+
+def _shared(inodes: list[Inode], known: dict[int, int]) -> tuple[dict[int, int], int]:
+    """The holders of each shared block and dict of attributes, and the charge of all objects, each once.
+
+    A dict that has one holder may be among the shared ones (`known`), if it had more.
+    """
+    holders: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    alone = 0
+    for inode in inodes:
+        content = inode.content
+        if content is not None:
+            for index, block in content.blocks.items():
+                if content.owned is None or index in content.owned:
+                    alone += block_bytes(block)
+                else:
+                    holders[id(block)] = holders.get(id(block), 0) + 1
+                    sizes[id(block)] = block_bytes(block)
+        kept = inode.xattrs
+        if kept is not None:
+            if id(kept) in known:
+                holders[id(kept)] = holders.get(id(kept), 0) + 1
+                sizes[id(kept)] = xattrs_bytes(kept)
+            else:
+                alone += xattrs_bytes(kept)
+    return holders, alone + sum(sizes.values())
+
+
+def _record_bytes(state: State) -> int:
+    """The charge of the epochs, and of all pre-images that are no versions."""
+    charge = 0
+    for epoch in state.log.epochs():
+        charge += epoch.charge + RECORD_BYTES * sum(version is None for version in epoch.inodes.values())
+        charge += sum(
+            NAMES_BYTES + sum(RECORD_BYTES + len(name) for name in names) for names in epoch.names.values()
+        )
+    return charge

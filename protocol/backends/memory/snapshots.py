@@ -9,15 +9,17 @@ state goes back when it fails, and from which is read what the kernel must be to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.converge import Converger
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.view import SnapshotTree
-from protocol.volume import Coherence, EntryChange, InodeChange, SnapshotInfo
+from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
+from protocol.volume import TAG_MAX_BYTES, Coherence, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from protocol.tree import Tree
 
 __all__ = ["Changes", "Snapshots", "count_changes", "restore_epoch"]
+
+# Snapshots are refused this long before changes are: a sixteenth of the limit, at most so many bytes.
+_SNAPSHOT_MARGIN_BYTES: Final = 8 << 20
 
 
 class Changes:
@@ -41,12 +46,21 @@ class Snapshots:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # told of each snapshot dropped to make room
+        self._not_to_prune: frozenset[str] = frozenset()
 
-    def take_snapshot(
-        self, name: str, *, tag: str | None = None, kind: Literal["user", "safety"] = "user"
-    ) -> SnapshotInfo:
-        """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError."""
+    def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
+        """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError, ENAMETOOLONG (tag), ENOSPC.
+
+        One of kind "safety" is not refused for lack of memory: what it is taken for could not be undone.
+        """
         state = self._state
+        if tag is not None and len(tag.encode("utf-8", "surrogatepass")) > TAG_MAX_BYTES:
+            raise OSError(
+                errno.ENAMETOOLONG, f"the tag is longer than {TAG_MAX_BYTES:,} bytes: take a shorter one", name
+            )
+        if name not in state.log:
+            self._require_snapshot(name, len(name) + len(tag or ""), kind)
         info = SnapshotInfo(
             name=name,
             serial=state.log.serial + 1,
@@ -59,6 +73,45 @@ class Snapshots:
         )
         state.open_epoch(info)
         return info
+
+    def _require_snapshot(self, name: str, characters: int, kind: SnapshotKind) -> None:
+        ledger = self._state.ledger
+        if ledger.limit is None:
+            return
+        need = SNAPSHOT_BYTES + 4 * characters + min(ledger.limit // 16, _SNAPSHOT_MARGIN_BYTES)
+        if ledger.used + need <= ledger.ceiling or self._make_room(need) or kind == "safety":
+            return
+        reason = (
+            f"No memory left for a snapshot: {ledger.total:,} of {ledger.limit:,} bytes are taken, {ledger.kept:,} of them"
+            " by snapshots.  Drop snapshots (`vfsd drop NAME`), remove files, or mount with a larger --max-memory"
+        )
+        raise OSError(errno.ENOSPC, reason, name)
+
+    def _make_room(self, count: int) -> bool:
+        """Whether `count` bytes more fit now: drops automatic snapshots, oldest first, as long as they do not."""
+        ledger = self._state.ledger
+        if ledger.borrow(ledger.used + count - ledger.ceiling):
+            return True
+        if not self._state.log.pins:  # else nothing that is dropped goes before the views that are open
+            for info in self.snapshots():
+                if info.kind == "user" or info.name in self._not_to_prune:
+                    continue
+                self.drop_snapshot(info.name)
+                if self.on_pruned is not None:
+                    self.on_pruned(info)
+                if ledger.used + count <= ledger.ceiling:
+                    return True
+        return ledger.used + count <= ledger.ceiling
+
+    @contextmanager
+    def keeping(self, *names: str) -> Iterator[None]:
+        """Drop none of these snapshots to make room, in this context."""
+        before = self._not_to_prune
+        self._not_to_prune = before.union(names)
+        try:
+            yield
+        finally:
+            self._not_to_prune = before
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
         """All snapshots, oldest first."""
@@ -75,8 +128,18 @@ class Snapshots:
         self._state.log.close(self._state.log.find(name))
 
     def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> Coherence:
-        """Make the live state (below `paths`, or all) as it was at `name`.  O(what changed since)."""
-        return self._restore_epoch(self._state.log.find(name), paths)
+        """Make the live state (below `paths`, or all) as it was at `name`.  O(what changed since).
+
+        Works without memory left: what it needs was reserved (see `ledger`).
+        """
+        target = self._state.log.find(name)
+        # What the restore puts into the newest snapshot, and what was put into it before, is not both reserved.
+        changed = sum(len(epoch.inodes) for epoch in target.chain())
+        ledger = self._state.ledger
+        with self.keeping(name, *(info.name for info in self.snapshots()[-1:])):
+            if ledger.used + changed * VERSION_BYTES > ledger.ceiling:
+                self._make_room(changed * VERSION_BYTES)
+        return self._restore_epoch(target, paths)
 
     def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> Coherence:
         if paths:
@@ -88,7 +151,10 @@ class Snapshots:
 
     def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
         """Put `tree` here, all or nothing.  See `protocol.volume.SnapshotableVolume`.  ENOSPC, ENOTDIR, ENOENT."""
-        with self._transaction() as transaction:
+        if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
+            tree.ledger.give_back()  # what is put in place is charged here from now on
+        newest = (info.name for info in self.snapshots()[-1:])
+        with self.keeping(*newest), self._transaction() as transaction:
             Converger(self._state, tree, replace=replace, check_quota=self._check_quota).run(paths or (b"",))
             return _coherence(self._state, transaction)
 
@@ -151,8 +217,8 @@ class Snapshots:
         info = self.snapshot(name)
         return info.files + info.directories, 0, 0
 
-    def _check_quota(self, pages: int, inodes: int) -> None:
-        """ENOSPC where so much in all is over the quota; the volume knows."""
+    def _check_quota(self, pages: int, inodes: int, memory: int) -> None:
+        """ENOSPC where so much in all is over the quota, or `memory` more bytes are; the volume knows."""
 
     @contextmanager
     def _transaction(self) -> Iterator[Epoch]:
@@ -166,9 +232,10 @@ class Snapshots:
             restore_epoch(state, epoch)
             for orphan in revived.values():
                 state.bury_again(orphan)
+            state.revived.clear()
             raise
         finally:
-            state.revived.clear()
+            state.forget_revived()
             state.log.close(epoch)
 
 
@@ -231,7 +298,8 @@ def _put_back_inodes(state: State, inodes: PreInodes) -> list[int]:
             continue
         if live is None or live.nlink == 0:
             revived = state.revive(version)
-            revived.nlink, revived.links, revived.size = version.nlink, version.links, version.size
+            revived.nlink, revived.size = version.nlink, version.size
+            state.set_links(revived, version.links)
             state.count(revived, +1)
         else:
             state.replace(live, version)

@@ -18,6 +18,16 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.content import Content
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
+from protocol.backends.memory.ledger import (
+    CONTENT_BYTES,
+    DIRECTORY_BYTES,
+    ENTRY_BYTES,
+    INODE_BYTES,
+    NAMES_BYTES,
+    RECORD_BYTES,
+    Ledger,
+    version_bytes,
+)
 from protocol.backends.memory.undo import Epoch, UndoLog
 from protocol.volume import ROOT_INODE
 
@@ -38,7 +48,8 @@ class State:
     def __init__(self, clock: Callable[[], int], uid: int, gid: int) -> None:
         self.clock = clock
         self.inodes: dict[int, Inode] = {}
-        self.log = UndoLog()
+        self.ledger = Ledger()
+        self.log = UndoLog(self.ledger)
         self.epoch = 0  # serial of the newest epoch: what an inode must be stamped with to be changed
         self.next_inode = ROOT_INODE
         self.pages = 0  # of all live inodes, unlinked ones too
@@ -66,13 +77,30 @@ class State:
         if newest is None or inode.nlink == 0:
             # Nobody else has this version: there is no snapshot, or a snapshot does not hold it.
             if newest is not None:
-                newest.inodes.setdefault(inode.inode, None)
+                self._record_none(newest, inode.inode)
             inode.epoch = self.epoch
             return inode
-        newest.inodes.setdefault(inode.inode, inode)
-        clone = inode.clone(self.epoch)
+        if newest.inodes.setdefault(inode.inode, inode) is not inode:
+            # An epoch was dropped, and the older one that is the newest now has a version from before this one.
+            inode.epoch = self.epoch
+            return inode
+        self.ledger.kept += version_bytes(inode)
+        clone = self._clone(inode)
         self.inodes[inode.inode] = clone
         return clone
+
+    def _clone(self, version: Inode) -> Inode:
+        """A version for the present epoch; the caller charges it."""
+        twin = version.clone(self.epoch)
+        self.ledger.share_xattrs(version.xattrs)
+        return twin
+
+    def _record_none(self, epoch: Epoch, number: int) -> Inode | None:
+        """What `epoch` has of an inode; from here on at least that there was none."""
+        if number not in epoch.inodes:
+            epoch.inodes[number] = None
+            self.ledger.kept += RECORD_BYTES
+        return epoch.inodes[number]
 
     def create(self, mode: int, uid: int, gid: int) -> Inode:
         """A new inode without links."""
@@ -82,9 +110,12 @@ class State:
         if mode & _KIND == _DIRECTORY:
             inode.children = {}
             inode.size = DIRECTORY_BASE_BYTES
+            self.ledger.metadata += DIRECTORY_BYTES
+        self.ledger.metadata += INODE_BYTES
         newest = self.log.newest
         if newest is not None:
             newest.inodes[number] = None
+            self.ledger.kept += RECORD_BYTES
         self.inodes[number] = inode
         return inode
 
@@ -99,16 +130,18 @@ class State:
         live = self.inodes.get(number)
         newest = self.log.newest
         assert newest is not None
-        before = newest.inodes.setdefault(number, None)
-        inode = version.clone(self.epoch)
+        before = self._record_none(newest, number)
+        inode = self._clone(version)
         inode.nlink = 0
         inode.links = ()
         inode.lookups = inode.generation = 0
         inode.listing = None
         if live is not None:
             assert live.nlink == 0
-            if before is None:
-                self.revived.setdefault(number, live)
+            if before is not None or number in self.revived:
+                self.ledger.leave(live)
+            else:
+                self.revived[number] = live  # charged until the transaction ends
             self.pages -= live.pages
             inherit(inode, live)
             if inode.is_dir and before is None:
@@ -117,16 +150,25 @@ class State:
             inode.size = DIRECTORY_BASE_BYTES
         self.inodes[number] = inode
         self.pages += inode.pages
+        self.ledger.enter(inode)
         return inode
+
+    def forget_revived(self) -> None:
+        """The transaction has succeeded: what inodes were before `revive` is gone."""
+        for orphan in self.revived.values():
+            self.ledger.leave(orphan)
+        self.revived.clear()
 
     def replace(self, live: Inode, version: Inode) -> Inode:
         """Put `version` in place of `live`, links and all; entries are the caller's business."""
-        self.own(live)
+        live = self.own(live)
         if live.nlink:
             self.count(live, -1)
         self.pages -= live.pages
-        inode = version.clone(self.epoch)
+        inode = self._clone(version)
         inherit(inode, live)
+        self.ledger.leave(live)
+        self.ledger.enter(inode)
         self.inodes[inode.inode] = inode
         self.pages += inode.pages
         if inode.nlink:
@@ -137,6 +179,7 @@ class State:
         """Undo `revive`: an inode that lost its links once more is what it was, for those who have it open."""
         live = self.inodes[orphan.inode]
         assert live.nlink == 0
+        self.ledger.leave(live)
         self.pages += orphan.pages - live.pages
         self.inodes[orphan.inode] = orphan
 
@@ -145,8 +188,14 @@ class State:
         inode = self.own(inode)
         self.count(inode, -1)
         inode.nlink = 0
-        inode.links = ()
+        self.set_links(inode, ())
         return inode
+
+    def set_links(self, inode: Inode, links: tuple[Link, ...]) -> None:
+        """Give a live inode (owned) other names; entries and counts are the caller's business."""
+        before, after = (sum(ENTRY_BYTES + len(name) for _, name in each) for each in (inode.links, links))
+        self.ledger.metadata += after - before
+        inode.links = links
 
     def release(self, inode: Inode) -> None:
         """Free `inode` if it has neither links nor lookups left."""
@@ -154,10 +203,12 @@ class State:
             number = inode.inode
             del self.inodes[number]
             self.pages -= inode.pages
+            self.ledger.leave(inode)
             newest = self.log.newest
             # What came and went within an epoch leaves no trace.
             if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:
                 del newest.inodes[number]
+                self.ledger.kept -= RECORD_BYTES
 
     def open_epoch(self, info: SnapshotInfo | None) -> Epoch:
         """Begin an epoch: from now on the first change of an inode works on a clone."""
@@ -210,6 +261,7 @@ class State:
         directory.size += DIRECTORY_ENTRY_BYTES
         link = (directory.inode, name)
         inode.links = (*inode.links, link) if inode.links else (link,)
+        self.ledger.metadata += ENTRY_BYTES + len(name)
         if inode.nlink == 0:
             self.count(inode, +1)
         if inode.children is not None:
@@ -224,6 +276,7 @@ class State:
         self.set_name(directory, name, 0)
         directory.size -= DIRECTORY_ENTRY_BYTES
         inode.links = _without(inode.links, (directory.inode, name))
+        self.ledger.metadata -= ENTRY_BYTES + len(name)
         if inode.children is not None:
             directory.nlink -= 1
             inode.nlink = 0
@@ -239,6 +292,7 @@ class State:
         old.size -= DIRECTORY_ENTRY_BYTES
         new.size += DIRECTORY_ENTRY_BYTES
         inode.links = (*_without(inode.links, (old.inode, old_name)), (new.inode, new_name))
+        self.ledger.metadata += len(new_name) - len(old_name)
         if inode.children is not None:
             old.nlink -= 1
             new.nlink += 1
@@ -261,16 +315,42 @@ class State:
         names = newest.names.get(directory.inode)
         if names is None:
             names = newest.names[directory.inode] = {}
+            self.ledger.kept += NAMES_BYTES
+        if name not in names:
+            self.ledger.kept += RECORD_BYTES + len(name)
         kept = names.setdefault(name, old)
         if kept == new and not self.log.pins:
             del names[name]
+            self.ledger.kept -= RECORD_BYTES + len(name)
 
     # -- content -------------------------------------------------------------------------------
     def content(self, inode: Inode) -> Content:
         """The content of an owned regular file, to be written to."""
         if inode.content is None:
-            inode.content = Content()
+            inode.content = Content(self.ledger)
+            self.ledger.metadata += CONTENT_BYTES
         return inode.content
+
+    def swap_content(self, inode: Inode, content: Content | None, *, shared: bool) -> None:
+        """Give a regular file (owned) another content: a new one, or one that it shares with a version (`shared`)."""
+        ledger = self.ledger
+        if inode.content is not None:
+            self.pages -= inode.content.pages
+            ledger.metadata -= CONTENT_BYTES
+            ledger.drop_content(inode.content)
+        inode.content = content
+        if content is not None:
+            self.pages += content.pages
+            ledger.metadata += CONTENT_BYTES
+            ledger.content += content.charge
+            if shared:
+                ledger.kept -= content.allocated
+
+    def set_target(self, inode: Inode, target: bytes) -> None:
+        """Set what a symlink (owned) points to."""
+        self.ledger.metadata += len(target) - len(inode.target or b"")
+        inode.target = target
+        inode.size = len(target)
 
     def find_links(self, numbers: Iterable[int]) -> None:
         """Make sure that `links` names all names of these inodes.  Any thread.  Here it always does."""

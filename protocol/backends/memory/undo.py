@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from protocol.backends.memory.ledger import NAMES_BYTES, RECORD_BYTES, SNAPSHOT_BYTES, Ledger
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ class Epoch:
         self.next: Epoch | None = None
         self.previous: Epoch | None = None
 
+    @property
+    def charge(self) -> int:
+        """What the epoch itself takes, without its pre-images; a string takes four bytes a character at most."""
+        info = self.info
+        return SNAPSHOT_BYTES + (4 * (len(info.name) + len(info.tag or "")) if info is not None else 0)
+
     def chain(self) -> Iterator[Epoch]:
         """This epoch and all after it, oldest first."""
         epoch: Epoch | None = self
@@ -58,11 +65,12 @@ class Epoch:
 
 
 class UndoLog:
-    """The epochs of one volume."""
+    """The epochs of one volume, and what they hold, charged to `ledger` as kept."""
 
-    __slots__ = ("_by_name", "_dead", "_epochs", "newest", "pins", "serial")
+    __slots__ = ("_by_name", "_dead", "_epochs", "_ledger", "newest", "pins", "serial")
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._epochs: dict[int, Epoch] = {}  # by serial, so in order
         self._by_name: dict[str, Epoch] = {}
         self._dead: list[Epoch] = []
@@ -77,6 +85,7 @@ class UndoLog:
         self.serial += 1
         epoch = Epoch(self.serial, info)
         self._epochs[epoch.serial] = epoch
+        self._ledger.kept += epoch.charge
         if info is not None:
             self._by_name[info.name] = epoch
         if self.newest is not None:
@@ -107,7 +116,9 @@ class UndoLog:
         """Forget an epoch: its pre-images go to its older neighbour.  Waits while a view is open."""
         if epoch.info is not None:
             del self._by_name[epoch.info.name]
+            self._ledger.kept -= epoch.charge
             epoch.info = None
+            self._ledger.kept += epoch.charge
         self._dead.append(epoch)
         self._bury()
 
@@ -130,24 +141,41 @@ class UndoLog:
     def _merge_away(self, epoch: Epoch) -> None:
         older = epoch.previous
         del self._epochs[epoch.serial]
+        self._ledger.kept -= epoch.charge
         if epoch.next is not None:
             epoch.next.previous = older
         if older is not None:
             older.next = epoch.next
-            _merge_into(older, epoch)
+            self._merge_into(older, epoch)
+        else:
+            self._forget(epoch)
         if self.newest is epoch:
             self.newest = older
 
+    def _merge_into(self, older: Epoch, newer: Epoch) -> None:
+        """What the older one has stays: it is nearer to the state that it must give back."""
+        ledger = self._ledger
+        for number, version in newer.inodes.items():
+            if number in older.inodes:
+                ledger.forget(version)
+            else:
+                older.inodes[number] = version
+        for directory, names in newer.names.items():
+            mine = older.names.setdefault(directory, names)
+            if mine is not names:
+                ledger.kept -= NAMES_BYTES
+                for name, inode in names.items():
+                    if name in mine:
+                        ledger.kept -= RECORD_BYTES + len(name)
+                    else:
+                        mine[name] = inode
 
-def _merge_into(older: Epoch, newer: Epoch) -> None:
-    """What the older one has stays: it is nearer to the state that it must give back."""
-    for number, version in newer.inodes.items():
-        older.inodes.setdefault(number, version)
-    for directory, names in newer.names.items():
-        mine = older.names.setdefault(directory, names)
-        if mine is not names:
-            for name, inode in names.items():
-                mine.setdefault(name, inode)
+    def _forget(self, epoch: Epoch) -> None:
+        """Nobody can go back to before `epoch`, or to its beginning."""
+        for version in epoch.inodes.values():
+            self._ledger.forget(version)
+        for names in epoch.names.values():
+            self._ledger.kept -= NAMES_BYTES + RECORD_BYTES * len(names) + sum(map(len, names))
 
 
 def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:

@@ -18,6 +18,7 @@ from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.ledger import Ledger
     from protocol.backends.memory.state import State
 
 __all__ = ["SnapshotTree"]
@@ -45,6 +46,11 @@ class SnapshotTree:
     def belongs_to(self, state: State) -> bool:
         """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
         return self._state is state
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the state that this is a view of."""
+        return self._state.ledger
 
     # -- versions ------------------------------------------------------------------------------
     def version(self, number: int) -> Inode | None:

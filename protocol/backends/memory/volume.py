@@ -12,7 +12,7 @@ import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.base import PAGE_BYTES, missing
@@ -20,6 +20,7 @@ from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.entries import Entries
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
+from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES
 from protocol.errors import fail
 from protocol.listing import Listing
 from protocol.volume import (
@@ -32,7 +33,7 @@ from protocol.volume import (
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["MemoryVolume"]
+__all__ = ["MemoryUse", "MemoryVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 _UNLIMITED_INODES: Final = 2**31 - 1
@@ -43,13 +44,28 @@ _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _COPY_BYTES: Final = 1 << 20
+# What a write may take beyond its data: two blocks that it covers in part, put together or copied.
+_WRITE_BYTES: Final = 2 * (BLOCK_BYTES + BLOCK_BYTES // 8) + SLACK_BYTES
+
+
+class MemoryUse(NamedTuple):
+    """What a volume takes of the machine's memory, in bytes.
+
+    `live`: files, names and attributes as allocated; `snapshots`: what only snapshots hold; `overhead`: what is reserved
+    so that removing and restoring always work, what is lent to an import, and what an overlay remembers of below.
+    """
+
+    live: int
+    snapshots: int
+    overhead: int
 
 
 class MemoryVolume(Entries):
     """A volume in memory, with snapshots.  Implements `protocol.volume.SnapshotableVolume`.
 
-    `max_bytes` bounds what live content takes (whole pages of 4,096 bytes, holes not counted),
-    `max_inodes` the live inodes, the root among them; None: no limit.  What snapshots hold is not counted.
+    `max_bytes` bounds what live content takes (whole pages of 4,096 bytes, holes not counted) and the metadata beyond
+    4 MiB, `max_inodes` the live inodes, the root among them, `max_memory` content, metadata and snapshots together;
+    None: no limit.
     `clock` gives the time in nanoseconds since the epoch.  The root belongs to `uid` and `gid`.  `state`: a backend's
     that begins with something, whose root is its own.
     """
@@ -77,8 +93,16 @@ class MemoryVolume(Entries):
 
     @property
     def used_bytes(self) -> int:
-        """What the live content takes, in whole pages."""
-        return self._state.pages * PAGE_BYTES
+        """What `max_bytes` bounds: live content in whole pages, and metadata beyond a first allowance."""
+        return (self._state.pages + self._metadata_pages()) * PAGE_BYTES
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What the state takes of the machine's memory."""
+        ledger = self._ledger
+        reserve = RESERVE_BYTES * len(self._inodes)
+        live = ledger.content + ledger.metadata - reserve
+        return MemoryUse(live, max(0, ledger.kept), ledger.overhead + reserve)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the state contradicts itself.  O(everything): for tests and bug reports."""
@@ -126,9 +150,10 @@ class MemoryVolume(Entries):
         mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, kill_privileges = changes
         if size is not None:
             self._check_size(node, size)
-        state = self._state
+        state, ledger = self._state, self._ledger
         if node.epoch != state.epoch:
-            node = state.own(node)
+            # What makes a file shorter always works.
+            node = state.own(node) if size is not None and size < node.size else self._changeable(node)
         now = self._clock()
         if size is not None:
             if size != node.size or node.blocks:
@@ -138,13 +163,13 @@ class MemoryVolume(Entries):
                 # with it only where the kernel takes set-id bits away.
                 now = node.ctime_ns
             self._resize(node, size)
-            node.xattrs = xattrs.without_capability(node.xattrs)
+            ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
         if kill_privileges or uid is not None or gid is not None:
-            _set_owner(node, uid, gid, kill_privileges)
+            self._set_owner(node, uid, gid, kill_privileges)
         if mode is not None:
             node.mode = node.mode & _KIND | mode & 0o7777
             if node.xattrs is not None:
-                node.xattrs = xattrs.after_chmod(node.xattrs, node.mode)
+                ledger.set_xattrs(node, xattrs.after_chmod(node.xattrs, node.mode))
         if atime_ns is not None:
             node.atime_ns = atime_ns
         if mtime_ns is not None:
@@ -229,18 +254,25 @@ class MemoryVolume(Entries):
             self._check_write(node, offset, end)
             if not length:
                 return 0
-        state = self._state
+        state, ledger = self._state, self._ledger
         if node.epoch != state.epoch:
-            node = state.own(node)
+            node = self._changeable(node)
         content = node.content
         if content is None:
             content = state.content(node)
         room = self._max_pages
         growth = -1
+        before = content.allocated
         # Of the class itself: one that has content from elsewhere has a `write` of its own.
-        if type(content) is Content and (room is None or state.pages + length // PAGE_BYTES + 2 <= room):
+        if (
+            type(content) is Content
+            and state.pages + (length + ledger.metadata >> 12) + 2 <= room
+            and ledger.content + ledger.metadata + ledger.kept + length + (length >> 3) + SLACK_BYTES <= ledger.ceiling
+        ):
             growth = content.write_plainly(offset, end, data)
-        if growth < 0:
+        if growth >= 0:
+            ledger.content += content.allocated - before
+        else:
             length, growth = self._write_fitting(node, content, offset, data)
             end = offset + length
         state.pages += growth
@@ -250,24 +282,29 @@ class MemoryVolume(Entries):
         if kill_privileges:
             node.mode = _without_privileges(node.mode)
         if node.xattrs:
-            node.xattrs = xattrs.without_capability(node.xattrs)
+            ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
         return length
 
     def _write_fitting(self, node: Inode, content: Content, offset: int, data: Buffer) -> tuple[int, int]:
         """Write what there is room for; how many bytes that was, and how many pages they added."""
         length = len(data)
+        ledger = self._ledger
         growth = content.growth(offset, length)
-        if growth and self._max_pages is not None and self._state.pages + growth > self._max_pages:
+        if growth and self._state.pages + growth > self._page_room():
             length = self._fitting(node, offset, length)
             data = memoryview(data)[:length]
             growth = content.growth(offset, length)
+        # What was promised by fallocate, and what is there already and this version's own, is charged.
+        if growth or content.owned is not None:
+            self._require(length + (length >> 3) + _WRITE_BYTES)
+        before = content.charge
         content.write(offset, data, growth)
+        ledger.content += content.charge - before
         return length, growth
 
     def _fitting(self, node: Inode, offset: int, length: int) -> int:
         """The longest prefix of a write, ending at a page, for which there is room.  ENOSPC: none."""
-        assert self._max_pages is not None
-        room = self._max_pages - self._state.pages
+        room = self._page_room() - self._state.pages
         content = self._state.content(node)
         low, high = 0, (offset + length - 1) // PAGE_BYTES - offset // PAGE_BYTES  # whole pages ends within the write
         while low < high:
@@ -293,16 +330,17 @@ class MemoryVolume(Entries):
             raise fail(errno.EFBIG)
         state = self._state
         if mode & _FALLOC_PUNCH_HOLE:
-            node = state.own(node)
+            node = self._changeable(node)
             self._change_pages(node, lambda: state.content(node).punch(offset, length))
         else:
             content = node.content
-            self._check_room(content.reservation(offset, length) if content else _pages(offset, length), 0)
-            node = state.own(node)
+            pages = content.reservation(offset, length) if content else _pages(offset, length)
+            self._check_room(pages, 0)
+            node = self._changeable(node, pages * (PAGE_BYTES + 1024))
             self._change_pages(node, lambda: state.content(node).reserve(offset, length))
             if not mode & _FALLOC_KEEP_SIZE and offset + length > node.size:
                 state.resize(node, offset + length)
-        node.xattrs = xattrs.without_capability(node.xattrs)
+        self._ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
         node.mtime_ns = node.ctime_ns = self._clock()
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
@@ -346,10 +384,12 @@ class MemoryVolume(Entries):
 
     # -- the rest ------------------------------------------------------------------------------------
     def statfs(self) -> StatFs:
-        used = self._state.pages
-        blocks = self._max_pages if self._max_pages is not None else max(os.sysconf("SC_PHYS_PAGES"), used)
+        used = self._state.pages + self._metadata_pages()
+        blocks = self._max_pages if self.max_bytes is not None else max(os.sysconf("SC_PHYS_PAGES"), used)
         inodes = self.max_inodes if self.max_inodes is not None else _UNLIMITED_INODES
-        return StatFs(PAGE_BYTES, blocks, max(0, blocks - used), inodes, max(0, inodes - len(self._inodes)))
+        ledger = self._ledger
+        free = min(blocks - used, (ledger.ceiling - ledger.used) // PAGE_BYTES)
+        return StatFs(PAGE_BYTES, blocks, max(0, free), inodes, max(0, inodes - len(self._inodes)))
 
     def getxattr(self, inode: int, name: bytes) -> bytes:
         value = self.find_xattr(inode, name)
@@ -369,8 +409,9 @@ class MemoryVolume(Entries):
         self._check_writable()
         node = self.getattr(inode)
         mode, kept = xattrs.after_set(node.mode, node.xattrs, name, bytes(value), flags)
-        node = self._state.own(node)
-        node.mode, node.xattrs = mode, kept
+        node = self._changeable(node, _set_bytes(name, value))
+        node.mode = mode
+        self._ledger.set_xattrs(node, kept)
         node.ctime_ns = self._clock()
 
     def listxattr(self, inode: int) -> Sequence[bytes]:
@@ -381,7 +422,7 @@ class MemoryVolume(Entries):
         node = self.getattr(inode)
         kept = xattrs.after_remove(node.xattrs, name)
         node = self._state.own(node)
-        node.xattrs = kept
+        self._ledger.set_xattrs(node, kept)
         node.ctime_ns = self._clock()
 
     # -- helpers ---------------------------------------------------------------------------------------
@@ -391,6 +432,16 @@ class MemoryVolume(Entries):
         if atime <= node.mtime_ns or atime <= node.ctime_ns or self._clock() - atime > _DAY_NS:
             node.atime_ns = atime if self.read_only else self._clock()
 
+    def _set_owner(self, node: Inode, uid: int | None, gid: int | None, kill_privileges: bool) -> None:
+        if node.children is None:
+            self._ledger.set_xattrs(node, xattrs.without_capability(node.xattrs))
+            if kill_privileges:
+                node.mode = _without_privileges(node.mode)
+        if uid is not None:
+            node.uid = uid
+        if gid is not None:
+            node.gid = gid
+
     def _resize(self, node: Inode, size: int) -> None:
         if size <= node.size and node.content is not None:  # at the same size what was reserved beyond it goes
             content = node.content
@@ -398,9 +449,11 @@ class MemoryVolume(Entries):
         self._state.resize(node, size)
 
     def _change_pages(self, node: Inode, change: Callable[[], None]) -> None:
-        before = node.pages
+        content = self._state.content(node)
+        pages, charge = content.pages, content.charge
         change()
-        self._state.pages += node.pages - before
+        self._state.pages += content.pages - pages
+        self._ledger.content += content.charge - charge
 
     def _check_regular(self, node: Inode) -> None:
         if not node.is_file:
@@ -421,15 +474,9 @@ class MemoryVolume(Entries):
             raise fail(errno.EFBIG)
 
 
-def _set_owner(node: Inode, uid: int | None, gid: int | None, kill_privileges: bool) -> None:
-    if node.children is None:
-        node.xattrs = xattrs.without_capability(node.xattrs)
-        if kill_privileges:
-            node.mode = _without_privileges(node.mode)
-    if uid is not None:
-        node.uid = uid
-    if gid is not None:
-        node.gid = gid
+def _set_bytes(name: bytes, value: bytes) -> int:
+    """What setting one attribute takes at most, without the others."""
+    return 1024 + len(name) + len(value)
 
 
 def _without_privileges(mode: int) -> int:

@@ -18,10 +18,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.memory.blocks import SparseBlock
 from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
 from protocol.backends.overlay.lower import ChangedBelowError
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.ledger import Ledger
     from protocol.backends.overlay.lower import LowerFile
     from protocol.volume import Buffer
 
@@ -29,6 +31,7 @@ __all__ = ["LowerContent"]
 
 _SECTOR_BYTES: Final = 512
 _COUNTED_BLOCKS: Final = 64  # with more of them above, what is seen below is estimated
+_MASK_BYTES: Final = 96  # an integer in a set
 _NOTHING: Final[frozenset[int]] = frozenset()
 _Staged = tuple[bytearray, int]  # a block, and the bits of its pages that are holes
 
@@ -51,8 +54,8 @@ class LowerContent(Content):
 
     __slots__ = ("_staged", "limit", "lower", "masked")
 
-    def __init__(self, lower: LowerFile) -> None:
-        super().__init__()
+    def __init__(self, lower: LowerFile, ledger: Ledger | None = None) -> None:
+        super().__init__(ledger)
         self.lower = lower
         self.limit = lower.size
         self.masked = _NOTHING
@@ -63,12 +66,13 @@ class LowerContent(Content):
         twin = LowerContent(self.lower)
         twin.limit = self.limit
         twin.masked = self.masked
-        self.owned = twin.owned = frozenset()
-        twin.blocks = self.blocks.copy()
-        twin.holes = self.holes.copy() if self.holes else None
-        twin.reserved = self.reserved
-        twin.pages = self.pages
+        self._share_with(twin)
         return twin
+
+    @property
+    def charge(self) -> int:
+        """See `Content.charge`; with the masks."""
+        return super().charge + _MASK_BYTES * len(self.masked)
 
     @property
     def is_pristine(self) -> bool:
@@ -195,13 +199,15 @@ class LowerContent(Content):
         if not staged:
             return super().growth(offset, length)
         # Put in place and taken away again: nobody else reads a version that may be written to.
-        pages, holes, masked = self.pages, self.holes, self.masked
+        pages, holes, masked, allocated = self.pages, self.holes, self.masked, self.allocated
         for index, each in staged.items():
             self._put_block(index, each)
         growth = self.pages - pages + super().growth(offset, length)
         for index in staged:
             self.blocks.pop(index, None)
-        self.pages, self.holes, self.masked = pages, holes, masked
+            if isinstance(self.owned, set):
+                self.owned.discard(index)
+        self.pages, self.holes, self.masked, self.allocated = pages, holes, masked, allocated
         self._staged = staged
         return growth
 
@@ -240,7 +246,7 @@ class LowerContent(Content):
             self.masked |= {index}
             return
         # Copied: a staged block may be put in place a second time.
-        self._replace_block(index, bytearray(block))
+        self._replace_block(index, SparseBlock.of(block, holes) if holes else bytearray(block))
         if holes:
             self.holes = {**(self.holes or {}), index: holes}
         self.pages += pages - holes.bit_count()

@@ -10,7 +10,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES
-from protocol.backends.memory.invariants import check_inode, check_log
+from protocol.backends.memory.invariants import check_inode, check_ledger, check_log
 from protocol.backends.overlay.children import UnfilledChildren
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.volume import ROOT_INODE
@@ -41,6 +41,7 @@ def check(state: OverlayState) -> None:
     below = sum(isinstance(inode, OverlayInode) for inode in known.values()) - 1
     assert state.table.below == below, "inodes from below"
     check_log(state)
+    check_ledger(state, known.values())
 
 
 def _check_links(known: dict[int, Inode], inode: Inode) -> None:

@@ -19,6 +19,7 @@ business).
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import stat
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode
+from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES, version_bytes, xattrs_bytes
 from protocol.backends.memory.state import State
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
@@ -42,6 +44,8 @@ __all__ = ["OverlayState"]
 
 _Place = tuple[int, bytes]  # directory, name
 _KIND: Final = 0o170000
+_LOWER_NAME_BYTES: Final = 640  # of a name below that was listed: its entry, number and kind
+_LOWER_INODE_BYTES: Final = 640  # of an inode below that was looked at, beside what every inode takes
 
 
 class OverlayState(State):
@@ -58,6 +62,7 @@ class OverlayState(State):
         self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
         self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # of directories from below: where they are there
         self.table = InodeTable({}, self._make)
+        self.ledger.leave(self.inodes[ROOT_INODE])
         self.inodes = self.table
         self._all_met = False
         self._root(seen)
@@ -71,11 +76,13 @@ class OverlayState(State):
         root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))
         root.lookups = 1
         self.table[ROOT_INODE] = root
+        self.ledger.enter_new(root)
 
     # -- looking below -------------------------------------------------------------------------
     def _fill(self, number: int) -> None:
         """Give the directory `number` its entries.  OSError as opening it."""
         path = self._paths[number]
+        self._check_memory()
         try:
             device, found = self.lower.scan(path)
         except OSError as error:
@@ -97,6 +104,16 @@ class OverlayState(State):
                 entries[name] = self._give_number((number, name), (device, inode), kind)
             directory.nlink = 2 + subdirectories
             directory.children.become(entries)
+            self.ledger.charge_overhead(sum(_LOWER_NAME_BYTES + len(name) for name in entries))
+
+    def _check_memory(self) -> None:
+        """ENOMEM where nothing more of below can be remembered.
+
+        That is an eighth above the limit: what was looked at must be known to be removed or restored.
+        """
+        limit = self.ledger.limit
+        if limit is not None and self.ledger.total > limit + limit // 8:
+            raise fail(errno.ENOMEM)
 
     def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
         """A new number for a name that was met, or that of the file whose name it is too."""
@@ -123,6 +140,10 @@ class OverlayState(State):
             return False  # the inode number was used again, for another file
         for version in self.versions(number):
             version.links = (*version.links, place)
+            if version is live:
+                self.ledger.metadata += ENTRY_BYTES + len(place[1])
+            else:
+                self.ledger.kept += VERSION_LINK_BYTES
         return True
 
     def _make(self, number: int) -> Inode:
@@ -132,6 +153,7 @@ class OverlayState(State):
             if made is not None:
                 return made
             places = self._waiting[number]
+            self._check_memory()
             directory, name = places[0]
             above = self._paths[directory]
             path = above + b"/" + name if above else name
@@ -149,6 +171,8 @@ class OverlayState(State):
             self._correct_kind(number, directory, seen.st_mode & _KIND)
             del self._waiting[number], self._kinds[number]
             self.count(inode, +1)
+            self.ledger.enter_new(inode)
+            self.ledger.charge_overhead(_LOWER_INODE_BYTES + 3 * len(path))
             self.table[number] = inode
             self.table.below += 1
             return inode
@@ -164,7 +188,7 @@ class OverlayState(State):
             inode.nlink = seen.st_nlink  # some file systems say 1, for "not counted"
             self._paths[number] = path
         elif kind == stat.S_IFREG:
-            inode.content = LowerContent(inode.lower)
+            inode.content = LowerContent(inode.lower, self.ledger)
         elif kind == stat.S_IFLNK:
             inode.target = self.lower.readlink(path)
             inode.size = len(inode.target)
@@ -274,8 +298,24 @@ class OverlayState(State):
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and _follows(version, old.identity):
+                    self._uncharge(version, is_live=version is live)
                     self._follow(version, new, seen, xattrs, is_live=version is live)
+                    self._charge(version, is_live=version is live)
             return live.lower is new, True
+
+    def _uncharge(self, version: Inode, *, is_live: bool) -> None:
+        if is_live:
+            self.ledger.leave(version)
+        else:
+            self.ledger.forget(version)
+
+    def _charge(self, version: Inode, *, is_live: bool) -> None:
+        """Charge a version of which nothing is shared."""
+        if is_live:
+            self.ledger.enter_new(version)
+        else:
+            self.ledger.kept += version_bytes(version)
+            self.ledger.kept += xattrs_bytes(version.xattrs) if version.xattrs is not None else 0
 
     def _follow(
         self,
@@ -288,9 +328,9 @@ class OverlayState(State):
     ) -> None:
         inode.lower = new
         inode.mode, inode.uid, inode.gid = seen.st_mode, seen.st_uid, seen.st_gid
-        inode.xattrs = xattrs
+        inode.xattrs = None if xattrs is None else dict(xattrs)  # versions share a dict only if the ledger knows of it
         if inode.content is not None:
-            inode.content = LowerContent(new)
+            inode.content = LowerContent(new, self.ledger)
             if is_live:
                 self.resize(inode, seen.st_size)
         _show(inode, seen)

@@ -72,7 +72,8 @@ def _locked(method: Callable[Concatenate[OverlayVolume, P], T]) -> Callable[Conc
 class OverlayVolume(MemoryVolume):
     """A volume over the directory `root`.  Implements `protocol.volume.SnapshotableVolume`.
 
-    `max_bytes` and `max_inodes` bound what is held above.  `include` and `exclude` are patterns as `Hiding` has
+    `max_bytes` and `max_inodes` bound what is held above, `max_memory` that, the snapshots, and what was looked at below,
+    which is forgotten never: beyond the limit listing and looking up answer ENOMEM.  `include` and `exclude` are patterns as `Hiding` has
     them; a hidden name cannot be made either (EPERM).  `on_change` is told, from any thread, what changed below, and
     calls `told` when the kernel knows.
     """
@@ -87,11 +88,12 @@ class OverlayVolume(MemoryVolume):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         clock: Callable[[], int] = time.time_ns,
+        max_memory: int | None = None,
     ) -> None:
         self.lower = Lower(root)
         self._overlay = OverlayState(clock, self.lower, Hiding(include, exclude))
         self._lock = self._overlay.lock
-        super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay)
+        super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[Coherence], None] | None = None
         self.changed_below = 0
@@ -172,10 +174,10 @@ class OverlayVolume(MemoryVolume):
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
             present = [path for path in _outermost(paths) if _is_in(tree, path) or _is_live(state, path)]
-            Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes: None).run(present)
+            Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run(present)
             base = state.open_epoch(None)
             restore_epoch(state, live)
-            state.revived.clear()
+            state.forget_revived()
             # No kernel has seen any of this: what it holds is as young as before.
             for number, generation in generations.items():
                 inode = state.table.known(number)

@@ -1,0 +1,88 @@
+"""The blocks that content is made of: dense ones are `bytes` or `bytearray`, those with holes a `SparseBlock`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["BLOCK_CHARGE_BYTES", "PAGE_BYTES", "Block", "SparseBlock", "block_bytes"]
+
+PAGE_BYTES: Final = 4096
+_PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
+BLOCK_CHARGE_BYTES: Final = 192  # of any dense block: the object, and its place in a dict
+_SPARSE_CHARGE_BYTES: Final = 512
+_PAGE_CHARGE_BYTES: Final = PAGE_BYTES + 192
+
+
+class SparseBlock:
+    """A block of which some pages were never written: only the others take memory.
+
+    `pages` maps a page's number in the block to its bytes; where it is shorter than a page, zeros follow.
+    """
+
+    __slots__ = ("length", "pages")
+
+    def __init__(self, length: int, pages: dict[int, bytes]) -> None:
+        self.length = length
+        self.pages = pages
+
+    @classmethod
+    def of(cls, block: Block, holes: int) -> SparseBlock:
+        """A copy of `block` without the pages whose bits are set in `holes`."""
+        pages = {
+            page: bytes(block[page << _PAGE_SHIFT : (page + 1) << _PAGE_SHIFT])
+            for page in range((len(block) + PAGE_BYTES - 1) >> _PAGE_SHIFT)
+            if not holes >> page & 1
+        }
+        return cls(len(block), pages)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.length)
+        pieces = []
+        while start < stop:
+            page, at = start >> _PAGE_SHIFT, start & PAGE_BYTES - 1
+            size = min(PAGE_BYTES - at, stop - start)
+            pieces.append(self.pages.get(page, b"")[at : at + size].ljust(size, b"\0"))
+            start += size
+        return b"".join(pieces)
+
+    def write(self, start: int, data: Buffer) -> None:
+        """Put `data` at `start`, which makes the pages that it touches written ones."""
+        done, length = 0, len(data)
+        view = memoryview(data)
+        while done < length:
+            page, at = (start + done) >> _PAGE_SHIFT, start + done & PAGE_BYTES - 1
+            size = min(PAGE_BYTES - at, length - done)
+            old = self.pages.get(page, b"")
+            self.pages[page] = b"".join((old[:at].ljust(at, b"\0"), view[done : done + size], old[at + size :]))
+            done += size
+        self.length = max(self.length, start + length)
+
+    def cut(self, length: int) -> SparseBlock:
+        """A copy of the first `length` bytes."""
+        last, rest = length >> _PAGE_SHIFT, length & PAGE_BYTES - 1
+        pages = {page: data for page, data in self.pages.items() if page < last or (page == last and rest)}
+        if last in pages:
+            pages[last] = pages[last][:rest]
+        return SparseBlock(length, pages)
+
+
+Block = bytes | bytearray | SparseBlock
+
+
+def block_bytes(block: Block) -> int:
+    """The charge of one block.
+
+    Large `bytes` are rounded up to whole pages by malloc (3 % of 128 KiB); a bytearray that grows allocates an eighth
+    more than it needs.
+    """
+    kind = type(block)
+    if kind is SparseBlock:
+        return _SPARSE_CHARGE_BYTES + _PAGE_CHARGE_BYTES * len(block.pages)  # type: ignore[union-attr]
+    length = len(block)
+    return BLOCK_CHARGE_BYTES + length + (length >> 5 if kind is bytes else length >> 3)
