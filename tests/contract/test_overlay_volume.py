@@ -68,9 +68,11 @@ class Below(Driver):
             Path(os.fsdecode(place)).write_bytes(self.read(number))
         seen = volume.lower.stat(path)
         there = state._inode(number, path, seen)
+        state.ledger.leave(made)
         for name in SHOWN:
             setattr(there, name, getattr(made, name))
         state.pages -= made.pages
+        state.ledger.enter_new(there)
         state.table[number] = there
         state.table.below += 1
         return number
