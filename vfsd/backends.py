@@ -20,8 +20,9 @@ from protocol.store import DirectorySource, DirectoryTarget, Store, Watch
 from protocol.volume import Volume
 from vfsd.extras import lacking
 from vfsd.logs import log_failure
+from vfsd.memory_limits import default_max_memory
 from vfsd.options import MountOptions
-from vfsd.snapshots.archives import read_archive
+from vfsd.snapshots.archives import archive, read_origin, unpack
 from vfsd.snapshots.stored import Stored, interrupted
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "open_backend"]
 
 _logger = logging.getLogger(__name__)
-_MEMORY_SHARE: Final = 2  # by default content may take one in so many bytes of the machine's, as in tmpfs
 _HOST_CACHE_TIMEOUT_S: Final = 1.0
 
 
@@ -76,15 +76,11 @@ def open_backend(options: MountOptions, progress: Progress = untold) -> Backend:
     raise OSError(errno.EOPNOTSUPP, f"there is no backend {options.backend!r}")
 
 
-def _max_bytes(options: MountOptions) -> int:
-    return options.max_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MEMORY_SHARE
-
-
 def _memory(options: MountOptions, progress: Progress) -> Backend:
-    if options.archive is None:
-        volume = MemoryVolume(_max_bytes(options), options.max_inodes)
-    else:
-        volume = read_archive(options.archive, _max_bytes(options), options.max_inodes, progress)
+    limit = options.max_memory or default_max_memory(options.max_bytes)
+    volume = MemoryVolume(options.max_bytes or limit, options.max_inodes, max_memory=limit)
+    if options.archive is not None:
+        unpack(archive(options.archive), volume, progress)
     volume.read_only = options.read_only
     return Backend(volume)
 
@@ -160,15 +156,17 @@ def _half_done(stored: Stored) -> str | None:
 
 def _overlay(options: MountOptions, directory: str, progress: Progress) -> Backend:
     recovered = _recover(options, directory)
+    limit = options.max_memory or default_max_memory(options.max_bytes)
     volume = OverlayVolume(
         os.fsencode(directory),
-        _max_bytes(options),
+        options.max_bytes or limit,
         options.max_inodes,
         include=options.include,
         exclude=options.exclude,
+        max_memory=limit,
     )
     if options.archive is not None:
-        with read_archive(options.archive, volume.max_bytes, volume.max_inodes, progress).tree() as tree:
+        with read_origin(archive(options.archive), volume, progress).tree() as tree:
             volume.import_tree(tree, replace=False)
     volume.read_only = options.read_only
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)

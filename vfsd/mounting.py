@@ -63,6 +63,7 @@ class MountArguments(TypedDict, total=False):
     archive: FilePath | None
     max_bytes: int | None
     max_inodes: int | None
+    max_memory: int | None
     read_only: bool
     allow_other: bool
     cache_timeout_s: float | None

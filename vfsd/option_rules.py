@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final
 
 from protocol.backends.container.address import parse_address
+from vfsd.memory_limits import LEAST_MEMORY_BYTES
 from vfsd.options import ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
 
 __all__ = ["BACKENDS", "LARGEST", "SCOPES", "OptionError", "Scope", "check_options"]
@@ -29,7 +30,7 @@ BACKENDS: Final = {
 }
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
-_POSITIVE: Final = ("max_bytes", "max_inodes", "pids_limit", "memory_bytes")
+_POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 
 class OptionError(ValueError):
@@ -77,6 +78,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "archive": Scope(_IN_MEMORY, "the others have content of their own"),
     "max_bytes": _LIMITS,
     "max_inodes": _LIMITS,
+    "max_memory": _LIMITS,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes the content of the others"),
     "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
     "include": _HIDING,
@@ -124,6 +126,7 @@ def _check_values(options: MountOptions) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value <= LARGEST:
             raise OptionError(f"{{{name}}} must be positive and at most 2^63 - 1, not {{value}}", value=value)
+    _check_memory(options.max_bytes, options.max_memory)
     if NAME_PATTERN.fullmatch(options.name) is None:
         raise OptionError(
             "{name} {value!r} is not a workspace name: letters, digits, '.', '_' and '-', at most 64, a letter or"
@@ -138,6 +141,17 @@ def _check_values(options: MountOptions) -> None:
     timeout_s = options.cache_timeout_s
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
+
+
+def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
+    if max_memory is None:
+        return
+    if max_memory < LEAST_MEMORY_BYTES:
+        raise OptionError("{max_memory} must be at least {least:,} bytes", least=LEAST_MEMORY_BYTES)
+    if max_bytes is not None and max_bytes > max_memory:
+        raise OptionError(
+            "{max_bytes} must be at most {max_memory}, which bounds content, metadata and snapshots together"
+        )
 
 
 def _check_container_values(options: MountOptions) -> None:

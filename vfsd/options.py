@@ -32,6 +32,7 @@ class MountOptions:
     engine: EngineChoice = "auto"
     archive: str | None = None  # --from
     max_bytes: int | None = None
+    max_memory: int | None = None  # content, metadata and snapshots together; None for half of what the daemon may have
     max_inodes: int | None = None
     read_only: bool = False
     allow_other: bool = False

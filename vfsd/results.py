@@ -59,7 +59,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import.
+    """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import,
+    "automatic" after a command; these are dropped where memory is short.
 
     `changes` is what changed since the snapshot before it, None where that was not asked for.  Of a directory of the
     host, `unstable` are files that changed while they were read, `unreadable` what it lacks for want of permission.
@@ -70,7 +71,7 @@ class Snapshot:
     files: int
     directories: int
     size_bytes: int
-    kind: Literal["user", "safety"] = "user"
+    kind: Literal["user", "safety", "automatic"] = "user"
     tag: str | None = None
     changes: Counts | None = None
     unstable: tuple[str, ...] = ()
@@ -160,8 +161,12 @@ class Status:
     """A running workspace.
 
     What a backend does not know without walking its tree, or has none of, is None.
-    `used_bytes` is what the content takes, holes not counted; `requests` what was served; `engine_reason` says why
-    this engine serves where another would be preferred; `changed_below` how many files others changed below an overlay;
+    `used_bytes` is what `max_bytes` bounds: content in whole pages, holes not counted, and metadata beyond 4 MiB.
+    `live_bytes` (files, names, attributes), `snapshot_bytes` (what only snapshots hold) and `overhead_bytes` (what is
+    reserved for removing and restoring, lent to an import, or remembered of below an overlay) are what `max_memory`
+    bounds together; `pruned` counts the automatic snapshots that were dropped to make room.
+    `requests` what was served; `engine_reason` says why this engine serves where another would be preferred;
+    `changed_below` how many files others changed below an overlay;
     `interrupted` tells of a restore or an apply that is half done, and how to finish or undo it.
     `commands` says where commands run ("on this host", ...), None where nowhere.
     Of a container `container` is what Podman says of it, `transport` how it is reached, and `connected` whether it is:
@@ -184,6 +189,11 @@ class Status:
     max_inodes: int | None
     snapshots: int | None
     requests: int
+    live_bytes: int | None = None
+    snapshot_bytes: int | None = None
+    overhead_bytes: int | None = None
+    max_memory: int | None = None
+    pruned: int | None = None
     changed_below: int | None = None
     engine_reason: str | None = None
     interrupted: str | None = None

@@ -82,7 +82,19 @@ _option = functools.partial(click.option, cls=_MountOption)
 @_option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
 @_option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
 @_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content.")
-@_option("--max-bytes", type=SIZE, metavar="SIZE", help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...")
+@_option(
+    "--max-bytes",
+    type=SIZE,
+    metavar="SIZE",
+    help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...",
+)
+@_option(
+    "--max-memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="What content, metadata and snapshots may take together.  Automatic snapshots are dropped to make room, oldest"
+    " first; --max-bytes is as much if not given.  [default: half of the machine's memory, or of the cgroup's limit]",
+)
 @_option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
 @_option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
 @_option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
@@ -363,6 +375,10 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("size", "size"), status.size_bytes),
             (output.Column("used", "size"), status.used_bytes),
             (output.Column("max-bytes", "size"), status.max_bytes),
+            (output.Column("live", "size"), status.live_bytes),
+            (output.Column("snapshot-bytes", "size"), status.snapshot_bytes),
+            (output.Column("overhead", "size"), status.overhead_bytes),
+            (output.Column("max-memory", "size"), status.max_memory),
             (output.Column("max-inodes", "count"), status.max_inodes),
             (output.Column("snapshots", "count"), status.snapshots),
             (output.Column("requests", "count"), status.requests),

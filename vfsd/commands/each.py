@@ -6,6 +6,7 @@ import itertools
 from typing import Final
 
 from protocol.errors import SnapshotExistsError
+from protocol.volume import TAG_MAX_BYTES
 from vfsd.snapshots.base import UNWATCHED, Snapshots, free_name
 
 __all__ = ["SnapshotEach"]
@@ -26,6 +27,12 @@ class SnapshotEach:
             self._numbers = itertools.count(int(first.removeprefix(_PREFIX)))
         while True:
             try:
-                return (await self._snapshots.take(f"{_PREFIX}{next(self._numbers)}", tag, UNWATCHED)).name
+                name = f"{_PREFIX}{next(self._numbers)}"
+                return (await self._snapshots.take(name, _short(tag), UNWATCHED, kind="automatic")).name
             except SnapshotExistsError:
                 pass  # somebody chose that name
+
+
+def _short(tag: str) -> str:
+    """As much of a command as a tag may have."""
+    return tag.encode("utf-8", "replace")[:TAG_MAX_BYTES].decode("utf-8", "ignore")

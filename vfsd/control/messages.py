@@ -141,11 +141,17 @@ class StatusResult(msgspec.Struct):
     files: int | None
     directories: int | None
     size_bytes: int | None
-    used_bytes: int | None  # what the content takes, holes not counted
+    used_bytes: int | None  # what max_bytes bounds: content in whole pages, holes not counted, and much metadata
     max_bytes: int | None
     max_inodes: int | None
     snapshots: int | None
     requests: int  # served by the engine since it started
+    # What the workspace takes of memory, which max_memory bounds together.
+    live_bytes: int | None = None  # files, names, attributes
+    snapshot_bytes: int | None = None  # what only snapshots hold
+    overhead_bytes: int | None = None  # reserved for removing and restoring, lent to an import, remembered of below
+    max_memory: int | None = None
+    pruned: int | None = None  # automatic snapshots that were dropped to make room
     changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
     engine_reason: str | None = None  # why this engine serves, where another would be preferred
     interrupted: str | None = None  # a restore or an apply that is half done, and how to finish or undo it
@@ -168,7 +174,7 @@ class SnapshotRecord(msgspec.Struct):
     files: int
     directories: int
     size_bytes: int
-    kind: Literal["user", "safety"]
+    kind: Literal["user", "safety", "automatic"]
     tag: str | None = None
     changes: ChangeCounts | None = None  # against the snapshot before it; None where not asked for
     unstable: list[str] = []  # files that changed while they were read: they may be of more than one moment

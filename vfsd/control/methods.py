@@ -154,6 +154,11 @@ class Methods:
             used_bytes=volume.used_bytes if volume else None,
             max_bytes=volume.max_bytes if volume else None,
             max_inodes=volume.max_inodes if volume else None,
+            live_bytes=volume.memory.live if volume else None,
+            snapshot_bytes=volume.memory.snapshots if volume else None,
+            overhead_bytes=volume.memory.overhead if volume else None,
+            max_memory=volume.max_memory if volume else None,
+            pruned=volume.pruned if volume else None,
             snapshots=None if self._kept is None else len(await self._kept.infos()),
             requests=self._served.engine.requests,
             changed_below=volume.changed_below if isinstance(volume, OverlayVolume) else None,
@@ -390,7 +395,7 @@ def _watched(changed: Iterable[Change], call: Call) -> Iterator[Change]:
 
 def _record(info: SnapshotInfo, changes: Counts | None = None) -> SnapshotRecord:
     created = datetime.fromtimestamp(info.created_ns / 1e9, UTC)
-    kind: Literal["user", "safety"] = info.kind
+    kind: Literal["user", "safety", "automatic"] = info.kind
     return SnapshotRecord(
         name=info.name,
         created_at=created.isoformat(timespec="milliseconds"),

@@ -13,7 +13,7 @@ from protocol.store import Store
 from protocol.tree import Tree
 from vfsd.snapshots.counted import CountedTree
 
-__all__ = ["Origin", "archive", "read_archive", "read_origin", "snapshot_of"]
+__all__ = ["Origin", "archive", "read_origin", "snapshot_of", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +38,40 @@ def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
     return Origin(shown, lambda _: store.tree(key, name))
 
 
-def read_archive(path: str, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold) -> MemoryVolume:
-    """As `read_origin`, of the ZIP file `path`."""
-    return read_origin(archive(path), max_bytes, max_inodes, progress)
+def read_origin(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> MemoryVolume:
+    """What `origin` has, unpacked into a volume of its own, within the limits of `volume`.  See `unpack`.
 
-
-def read_origin(
-    origin: Origin, max_bytes: int | None, max_inodes: int | None, progress: Progress = untold
-) -> MemoryVolume:
-    """What `origin` has, validated and unpacked into a volume of its own.  Any thread.  ArchiveError, OSError.
-
-    So the serving loop has only to put it in place.  What it may take is what the workspace may: an archive that
-    unpacks to more than the machine has would otherwise end the daemon, and the workspace with it.
-    `progress` is told of both passes over the content, the check and the unpacking, as halves of the whole.
+    So the serving loop has only to put it in place.  Memory is lent by `volume`, which has less of it until the content
+    is put there, or the caller gives it back (`MemoryVolume.give_back`).
     """
-    staged = MemoryVolume(max_bytes, max_inodes)
+    staged = MemoryVolume(volume.max_bytes, volume.max_inodes)
+    staged.borrow_from(volume)
     try:
-        with origin.opened(lambda done, total: progress(done // 2, total)) as tree:
-            counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
-            staged.import_tree(counted, replace=True)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        reason = f"No space left: that is more than the workspace may hold ({_limits(max_bytes, max_inodes)})"
-        raise OSError(errno.ENOSPC, reason, origin.name) from None
+        unpack(origin, staged, progress)
+    except BaseException:
+        staged.give_back()
+        raise
     return staged
 
 
-def _limits(max_bytes: int | None, max_inodes: int | None) -> str:
-    return ", ".join(f"{limit:,} {what}" for limit, what in ((max_bytes, "bytes"), (max_inodes, "inodes")) if limit)
+def unpack(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> None:
+    """Put what `origin` has, validated, into `volume`, which is empty.  Any thread.  ArchiveError, OSError.
+
+    What it may take is what `volume` may: an archive that unpacks to more than the machine has would otherwise end the
+    daemon, and the workspace with it.
+    `progress` is told of both passes over the content, the check and the unpacking, as halves of the whole.
+    """
+    try:
+        with origin.opened(lambda done, total: progress(done // 2, total)) as tree:
+            counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
+            volume.import_tree(counted, replace=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        reason = f"No space left: that is more than the workspace may hold ({_limits(volume)})"
+        raise OSError(errno.ENOSPC, reason, origin.name) from None
+
+
+def _limits(volume: MemoryVolume) -> str:
+    limits = ((volume.max_bytes, "bytes"), (volume.max_inodes, "inodes"), (volume.max_memory, "bytes of memory"))
+    return ", ".join(f"{limit:,} {what}" for limit, what in limits if limit)

@@ -28,7 +28,7 @@ from typing import Final, Literal, Protocol
 from protocol.archive import Progress
 from protocol.diff import Change, Counts
 from protocol.tree import Tree
-from protocol.volume import SnapshotInfo
+from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.snapshots.archives import Origin
 
 __all__ = [
@@ -154,8 +154,13 @@ class Snapshots(Protocol):
         """The restore that is half done, if there is one."""
         ...
 
-    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:
-        """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError."""
+    async def take(
+        self, name: str | None, tag: str | None, watch: Watch, *, kind: SnapshotKind = "user"
+    ) -> SnapshotInfo:
+        """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError, ENOSPC.
+
+        One that is "automatic" may be dropped where memory is short.
+        """
         ...
 
     async def infos(self) -> Sequence[SnapshotInfo]:

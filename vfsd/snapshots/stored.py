@@ -29,7 +29,7 @@ from protocol.diff import Change, Counts, changes, count
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import DamagedError, RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
 from protocol.tree import Tree
-from protocol.volume import SnapshotInfo
+from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.logs import log_failure
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin
@@ -120,7 +120,14 @@ class StoreSnapshots:
     async def _all(self) -> Sequence[StoredSnapshot]:
         return await _in_thread(self._store.snapshots, self._key)
 
-    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:
+    async def take(
+        self,
+        name: str | None,
+        tag: str | None,
+        watch: Watch,
+        *,
+        kind: SnapshotKind = "user",  # noqa: ARG002  (on disk none is dropped for lack of memory)
+    ) -> SnapshotInfo:
         async with self._served.changing:
             await self._served.settle()
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())

@@ -15,7 +15,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff import Counts
 from protocol.tree import Tree
-from protocol.volume import Coherence, SnapshotInfo, Volume
+from protocol.volume import Coherence, SnapshotInfo, SnapshotKind, Volume
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin, read_origin
 from vfsd.snapshots.base import (
@@ -58,10 +58,18 @@ class VolumeSnapshots:
     async def interrupted(self) -> Interrupted | None:
         return None
 
-    async def take(self, name: str | None, tag: str | None, watch: Watch) -> SnapshotInfo:  # noqa: ARG002
+    async def take(
+        self,
+        name: str | None,
+        tag: str | None,
+        watch: Watch,  # noqa: ARG002
+        *,
+        kind: SnapshotKind = "user",
+    ) -> SnapshotInfo:
         async with self._served.changing:
             await self._served.settle()
-            return self._volume.take_snapshot(name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots()), tag=tag)
+            name = name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots())
+            return self._volume.take_snapshot(name, tag=tag, kind=kind)
 
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
@@ -84,10 +92,13 @@ class VolumeSnapshots:
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
         # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
-        read = functools.partial(read_origin, origin, self._volume.max_bytes, self._volume.max_inodes, in_bytes(watch))
+        read = functools.partial(read_origin, origin, self._volume, in_bytes(watch))
         staged = await trio.to_thread.run_sync(read)
-        with staged.tree() as tree:
-            yield Staged(origin.name, tree, staged.files, staged.size_bytes)
+        try:
+            with staged.tree() as tree:
+                yield Staged(origin.name, tree, staged.files, staged.size_bytes)
+        finally:
+            staged.give_back()
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:  # noqa: ARG002
         return await self._change(lambda: self._volume.import_tree(staged.tree, replace=replace, paths=paths))

@@ -1,8 +1,8 @@
 """Base: what all parts of a volume in memory stand on: its state, its limits, and the checks that they share.
 
 Two limits.  `max_bytes` bounds the live content, in whole pages as tmpfs counts them, and the metadata beyond
-FREE_METADATA_BYTES.  `max_memory` bounds all that the state takes, snapshots too (`ledger.Ledger.total`).  At the second,
-in this order:
+FREE_METADATA_BYTES.  `max_memory` bounds all that the state takes, snapshots too (`ledger.Ledger.total`).  When it is
+reached, in this order:
 
 1. automatic snapshots (every kind but "user") are dropped, oldest first, as long as that is needed;
 2. new snapshots are refused, SNAPSHOT_MARGIN_BYTES before the limit;
@@ -86,7 +86,7 @@ class Base(Snapshots):
     @property
     def max_memory(self) -> int | None:
         """What content, metadata and snapshots may take together, in bytes."""
-        return self._ledger.limit
+        return self._ledger.bound
 
     def _metadata_pages(self) -> int:
         """The pages that metadata takes of `max_bytes`."""

@@ -8,8 +8,8 @@ Invariants (held by `check`):
 - `allocated` is the sum of `block_bytes` of all blocks;
 - `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  What is
   reserved reads as zeros, and is a hole until a second fallocate comes upon it: tmpfs fills it then;
-- a block is this content's own if `owned` is None (all are) or has its index.  Every other block is shared: it is in the
-  ledger's `shared`, and other versions may hold it.  Only an own block that is no `bytes` may be changed in place.
+- a block is this content's own if `owned` is None (all are) or has its index.  Every other block is shared: it is in
+  the ledger's `shared`, and other versions may hold it.  Only an own block that is no `bytes` may be changed in place.
 
 Pages are what tmpfs counts in st_blocks and what SEEK_HOLE tells apart; blocks are larger, because a
 dense block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
@@ -21,10 +21,11 @@ import errno
 import heapq
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise, takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.blocks import BLOCK_CHARGE_BYTES, PAGE_BYTES, Block, SparseBlock, block_bytes
 from protocol.backends.memory.ledger import Ledger
+from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
 from protocol.errors import fail
 
 if TYPE_CHECKING:
@@ -41,14 +42,6 @@ _BLOCK_MASK: Final = BLOCK_BYTES - 1
 Range = tuple[int, int]  # first page, page after the last
 
 
-class Reserved(NamedTuple):
-    """Pages that fallocate has counted and nobody has written."""
-
-    first: int
-    after: int
-    is_data: bool = False  # allocated twice
-
-
 # What a page promised by fallocate is charged: what writing it allocates at most.
 _RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 768
 _NONE_OWNED: Final[frozenset[int]] = frozenset()  # one for all: most versions never write a block
@@ -61,36 +54,6 @@ def _page_up(offset: int) -> int:
 def _bits(first: int, after: int) -> int:
     """A mask with bits `first` to `after`-1 set."""
     return ((1 << after) - (1 << first)) if after > first else 0
-
-
-def _overlap(ranges: Iterable[Reserved], first: int, after: int) -> int:
-    return sum(each.after - each.first for each in _within(ranges, first, after))
-
-
-def _within(ranges: Iterable[Reserved], first: int, after: int) -> list[Reserved]:
-    cut = (each._replace(first=max(first, each.first), after=min(after, each.after)) for each in ranges)
-    return [each for each in cut if each.after > each.first]
-
-
-def _without(ranges: Iterable[Reserved], first: int, after: int) -> tuple[Reserved, ...]:
-    left = []
-    for each in ranges:
-        if each.first < first:
-            left.append(each._replace(after=min(each.after, first)))
-        if each.after > after:
-            left.append(each._replace(first=max(each.first, after)))
-    return tuple(each for each in left if each.after > each.first)
-
-
-def _joined(ranges: Iterable[Reserved]) -> tuple[Reserved, ...]:
-    """In order, with neighbours of one kind made one."""
-    joined: list[Reserved] = []
-    for each in sorted(ranges):
-        if joined and joined[-1].after == each.first and joined[-1].is_data == each.is_data:
-            joined[-1] = joined[-1]._replace(after=each.after)
-        else:
-            joined.append(each)
-    return tuple(joined)
 
 
 def _same_bytes(a: Block, b: Block) -> bool:
@@ -294,11 +257,11 @@ class Content:
             if self.holes and index in self.holes:
                 new += (self.holes[index] & _bits(first, after)).bit_count()
         if self.reserved:
-            new -= self._reserved_within(offset, end)
+            new -= self._reservedwithin(offset, end)
         return new
 
-    def _reserved_within(self, offset: int, end: int) -> int:
-        return _overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
+    def _reservedwithin(self, offset: int, end: int) -> int:
+        return overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
 
     def write(self, offset: int, data: Buffer, growth: int) -> None:
         """Write all of `data`, at least a byte; `growth` is what `growth()` said of it."""
@@ -316,7 +279,7 @@ class Content:
                 done += part
         self.pages += growth
         if self.reserved:
-            self.reserved = _without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
+            self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
 
     def write_plainly(self, offset: int, end: int, data: Buffer) -> int:
         """`growth` and `write` in one step for what most writes are; returns the growth, or -1: nothing was done.
@@ -544,24 +507,24 @@ class Content:
         written = sum(
             max(0, min(after, end) - max(first, start)) for start, end in self._data_ranges(first) if start < after
         )
-        return after - first - written - _overlap(self.reserved, first, after)
+        return after - first - written - overlap(self.reserved, first, after)
 
     def reserve(self, offset: int, length: int) -> None:
         """Count pages that are not there yet as used, so that writing them cannot fail; fill those reserved before."""
         first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
         added = self.reservation(offset, length)
-        again = [each._replace(is_data=True) for each in _within(self.reserved, first, after)]
+        again = [each._replace(is_data=True) for each in within(self.reserved, first, after)]
         written = takewhile(lambda each: each[0] < after, self._data_ranges(first))
         missing: tuple[Reserved, ...] = (Reserved(first, after),)
         for start, end, *_ in chain(written, again):
-            missing = _without(missing, start, end)
-        self.reserved = _joined(chain(_without(self.reserved, first, after), again, missing))
+            missing = without(missing, start, end)
+        self.reserved = joined(chain(without(self.reserved, first, after), again, missing))
         self.pages += added
 
     def _unreserve(self, first: int, after: int) -> None:
         if after > first:
-            self.pages -= _overlap(self.reserved, first, after)
-            self.reserved = _without(self.reserved, first, after)
+            self.pages -= overlap(self.reserved, first, after)
+            self.reserved = without(self.reserved, first, after)
 
     # -- invariants ----------------------------------------------------------------------------
     def check(self, size: int) -> None:
@@ -582,7 +545,7 @@ class Content:
                 if bits >> bit & 1:
                     page = self.blocks[index][bit << _PAGE_SHIFT : (bit + 1) << _PAGE_SHIFT]
                     assert not any(page), "a hole that is not zeros"
-        assert self.reserved == _joined(self.reserved), "reservations out of order, or in pieces"
+        assert self.reserved == joined(self.reserved), "reservations out of order, or in pieces"
         for before, each in pairwise(self.reserved):
             assert before.after <= each.first, "reserved twice"
         for first, after, _ in self.reserved:
@@ -597,4 +560,6 @@ class Content:
             return
         assert self.ledger is not None
         for index, block in self.blocks.items():
-            assert index in self.owned or id(block) in self.ledger.shared, "a shared block that the ledger does not know"
+            assert index in self.owned or id(block) in self.ledger.shared, (
+                "a shared block that the ledger does not know"
+            )

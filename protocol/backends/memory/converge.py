@@ -42,7 +42,9 @@ class Converger:
     only that stops which cannot fit any more, whatever is removed yet.
     """
 
-    def __init__(self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]
+    ) -> None:
         self._state = state
         self._tree = tree
         self._replace = replace
@@ -63,7 +65,10 @@ class Converger:
         self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)
 
     def _check_growth(self, pages: int, inodes: int = 0, memory: int = 0) -> None:
-        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes, or `memory` not now."""
+        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes.
+
+        Or where `memory` more bytes do not fit now: what is replaced stays until the end.
+        """
         state = self._state
         if self._own_view is not None:
             memory = 0

@@ -190,7 +190,5 @@ def _record_bytes(state: State) -> int:
     charge = 0
     for epoch in state.log.epochs():
         charge += epoch.charge + RECORD_BYTES * sum(version is None for version in epoch.inodes.values())
-        charge += sum(
-            NAMES_BYTES + sum(RECORD_BYTES + len(name) for name in names) for names in epoch.names.values()
-        )
+        charge += sum(NAMES_BYTES + sum(RECORD_BYTES + len(name) for name in names) for names in epoch.names.values())
     return charge

@@ -142,6 +142,11 @@ class Ledger:
         """What `limit` bounds."""
         return self.content + self.metadata + self.kept + self.overhead
 
+    @property
+    def bound(self) -> int | None:
+        """The limit, or that of the lender."""
+        return self.limit if self._lender is None else self._lender.limit
+
     def set_limit(self, limit: int | None) -> None:
         """Bound `total`, in bytes; None: no bound."""
         self.limit = limit

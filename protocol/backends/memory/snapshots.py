@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.converge import Converger
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
+from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
 from protocol.backends.memory.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.view import SnapshotTree
-from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
 from protocol.volume import TAG_MAX_BYTES, Coherence, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Snapshots:
     def __init__(self, state: State) -> None:
         self._state = state
         self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # told of each snapshot dropped to make room
+        self.pruned = 0  # how many those were
         self._not_to_prune: frozenset[str] = frozenset()
 
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
@@ -82,8 +83,9 @@ class Snapshots:
         if ledger.used + need <= ledger.ceiling or self._make_room(need) or kind == "safety":
             return
         reason = (
-            f"No memory left for a snapshot: {ledger.total:,} of {ledger.limit:,} bytes are taken, {ledger.kept:,} of them"
-            " by snapshots.  Drop snapshots (`vfsd drop NAME`), remove files, or mount with a larger --max-memory"
+            f"No memory left for a snapshot: {ledger.total:,} of {ledger.limit:,} bytes are taken,"
+            f" {max(0, ledger.kept):,} of them by snapshots.  Drop snapshots (`vfsd drop NAME`), remove files, or mount"
+            " with a larger --max-memory"
         )
         raise OSError(errno.ENOSPC, reason, name)
 
@@ -97,6 +99,7 @@ class Snapshots:
                 if info.kind == "user" or info.name in self._not_to_prune:
                     continue
                 self.drop_snapshot(info.name)
+                self.pruned += 1
                 if self.on_pruned is not None:
                     self.on_pruned(info)
                 if ledger.used + count <= ledger.ceiling:

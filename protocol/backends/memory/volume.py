@@ -51,8 +51,8 @@ _WRITE_BYTES: Final = 2 * (BLOCK_BYTES + BLOCK_BYTES // 8) + SLACK_BYTES
 class MemoryUse(NamedTuple):
     """What a volume takes of the machine's memory, in bytes.
 
-    `live`: files, names and attributes as allocated; `snapshots`: what only snapshots hold; `overhead`: what is reserved
-    so that removing and restoring always work, what is lent to an import, and what an overlay remembers of below.
+    `live`: files, names and attributes as allocated; `snapshots`: what only snapshots hold; `overhead`: the reserve for
+    removing and restoring, what is lent to an import, and what an overlay remembers of the directory below.
     """
 
     live: int
@@ -103,6 +103,14 @@ class MemoryVolume(Entries):
         reserve = RESERVE_BYTES * len(self._inodes)
         live = ledger.content + ledger.metadata - reserve
         return MemoryUse(live, max(0, ledger.kept), ledger.overhead + reserve)
+
+    def borrow_from(self, volume: MemoryVolume) -> None:
+        """Take memory only from what `volume` has left, as a loan: what is unpacked here is to be put into it."""
+        self._ledger.borrow_from(volume._ledger)
+
+    def give_back(self) -> None:
+        """End the loan: this volume is used no more, or was put into the other."""
+        self._ledger.give_back()
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the state contradicts itself.  O(everything): for tests and bug reports."""

@@ -72,10 +72,10 @@ def _locked(method: Callable[Concatenate[OverlayVolume, P], T]) -> Callable[Conc
 class OverlayVolume(MemoryVolume):
     """A volume over the directory `root`.  Implements `protocol.volume.SnapshotableVolume`.
 
-    `max_bytes` and `max_inodes` bound what is held above, `max_memory` that, the snapshots, and what was looked at below,
-    which is forgotten never: beyond the limit listing and looking up answer ENOMEM.  `include` and `exclude` are patterns as `Hiding` has
-    them; a hidden name cannot be made either (EPERM).  `on_change` is told, from any thread, what changed below, and
-    calls `told` when the kernel knows.
+    `max_bytes` and `max_inodes` bound what is held above.  `max_memory` bounds that, the snapshots, and what is
+    remembered of the directory below: an eighth beyond it, listing and looking up what is new fails with ENOMEM.
+    `include` and `exclude` are patterns as `Hiding` has them; a hidden name cannot be made either (EPERM).  `on_change`
+    is told, from any thread, what changed below, and calls `told` when the kernel knows.
     """
 
     def __init__(
