@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Final
 
