@@ -7,7 +7,9 @@ import itertools
 import mmap
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -146,3 +148,43 @@ def test_df_says_what_there_is_and_what_is_left(limited: Limited) -> None:
     fields = "--output=size,used,avail,pcent,itotal,iused"
     said = subprocess.run(["df", "-k", fields, root], capture_output=True, text=True, check=True).stdout
     assert said.splitlines()[1].split() == ["4096", "1024", "3072", "25%", "100", "2"]
+
+
+@pytest.fixture
+def busy_device() -> Iterator[Callable[[Path], None]]:
+    """Keeps requests of other threads in the kernel's queue; then some of them are read before a FORGET."""
+    ended = threading.Event()
+
+    def ask(root: Path) -> None:
+        while not ended.is_set():
+            os.statvfs(root)
+
+    with ThreadPoolExecutor(4) as threads:
+        try:
+            yield lambda root: [threads.submit(ask, root) for _ in range(4)].clear()
+        finally:
+            ended.set()
+
+
+def test_the_space_of_a_removed_file_is_free_for_the_next_write(
+    limited: Limited, busy_device: Callable[[Path], None]
+) -> None:
+    root = limited(max_bytes=MIB)
+    busy_device(root)
+    for _ in range(60):
+        fd = os.open(root / "f", os.O_WRONLY | os.O_CREAT)
+        assert os.write(fd, b"x" * MIB) == MIB
+        os.close(fd)
+        (root / "f").unlink()
+
+
+def test_the_inodes_of_removed_files_are_free_for_the_next_files(
+    limited: Limited, busy_device: Callable[[Path], None]
+) -> None:
+    root = limited(max_inodes=2)
+    busy_device(root)
+    for _ in range(60):
+        (root / "f").touch()
+        (root / "f").unlink()
+        (root / "d").mkdir()
+        (root / "d").rmdir()

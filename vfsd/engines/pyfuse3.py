@@ -43,6 +43,7 @@ import trio
 from protocol.errors import errno_of, fail
 from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
 from vfsd.engines.base import EngineSettings, Impersonator
+from vfsd.engines.libfuse import mount_error, standard_error
 
 __all__ = ["Pyfuse3Engine"]
 
@@ -56,7 +57,7 @@ _INODE_MASK: Final = _MAY_KILL - 1
 _SET_ID_BITS: Final = 0o6000  # S_ISUID | S_ISGID
 _STOP_GRACE_S: Final = 5.0  # what handlers in progress get to finish when the engine is stopped
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
-_LIBFUSE_TEXT_BYTES: Final = 4096  # of what libfuse says when a mount fails
+_REQUESTS_FOR_ROOM: Final = 64
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,13 +66,24 @@ R = TypeVar("R")
 def _handler(
     method: Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]]:
-    """A request handler from which nothing but FUSEError leaves; counts the request, and itself while it runs."""
+    """A request handler that raises nothing but FUSEError; counts the request, and itself while it runs.
+
+    Retries once after ENOSPC.  The kernel forgets an inode after it has answered the unlink, so the FORGET that frees
+    the file's space may be read after the next request of the same program; a local file system would have the
+    space by then.  A volume that raises ENOSPC has changed nothing.
+    """
 
     @functools.wraps(method)
     async def handle(self: _Handlers, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.requests += 1
         self.in_progress += 1
         try:
+            try:
+                return await method(self, *args, **kwargs)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+            await self._wait_for_forgets()
             return await method(self, *args, **kwargs)
         except pyfuse3.FUSEError:
             raise
@@ -100,6 +112,7 @@ class _Handlers(pyfuse3.Operations):
     def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
         self.requests = 0
         self.in_progress = 0
+        self.is_readable: Callable[[], bool] = lambda: False  # whether requests wait in the device; the engine sets it
         self._volume = volume
         # A `FlushingVolume` has it; asking for its whole shape would touch every method.
         self._flush: Callable[[int], Answer[None]] | None = getattr(volume, "flush", None)
@@ -153,6 +166,16 @@ class _Handlers(pyfuse3.Operations):
         except OSError as error:
             if error.errno != errno.ENOENT:
                 log.warning("cannot make the kernel forget the mode of inode %d: %s", inode, error)
+
+    async def _wait_for_forgets(self) -> None:
+        """Let the other tasks read the requests that wait in the device, up to `_REQUESTS_FOR_ROOM` of them.
+
+        A FORGET counts as a request here.  The kernel hands out at most eight requests before the FORGETs that wait
+        (fuse_dev_do_read, fs/fuse/dev.c), so a device that is never empty has delivered them too.
+        """
+        last = self.requests + _REQUESTS_FOR_ROOM
+        while self.requests < last and self.is_readable():
+            await trio.lowlevel.checkpoint()
 
     async def _kills(self, inode: int) -> bool:
         """Whether there is a suid or sgid bit to clear."""
@@ -335,11 +358,12 @@ class _Handlers(pyfuse3.Operations):
 
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        if not fh & _MAY_KILL:
-            return await _result(self._volume.write(fh, off, buf))
         inode = fh & _INODE_MASK
-        kill = await self._kills(inode)
+        kill = bool(fh & _MAY_KILL) and await self._kills(inode)
         written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
+        if written < len(buf):
+            await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
+            written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if kill:
             self._forget_attributes(inode)
         return written
@@ -443,7 +467,7 @@ class Pyfuse3Engine:
             # The kernel would mount it, and then find that the root is another thing than it was told.
             raise fail(errno.ENOTDIR, self._settings.mountpoint)
         before = _fuse_descriptors()
-        with _standard_error() as said:
+        with standard_error() as said:
             try:
                 pyfuse3.init(self._handlers, self._settings.mountpoint, self._options())
             except RuntimeError as error:
@@ -453,8 +477,9 @@ class Pyfuse3Engine:
         if failure is not None:
             if "mount" in str(failure):  # pyfuse3 leaves the session behind that it could not mount
                 pyfuse3.close(unmount=False)
-            raise _mount_error(failure, said.decode(errors="replace"), self._settings.mountpoint)
+            raise mount_error(failure, said.decode(errors="replace"), self._settings.mountpoint)
         (self._fd,) = _fuse_descriptors() - before
+        self._handlers.is_readable = self._readable
         self._closed = False
 
     def _options(self) -> set[str]:
@@ -541,43 +566,3 @@ def _fuse_descriptors() -> set[int]:
         except FileNotFoundError:
             continue  # the one that listed the directory
     return found
-
-
-@contextmanager
-def _standard_error() -> Iterator[bytearray]:
-    """Collects what is written to descriptor 2 meanwhile, by libfuse and by the fusermount3 that it starts."""
-    said = bytearray()
-    kept = os.dup(2)
-    sink = os.memfd_create("libfuse")
-    try:
-        os.dup2(sink, 2)
-        try:
-            yield said
-        finally:
-            os.dup2(kept, 2)
-            said += os.pread(sink, _LIBFUSE_TEXT_BYTES, 0)
-    finally:
-        os.close(kept)
-        os.close(sink)
-
-
-def _mount_error(error: RuntimeError, said: str, mountpoint: str) -> OSError:
-    """What libfuse said, as the OSError that it stands for; EIO where its text names none."""
-    text = "; ".join(line.strip() for line in said.splitlines() if line.strip())
-    code = next((code for code in _MOUNT_ERRORS if os.strerror(code) in text), errno.EIO)
-    return OSError(code, f"cannot mount: {text or error}", mountpoint)
-
-
-# What mount(2) and opening /dev/fuse fail with.
-_MOUNT_ERRORS: Final = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EBUSY,
-    errno.ENODEV,
-    errno.ENXIO,
-    errno.EINVAL,
-    errno.ENOTCONN,
-    errno.ENOMEM,
-)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _SLICE_S: Final = 0.001
 _LINGER_MS: Final = 1
 _SLICES_FOR_ROOM: Final = 2
+_WRITE: Final = int(Opcode.WRITE)  # an IntEnum's member takes longer to compare
+_WRITE_HEAD_BYTES: Final = wire.IN_HEADER_BYTES + wire.FUSE_WRITE_IN.size
 _INIT_TIMEOUT_MS: Final = 10_000
 
 # Replying: the request was aborted, or the whole mount was.
@@ -256,6 +258,9 @@ class NativeEngine:
             if hasattr(answer, "__await__"):
                 self._answer_later(descriptor, operations, opcode, unique, answer)
                 return
+            if opcode == _WRITE and answer < length - _WRITE_HEAD_BYTES and not self._is_last_try:
+                self._postponed.append(bytes(buffer[:length]))
+                return
             message = reply(unique, answer)
         except Exception as error:  # noqa: BLE001  (logged there)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC and not self._is_last_try:
@@ -275,7 +280,8 @@ class NativeEngine:
         """Answer the requests that were postponed.
 
         A file whose unlink was answered takes room until the kernel's FORGET of it is read, which may come after
-        the next request of the same program: on a local file system that one would find the room.
+        the next request of the same program: on a local file system that one would find the room.  A write that
+        found room for its first part only is repeated as a whole.
         """
         postponed, self._postponed = self._postponed, []
         self._is_last_try = True
