@@ -26,6 +26,11 @@ lock_type = "file"
 """
 # Below Podman's own defaults, which cannot be set where it may not raise its limits.
 _ULIMITS = 'default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]'
+_HTTP_REGISTRY = """
+[[registry]]
+location = "{registry}"
+insecure = true
+"""
 
 
 class NoPodmanError(Exception):
@@ -47,10 +52,11 @@ def _command(place: Path) -> list[str]:
 
 
 @contextmanager
-def running_service(place: Path, *, default_ulimits: bool = False) -> Iterator[str]:
+def running_service(place: Path, *, default_ulimits: bool = False, http_registry: str = "") -> Iterator[str]:
     """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone.
 
-    With `default_ulimits` its containers get Podman's own default limits.
+    With `default_ulimits` its containers get Podman's own default limits.  It pulls from `http_registry` (HOST:PORT)
+    without TLS.
 
     NoPodmanError where there can be none.
     """
@@ -61,6 +67,9 @@ def running_service(place: Path, *, default_ulimits: bool = False) -> Iterator[s
     runtime = "runc" if shutil.which("runc") else "crun"
     configuration.write_text(_CONFIGURATION.format(runtime=runtime, ulimits="" if default_ulimits else _ULIMITS))
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    if http_registry:
+        environment["CONTAINERS_REGISTRIES_CONF"] = str(place / "registries.conf")
+        (place / "registries.conf").write_text(_HTTP_REGISTRY.format(registry=http_registry))
     url, log = f"unix://{place}/podman.sock", place / "service.log"
     with log.open("wb") as file:
         service = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,17 +99,59 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     dead = f"{2**22 + 1}:1"  # no process has such a number: kernel/pid_max
     labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon": dead}
     elsewhere = start_container(labels={**labels, "vfsd.machine": "another:0"})
-    other_boot = start_container(labels={**labels, "vfsd.boot": "another"})
-    stopped = start_container(labels={**labels, "vfsd.boot": "another"})
+    namespace = os.readlink("/proc/self/ns/pid")
+    other_boot = start_container(labels={**labels, "vfsd.boot": f"another:{namespace}"})
+    stopped = start_container(labels={**labels, "vfsd.boot": f"another:{namespace}"})
     stopped.kill()
     orphan = start_container(labels=labels)
+    foreign = {
+        "another namespace": boot.partition(":")[0] + ":pid:[1]",
+        "another boot and namespace": "another:pid:[1]",
+        "an owner that could not tell its namespace": boot.partition(":")[0] + ":",
+    }
+    unknown = [start_container(labels={**labels, "vfsd.boot": label}) for label in foreign.values()]
+    for container in unknown:
+        container.kill()
 
-    assert remove_orphans(podman) == ["w", "w"]
+    removed = remove_orphans(podman)
 
     left = {state.id for state in podman.labelled({WORKSPACE_LABEL: "w"})}
-    assert left == {elsewhere.id, other_boot.id}
+    assert left - {stopped.id} == {elsewhere.id, other_boot.id, *(container.id for container in unknown)}
     assert orphan.id not in left
-    assert stopped.id not in left
+    # Only the initial namespace has the same number in every boot.
+    assert (stopped.id in left) == (namespace != "pid:[4026531836]")
+    assert removed == ["w"] * (1 + (stopped.id not in left))
+
+
+OWNER_ELSEWHERE = """
+import sys
+from protocol.backends.container.owned import create_owned
+from protocol.backends.container.podman import PodmanService
+with PodmanService(sys.argv[1]) as service:
+    container = create_owned(service, sys.argv[2], "elsewhere")
+    container.kill()
+    print(container.id, flush=True)
+    sys.stdin.read()
+    container.remove()
+"""
+
+
+@pytest.mark.parametrize("options", [["--mount-proc"], []], ids=["own proc", "proc of the parent namespace"])
+def test_the_container_of_a_daemon_in_another_pid_namespace_is_left_alone(
+    podman: PodmanService, busybox_image: str, options: list[str]
+) -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", *options, sys.executable, "-c", OWNER_ELSEWHERE]
+    owner = subprocess.Popen(
+        [*command, podman.address.url, busybox_image], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        made = owner.stdout.readline().strip()
+
+        assert remove_orphans(podman) == []
+
+        assert not podman.inspect(made).running
+    assert podman.labelled({WORKSPACE_LABEL: ""}) == []
 
 
 def create_labels(podman: PodmanService) -> dict[str, str]:

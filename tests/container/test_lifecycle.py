@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import http.server
+import json
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from protocol.backends.container.opening import open_container
 from protocol.backends.container.podman import ContainerNotFoundError, PodmanService
 from protocol.backends.container.state import ContainerMount
 from tests.container.conftest import MountContainer, StartContainer, attempt, inside
+from tests.container.service import running_service
 
 
 # -- addresses ---------------------------------------------------------------------------------------
@@ -164,10 +169,57 @@ def test_an_image_is_there_or_not(podman: PodmanService, busybox_image: str) -> 
     assert not podman.image_exists("localhost/none:1")
 
 
-def test_an_image_that_cannot_be_had_is_an_error_that_names_it(podman: PodmanService) -> None:
-    with pytest.raises(FileNotFoundError, match="no such image") as caught:
-        podman.pull("localhost:1/none:1")
-    assert caught.value.filename == "localhost:1/none:1"
+@pytest.fixture
+def registry() -> Iterator[str]:
+    """The address of a registry that answers every request for an image with the status that the image is named for."""
+
+    class Registry(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = int(self.path.split("/")[2]) if self.path.count("/") > 2 else 200
+            code = {401: "UNAUTHORIZED", 403: "DENIED", 404: "MANIFEST_UNKNOWN"}.get(status, "UNKNOWN")
+            body = json.dumps({"errors": [{"code": code, "message": "said by the registry"}]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_pull_that_fails_says_whether_registry_access_or_image_is_missing(
+    podman: PodmanService, registry: str, workdir: Path
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{unused.getsockname()[1]}/x:1"  # nobody listens there
+        expected = {
+            f"{registry}/404/x:1": (errno.ENOENT, "no such image"),
+            f"{registry}/401/x:1": (errno.EACCES, "podman login"),
+            f"{registry}/403/x:1": (errno.EACCES, "podman login"),
+            f"{registry}/500/x:1": (errno.EIO, "cannot be pulled.*500"),
+            nobody: (errno.EHOSTUNREACH, "registry cannot be reached.*refused"),
+            "registry.invalid/x:1": (errno.EHOSTUNREACH, "registry cannot be reached"),
+            "no-such-name": (errno.ENOENT, "no such image"),
+            "NO NAME": (errno.EINVAL, "not the name of an image"),
+        }
+        with running_service(workdir / "podman", http_registry=registry) as url, PodmanService(url) as service:
+            for reference, (code, words) in expected.items():
+                with pytest.raises(OSError, match=words) as caught:
+                    service.pull(reference)
+                assert (caught.value.errno, caught.value.filename) == (code, reference)
+    with PodmanService(f"unix://{workdir}/none.sock") as gone, pytest.raises(OSError, match="start one: systemctl"):
+        gone.pull("localhost/x:1")
 
 
 def test_a_python_image_runs_python(start_container: StartContainer, python_image: str) -> None:

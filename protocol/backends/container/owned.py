@@ -1,8 +1,14 @@
 """Containers that vfsd makes, owns and removes: labelled with the daemon that they are for.
 
-A daemon removes its container when it ends.  One that was killed leaves it; the next daemon that uses the same Podman
-removes it, by the labels: where the owner was a process of this boot and this process namespace, and is dead, or
-where the machine was started anew since and the container does not run.  What it cannot judge, it leaves.
+A daemon removes its container when it ends.  A daemon that is killed leaves it behind.  The next daemon that uses the
+same Podman removes such a container if it can prove that the owner is dead:
+
+- The owner is identified by machine, user, boot, pid namespace, pid and start time.  A pid means something only in its
+  pid namespace during its boot, so only a daemon in the same namespace and boot looks for the process.
+- After a reboot of this machine every earlier owner is dead.  "This machine" is proven only for daemons in the initial
+  pid namespace over a local service: images of containers share machine-ids, and a remote Podman serves several
+  machines.  Such a container is removed unless it runs (somebody has started it again).
+- All others are left alone; docs/containers.md says how to remove them by hand.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ WORKSPACE_LABEL: Final = "vfsd.workspace"
 _MACHINE_LABEL: Final = "vfsd.machine"
 _BOOT_LABEL: Final = "vfsd.boot"
 _DAEMON_LABEL: Final = "vfsd.daemon"
+_INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h: the same in every boot
 
 
 def create_owned(
@@ -68,7 +75,7 @@ def remove_orphans(service: PodmanService) -> list[str]:
     """Remove the containers that dead daemons left; the names of the workspaces they were for."""
     removed = []
     for state in service.labelled({WORKSPACE_LABEL: "", _MACHINE_LABEL: _machine()}):
-        if _is_orphan(state):
+        if _is_orphan(state, is_local=service.is_local):
             workspace = state.labels[WORKSPACE_LABEL]
             _logger.info(
                 "removing container %s, left by the daemon of %s, which had died", state.name, workspace,
@@ -79,11 +86,14 @@ def remove_orphans(service: PodmanService) -> list[str]:
     return removed
 
 
-def _is_orphan(state: ContainerState) -> bool:
-    daemon = state.labels.get(_DAEMON_LABEL, "")
-    if state.labels.get(_BOOT_LABEL) != _boot():
-        return not state.running
-    pid, _, started = daemon.partition(":")
+def _is_orphan(state: ContainerState, *, is_local: bool) -> bool:
+    """Whether the daemon that made the container is certainly dead."""
+    boot, _, namespace = state.labels.get(_BOOT_LABEL, "").partition(":")
+    if not namespace or namespace != _pid_namespace():
+        return False
+    if boot != _boot_id():
+        return is_local and namespace == _INITIAL_PID_NAMESPACE and not state.running
+    pid, _, started = state.labels.get(_DAEMON_LABEL, "").partition(":")
     return pid.isdigit() and _start_ticks(int(pid)) != started
 
 
@@ -96,7 +106,8 @@ def has_died(daemon: str) -> bool:
     """Whether it was a process of this boot and this process namespace, and is one no more."""
     boot, _, process = daemon.rpartition(" ")
     pid, _, started = process.partition(":")
-    return boot == _boot() and pid.isdigit() and _start_ticks(int(pid)) != started
+    is_known = bool(_pid_namespace()) and boot == _boot()
+    return is_known and pid.isdigit() and _start_ticks(int(pid)) != started
 
 
 def _labels(workspace: str) -> dict[str, str]:
@@ -114,8 +125,18 @@ def _machine() -> str:
 
 
 def _boot() -> str:
-    """Where a process id means something: this boot, and this namespace of processes."""
-    return f"{_read('/proc/sys/kernel/random/boot_id')}:{os.readlink('/proc/self/ns/pid')}"
+    """The scope of process ids: this boot, and this pid namespace."""
+    return f"{_boot_id()}:{_pid_namespace()}"
+
+
+def _boot_id() -> str:
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
+def _pid_namespace() -> str:
+    """This process's; "" where /proc is of another one (unshare(1) without --mount-proc): it shows other pids."""
+    is_ours = os.readlink("/proc/self") == str(os.getpid())
+    return os.readlink("/proc/self/ns/pid") if is_ours else ""
 
 
 def _start_ticks(pid: int) -> str:

@@ -26,6 +26,7 @@ from podman.errors import APIError, PodmanError
 from requests import RequestException
 
 from protocol.backends.container.address import ServiceAddress, default_address, parse_address
+from protocol.backends.container.pulling import ImageNotFoundError, pull_error
 from protocol.backends.container.state import ContainerMount, ContainerState, state_of
 from protocol.backends.container.tunnel import Tunnel
 from protocol.backends.container.ulimits import own_hard_limits, permitted_ulimits
@@ -50,13 +51,6 @@ class ContainerNotFoundError(FileNotFoundError):
 
     def __init__(self, name: str, service: ServiceAddress) -> None:
         super().__init__(errno.ENOENT, f"no container of that name at {service}; `podman ps -a` lists them", name)
-
-
-class ImageNotFoundError(FileNotFoundError):
-    """There is no image of that name, here or at its registry (ENOENT)."""
-
-    def __init__(self, reference: str, reason: str) -> None:
-        super().__init__(errno.ENOENT, f"no such image: {reason}", reference)
 
 
 class PodmanService:
@@ -230,17 +224,22 @@ class PodmanService:
             return bool(client.images.exists(reference))
 
     def pull(self, reference: str) -> None:
-        """Get an image from its registry.  ImageNotFoundError where that gives none."""
-        try:
-            with self._client(f"pulling {reference}", timeout_s=_PULL_TIMEOUT_S) as client:
-                # As a stream: else the errors in it are not looked at.
-                lines = client.images.pull(reference, stream=True, decode=True, compatMode=False)
+        """Get an image from its registry.
+
+        ImageNotFoundError: the registry has no such image; PermissionError: it denies access; OSError (EHOSTUNREACH):
+        it cannot be reached; OSError (EINVAL): `reference` names no image; other OSErrors.
+        """
+        with self._client(f"pulling {reference}", timeout_s=_PULL_TIMEOUT_S) as client:
+            # As a stream: else the errors in it are not looked at.  Without "tlsVerify", which podman-py otherwise
+            # sends as true, and which overrides registries.conf(5).
+            try:
+                lines = client.images.pull(reference, stream=True, decode=True, compatMode=False, tls_verify=None)
                 said: list[object] = [*lines] if isinstance(lines, Iterator) else []
-        except OSError as error:
-            raise ImageNotFoundError(reference, error.strerror or str(error)) from None
+            except APIError as error:
+                raise pull_error(reference, str(error.explanation or error)) from None
         errors = [str(line["error"]) for line in said if isinstance(line, dict) and line.get("error")]
         if errors:
-            raise ImageNotFoundError(reference, errors[-1])
+            raise pull_error(reference, errors[-1])
 
 
 @dataclass(frozen=True, slots=True)
