@@ -30,16 +30,21 @@ DISARMS_SETUID = re.compile(
 
 def settings(unit: Path) -> dict[str, str]:
     """The unit's settings by name; of a repeated one the last."""
-    lines = [line for line in unit.read_text().splitlines() if line and line[0] not in "#["]
+    text = unit.read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and line[0] not in "#["]
     return dict(line.split("=", 1) for line in lines)
 
 
-def verify(unit: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    """What systemd-analyze says of `unit`, with a vfsd that exists wherever this runs."""
+def verify(unit: Path, directory: Path, drop_in: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What systemd-analyze says of `unit`."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (package systemd)")
     copy = directory / unit.name
-    copy.write_text(unit.read_text().replace("/usr/bin/vfsd", "/bin/true"))
+    copy.write_text(unit.read_text())
+    if drop_in is not None:
+        place = directory / f"{unit.name}.d"
+        place.mkdir()
+        shutil.copy(drop_in, place)
     manager = ["--user"] if unit.parent.name == "user" else []
     return subprocess.run(
         ["systemd-analyze", *manager, "verify", "--man=no", str(copy)],
@@ -72,7 +77,8 @@ def test_the_unit_waits_for_the_mount_and_watches_the_daemon(unit: Path) -> None
     assert said["WatchdogSec"] == "30s"
     assert said["Restart"] == "on-failure"
     assert said["KillSignal"] == "SIGTERM"
-    assert said["ExecStart"].startswith("/usr/bin/vfsd mount --foreground --name %i ")
+    assert 'exec "$$VFSD" mount --foreground --name %i ' in said["ExecStart"]
+    assert "Environment=VFSD=/usr/bin/vfsd" in unit.read_text()
 
 
 @UNITS
@@ -107,9 +113,18 @@ def test_the_example_has_every_variable_that_the_unit_uses(unit: Path) -> None:
         for line in (SYSTEMD / "vfsd.conf.example").read_text().splitlines()
         if line and line[0] != "#"
     )
-    used = set(re.findall(r"\$\{?([A-Z_]+)", settings(unit)["ExecStart"]))
-    assert used == set(example)
+    commands = settings(unit)["ExecStart"] + settings(unit)["ExecStop"]
+    used = set(re.findall(r"\$\$([A-Z_]+)", commands))
+    assert used - {"VFSD", "STATE_DIRECTORY", "MAINPID"} == set(example)
     assert example["VFSD_MOUNTPOINT"].startswith("/")
+
+
+def test_the_drop_in_for_a_podman_of_another_machine_lets_the_unit_reach_it(tmp_path: Path) -> None:
+    drop_in = SYSTEMD / "podman-remote.conf"
+    done = verify(SYSTEM_UNIT, tmp_path, drop_in)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"AF_INET", "AF_INET6"} <= set(settings(drop_in)["RestrictAddressFamilies"].split())
+    assert settings(SYSTEM_UNIT)["RestrictAddressFamilies"] == "AF_UNIX"
 
 
 @pytest.mark.parametrize("name", ["work", "a-b.c_d", "0"])
