@@ -16,7 +16,7 @@ from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from protocol.errors import fail
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, unfiltered
 
 __all__ = ["Change", "ChangeKind", "ComparesContent", "Counts", "changes", "count", "is_below", "outermost"]
 
@@ -66,14 +66,14 @@ def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool
     """What differs between `old` and `new`, in the order that the module's docstring gives.
 
     An added or removed directory yields itself and all below it.  `paths` restricts the answer to these paths
-    and what is below; one that is in neither tree raises FileNotFoundError, at once.
+    and what is below; one that is in neither tree, filtered or not, raises FileNotFoundError, at once.
 
     `contents=False` reads no file: of one size, files are then "modified" where their mtime differs.
 
     Where `new.touched(old)` knows the candidates only these are looked at; else both trees are walked.
     """
     for path in paths:
-        if _pair(old, new, path) == (None, None):
+        if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
             raise fail(2, repr(path))
     scopes = outermost(paths) if paths else [b""]
     touched = new.touched(old)

@@ -27,19 +27,18 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Protocol, runtime_checkable
+from typing import BinaryIO, Final
 
 from protocol.binary_patch import blob_name, write_literal
 from protocol.diff import Change, is_below
 from protocol.line_diff import Edit, edits
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import Tree, TreeEntry, unfiltered
 
 __all__ = [
     "BINARY_LIMIT_BYTES",
     "GIT_APPLY_LIMIT_BYTES",
     "TEXT_LIMIT_BYTES",
     "TEXT_LIMIT_LINES",
-    "Filtered",
     "LineStat",
     "Uncarried",
     "is_refused_by_git",
@@ -80,14 +79,6 @@ class Uncarried:
     path: bytes
     reason: str
     is_usual: bool = False
-
-
-@runtime_checkable
-class Filtered(Protocol):
-    """A tree that hides some of another one's paths."""
-
-    @property
-    def unfiltered(self) -> Tree: ...
 
 
 # --- what a patch has of an entry ---------------------------------------------------------------------------
@@ -139,7 +130,7 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side:
     if entry.is_symlink:
         return _Content(tree, entry, stat.S_IFLNK, entry.target)
     if entry.is_dir:
-        return _Directory(is_empty=not _unfiltered(tree).children(entry.path))
+        return _Directory(is_empty=not unfiltered(tree).children(entry.path))
     if not entry.is_file:
         return _Refused("a special file")
     if entry.size > BINARY_LIMIT_BYTES:
@@ -178,10 +169,6 @@ def _all_of(tree: Tree, entry: TreeEntry) -> Iterator[bytes]:
 
 def _git_mode(entry: TreeEntry) -> int:
     return stat.S_IFREG | (0o755 if entry.mode & stat.S_IXUSR else 0o644)
-
-
-def _unfiltered(tree: Tree) -> Tree:
-    return tree.unfiltered if isinstance(tree, Filtered) else tree
 
 
 def _lines(text: bytes) -> list[bytes]:
@@ -312,11 +299,6 @@ class _Writer:
             else:
                 self._report(refused, "git rejects this name")
             return True
-        if any(
-            entry and entry.is_symlink and is_refused_by_git(change.path, is_symlink=True) for entry in _both(change)
-        ):
-            self._report(change.path, "git rejects a symlink of this name")
-            return True
         return False
 
     def _why_not(self, change: Change, left: _Side, right: _Side) -> str | None:
@@ -326,17 +308,22 @@ class _Writer:
         for side in (left, right):
             if isinstance(side, _Refused):
                 return side.reason
+        if not self._include_git and any(
+            entry and entry.is_symlink and is_refused_by_git(change.path, is_symlink=True)
+            for entry in (change.old, change.new)
+        ):
+            return "git rejects a symlink of this name"
         if isinstance(left, _Directory) and isinstance(right, _Content) and self._keeps_something(change.path):
             return "in place of a directory that this patch cannot remove whole"
         is_filled = isinstance(right, _Directory) and not right.is_empty
         # git asks for the new files through the link, which it has not removed by then.
-        if is_filled and change.old and _cannot_be_followed(_unfiltered(self._old), change.old):
+        if is_filled and change.old and _cannot_be_followed(unfiltered(self._old), change.old):
             return "git does not replace a symlink that cannot be followed by a directory"
         return None
 
     def _keeps_something(self, directory: bytes) -> bool:
         """Whether anything in `directory` of the old tree stays when the patch has removed what it can."""
-        tree = _unfiltered(self._old)
+        tree = unfiltered(self._old)
         for entry in tree.walk(directory):
             if entry.path == directory:
                 continue
@@ -351,7 +338,7 @@ class _Writer:
 
     def _report_emptied(self, removed: bytes) -> None:
         """Name the directory that both tools remove with its last file, but which is still there in the new tree."""
-        tree = _unfiltered(self._new)
+        tree = unfiltered(self._new)
         above = removed.rpartition(b"/")[0]
         while above and not _is_in(tree, above):
             above = above.rpartition(b"/")[0]
@@ -403,10 +390,6 @@ def _cannot_be_followed(tree: Tree, symlink: TreeEntry) -> bool:
             at.pop()
             names += entry.target.split(b"/")[::-1]
     return False
-
-
-def _both(change: Change) -> tuple[TreeEntry | None, TreeEntry | None]:
-    return change.old, change.new
 
 
 def _is_empty_directory(side: _Side) -> bool:

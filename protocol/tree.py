@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-__all__ = ["CHUNK_BYTES", "Tree", "TreeEntry"]
+__all__ = ["CHUNK_BYTES", "Filtered", "Tree", "TreeEntry", "unfiltered"]
 
 CHUNK_BYTES: Final = 64 * 1024  # what streams move at once
 
@@ -87,3 +87,18 @@ class Tree(Protocol):
         another inode number there.  A path named may turn out equal.
         """
         ...
+
+
+@runtime_checkable
+class Filtered(Protocol):
+    """A tree that hides some paths of another one."""
+
+    @property
+    def unfiltered(self) -> Tree:
+        """The other one."""
+        ...
+
+
+def unfiltered(tree: Tree) -> Tree:
+    """`tree`, or the one that it hides paths of."""
+    return tree.unfiltered if isinstance(tree, Filtered) else tree

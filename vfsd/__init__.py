@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vfsd.results import Diff as Diff
     from vfsd.results import Exported as Exported
     from vfsd.results import Imported as Imported
+    from vfsd.results import Patch as Patch
     from vfsd.results import Restored as Restored
     from vfsd.results import Snapshot as Snapshot
     from vfsd.results import Status as Status
@@ -31,6 +32,7 @@ _EXPORTS: Final = {
     "Diff": "vfsd.results",
     "Exported": "vfsd.results",
     "Imported": "vfsd.results",
+    "Patch": "vfsd.results",
     "Restored": "vfsd.results",
     "Snapshot": "vfsd.results",
     "Status": "vfsd.results",
@@ -45,6 +47,7 @@ __all__ = [
     "Diff",
     "Exported",
     "Imported",
+    "Patch",
     "Restored",
     "Snapshot",
     "Status",

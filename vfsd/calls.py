@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_change_records = msgspec.json.Decoder(messages.ChangeRecord)
 
 # Longest first: ".tar.gz" ends in ".gz".
 _OTHER_ARCHIVES: Final = (
@@ -55,6 +56,7 @@ class Call(Generic[T]):
     method: str
     params: msgspec.Struct | None
     answer: Callable[[Any], T]
+    on_output: Callable[[bytes], object] | None = None  # takes what comes before the answer, which has a use for it
 
 
 def status() -> Call[results.Status]:
@@ -124,16 +126,52 @@ def discard(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool) -> Cal
     return Call("restore", params, _restored)
 
 
-def diff(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: str) -> Call[results.Diff]:
-    """List what changed."""
-    params = messages.DiffParams(a=a, b=b, mode="names", paths=wire_paths(paths, mountpoint))
-    return Call("diff", params, _diff)
+def diff(
+    a: str | None,
+    b: str | None,
+    paths: Iterable[UserPath],
+    mountpoint: str,
+    *,
+    include: Iterable[str],
+    exclude: Iterable[str],
+) -> Call[results.Diff]:
+    """List what changed; the changes come before the answer."""
+    params = messages.DiffParams(
+        a=a, b=b, paths=wire_paths(paths, mountpoint), include=list(include), exclude=list(exclude), stream=True
+    )
+    pieces: list[bytes] = []
+
+    def diff_of(answer: messages.DiffResult) -> results.Diff:
+        changes = _changes(_change_records.decode_lines(b"".join(pieces)))
+        return results.Diff(a=answer.a, b=answer.b, counts=_counts(answer.counts), changes=changes)
+
+    return Call("diff", params, diff_of, pieces.append)
 
 
-def patch(a: str | None, b: str | None, paths: Iterable[UserPath], mountpoint: str) -> Call[results.Diff]:
-    """Make a unified diff; it comes in "output" notifications."""
-    params = messages.DiffParams(a=a, b=b, mode="patch", paths=wire_paths(paths, mountpoint))
-    return Call("diff", params, _diff)
+def patch(
+    a: str | None,
+    b: str | None,
+    paths: Iterable[UserPath],
+    mountpoint: str,
+    *,
+    include: Iterable[str],
+    exclude: Iterable[str],
+    include_git: bool,
+) -> Call[results.Patch]:
+    """Make a patch; it comes before the answer."""
+    params = messages.DiffParams(a=a, b=b, mode="patch", paths=wire_paths(paths, mountpoint), include_git=include_git)
+    params.include, params.exclude = list(include), list(exclude)
+    pieces: list[bytes] = []
+
+    def patch_of(answer: messages.DiffResult) -> results.Patch:
+        return results.Patch(
+            b"".join(pieces),
+            counts=_counts(answer.counts),
+            problems=_problems(answer.problems),
+            omitted=_problems(answer.omitted),
+        )
+
+    return Call("diff", params, patch_of, pieces.append)
 
 
 def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -162,7 +200,13 @@ def check_archive_name(path: str | os.PathLike[str]) -> None:
 
 
 def export(
-    path: str | os.PathLike[str], snapshot: str | None, *, overwrite: bool, changes_only: bool
+    path: str | os.PathLike[str],
+    snapshot: str | None,
+    *,
+    overwrite: bool,
+    changes_only: bool,
+    include: Iterable[str],
+    exclude: Iterable[str],
 ) -> Call[results.Exported]:
     """Write an archive.  ValueError for the name of an archive of another kind."""
     check_archive_name(path)
@@ -172,6 +216,8 @@ def export(
         overwrite=overwrite,
         changes_only=changes_only,
         source_date_epoch=source_date_epoch(),
+        include=list(include),
+        exclude=list(exclude),
     )
     return Call(
         "export",
@@ -230,15 +276,16 @@ def _counts(counts: messages.ChangeCounts) -> results.Counts:
 
 
 def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
-    return tuple(
-        results.Change(
-            path=_path(record.path),
-            change=record.change,
-            type=record.type,
-            old_size=record.old_size,
-            new_size=record.new_size,
-        )
-        for record in records
+    return tuple(map(_change, records))
+
+
+def _change(record: messages.ChangeRecord) -> results.Change:
+    return results.Change(
+        path=_path(record.path),
+        change=record.change,
+        type=record.type,
+        old_size=record.old_size,
+        new_size=record.new_size,
     )
 
 
@@ -282,16 +329,6 @@ def _restored(answer: messages.RestoreResult) -> results.Restored:
 
 def _problems(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:
     return {_path(record.path): record.reason for record in records}
-
-
-def _diff(answer: messages.DiffResult) -> results.Diff:
-    return results.Diff(
-        a=answer.a,
-        b=answer.b,
-        counts=_counts(answer.counts),
-        changes=_changes(answer.changes),
-        truncated=answer.truncated,
-    )
 
 
 def _status(answer: messages.StatusResult) -> results.Status:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Self
 
 __all__ = [
     "Applied",
@@ -20,6 +20,7 @@ __all__ = [
     "Exported",
     "FileKind",
     "Imported",
+    "Patch",
     "Restored",
     "Snapshot",
     "Status",
@@ -82,7 +83,7 @@ class Snapshot:
 class Diff:
     """What leads from state `a` to state `b` (None: the live state).  False where nothing differs.
 
-    `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
+    `changes` are all of them; `truncated` is always False.
     """
 
     a: str
@@ -93,6 +94,24 @@ class Diff:
 
     def __bool__(self) -> bool:
         return self.counts.total > 0
+
+
+class Patch(bytes):
+    """The bytes of a patch, and what it lacks.
+
+    `counts` is of all changes.  `problems` maps the path of each change that the patch cannot carry to the reason;
+    `omitted` those that git itself ignores: empty directories and what is in `.git`.  Both together have at most
+    10,000 paths; comments in the patch name all.
+    """
+
+    counts: Counts
+    problems: Mapping[str, str]
+    omitted: Mapping[str, str]
+
+    def __new__(cls, patch: bytes, *, counts: Counts, problems: Mapping[str, str], omitted: Mapping[str, str]) -> Self:
+        made = super().__new__(cls, patch)
+        made.counts, made.problems, made.omitted = counts, problems, omitted
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +137,8 @@ class Restored:
     """What a restore changed, or with `dry_run` would change.
 
     `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run.
-    `changes` and `truncated` are as in `Diff`.  `problems` maps paths that are not as they were to be to the reason:
+    `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
+    `problems` maps paths that are not as they were to be to the reason:
     what others changed at the same moment is left to them, say.
     """
 

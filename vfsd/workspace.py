@@ -37,7 +37,7 @@ from vfsd.executor import WorkspaceExecutor
 from vfsd.mounting import FilePath, MountArguments, mount_options, running_workspace
 from vfsd.mounts import mount_at
 from vfsd.options import EngineChoice, MountOptions
-from vfsd.results import Applied, Diff, Exported, Imported, Restored, Snapshot, Status, Unmounted
+from vfsd.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
 from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import UserPath
 
@@ -239,15 +239,38 @@ class Workspace(_Base):
         """Drop what an overlay holds, below `paths` or all of it; `undo` brings it back."""
         return self._run(calls.discard(paths, self._path, dry_run=dry_run))
 
-    def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
-        """What changed from snapshot `a` (None: the newest) to `b` (None: the live state)."""
-        return self._run(calls.diff(a, b, paths, self._path))
+    def diff(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+    ) -> Diff:
+        """What changed from snapshot `a` (None: the newest) to `b` (None: the live state).
 
-    def patch(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> bytes:
-        """The same as a unified diff that `patch -p1` takes; binary files are only named."""
-        pieces: list[bytes] = []
-        self._run(calls.patch(a, b, paths, self._path), on_output=pieces.append)
-        return b"".join(pieces)
+        Without what the patterns `exclude` match (gitignore's syntax); with `include` only the files that those match.
+        """
+        return self._run(calls.diff(a, b, paths, self._path, include=include, exclude=exclude))
+
+    def patch(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        include_git: bool = False,
+    ) -> Patch:
+        """The same as a patch, which `git apply` takes, binary files too; see `Patch.problems` for what it lacks.
+
+        `include_git`: with what is in `.git`, which `git apply` rejects.
+        """
+        return self._run(
+            calls.patch(a, b, paths, self._path, include=include, exclude=exclude, include_git=include_git)
+        )
 
     # -- archives ---------------------------------------------------------------------------------
     def export(
@@ -257,16 +280,21 @@ class Workspace(_Base):
         snapshot: str | None = None,
         overwrite: bool = False,
         changes_only: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
         on_progress: OnProgress | None = None,
     ) -> Exported:
         """Write the live state, or a snapshot, as the ZIP file `path`; whole, or not at all.
 
-        `changes_only`: of an overlay, what differs from the directory below.
+        `changes_only`: of an overlay, what differs from the directory below.  `include` and `exclude` are as in `diff`.
 
         FileExistsError where there is a file and `overwrite` is not set.  `on_progress` is called now and
         then with how far it is.
         """
-        return self._run(calls.export(path, snapshot, overwrite=overwrite, changes_only=changes_only), on_progress)
+        call = calls.export(
+            path, snapshot, overwrite=overwrite, changes_only=changes_only, include=include, exclude=exclude
+        )
+        return self._run(call, on_progress)
 
     def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
         """Lay the content of the ZIP file `path` over the workspace; all of it, or none.
@@ -294,14 +322,10 @@ class Workspace(_Base):
                     wait_ended()
         return self._unmounted
 
-    def _run(
-        self,
-        call: Call[T],
-        on_progress: OnProgress | None = None,
-        on_output: Callable[[bytes], object] | None = None,
-    ) -> T:
+    def _run(self, call: Call[T], on_progress: OnProgress | None = None) -> T:
         with ControlClient(self._socket) as client:
-            return call.answer(client.call(call.method, call.params, on_progress=on_progress, on_output=on_output))
+            answer = client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
+        return call.answer(answer)
 
 
 class Opening:
@@ -417,15 +441,32 @@ class AsyncWorkspace(_Base):
         """As `Workspace.discard`."""
         return await self._run(calls.discard(paths, self._path, dry_run=dry_run))
 
-    async def diff(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> Diff:
+    async def diff(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+    ) -> Diff:
         """As `Workspace.diff`."""
-        return await self._run(calls.diff(a, b, paths, self._path))
+        return await self._run(calls.diff(a, b, paths, self._path, include=include, exclude=exclude))
 
-    async def patch(self, a: str | None = None, b: str | None = None, paths: Iterable[UserPath] = ()) -> bytes:
+    async def patch(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        include_git: bool = False,
+    ) -> Patch:
         """As `Workspace.patch`."""
-        pieces: list[bytes] = []
-        await self._run(calls.patch(a, b, paths, self._path), on_output=pieces.append)
-        return b"".join(pieces)
+        return await self._run(
+            calls.patch(a, b, paths, self._path, include=include, exclude=exclude, include_git=include_git)
+        )
 
     # -- archives ---------------------------------------------------------------------------------
     async def export(
@@ -435,12 +476,15 @@ class AsyncWorkspace(_Base):
         snapshot: str | None = None,
         overwrite: bool = False,
         changes_only: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
         on_progress: OnProgress | None = None,
     ) -> Exported:
         """As `Workspace.export`."""
-        return await self._run(
-            calls.export(path, snapshot, overwrite=overwrite, changes_only=changes_only), on_progress
+        call = calls.export(
+            path, snapshot, overwrite=overwrite, changes_only=changes_only, include=include, exclude=exclude
         )
+        return await self._run(call, on_progress)
 
     async def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
         """As `Workspace.import_archive`."""
@@ -460,14 +504,9 @@ class AsyncWorkspace(_Base):
                     await trio.to_thread.run_sync(wait_ended)
         return self._unmounted
 
-    async def _run(
-        self,
-        call: Call[T],
-        on_progress: OnProgress | None = None,
-        on_output: Callable[[bytes], object] | None = None,
-    ) -> T:
+    async def _run(self, call: Call[T], on_progress: OnProgress | None = None) -> T:
         async with AsyncControlClient(self._socket) as client:
-            answer = await client.call(call.method, call.params, on_progress=on_progress, on_output=on_output)
+            answer = await client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
         return call.answer(answer)
 
 

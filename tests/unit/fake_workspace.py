@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import trio
 
 from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
@@ -49,6 +50,16 @@ def count(changes: list[m.ChangeRecord]) -> m.ChangeCounts:
     return m.ChangeCounts(added, len(kinds) - added - removed, removed)
 
 
+async def streamed(params: Any, changes: list[m.ChangeRecord], call: Any) -> list[m.ChangeRecord]:
+    """Send `changes` ahead of the answer, in odd pieces, if that is asked for; what is left for the answer."""
+    if not params.stream:
+        return changes
+    lines = b"".join(msgspec.json.encode(change) + b"\n" for change in changes)
+    for start in range(0, len(lines), 1_000):
+        await call.output(lines[start : start + 1_000])
+    return []
+
+
 @dataclass
 class FakeDaemon:
     """Use as a context manager.  `live` is what the workspace holds, `requests` what was asked, in order."""
@@ -63,7 +74,9 @@ class FakeDaemon:
     holders: list[str] = field(default_factory=list)
     archives: dict[str, State] = field(default_factory=dict)
     forced_changes: list[m.ChangeRecord] | None = None  # what diff answers instead, where set
-    problems: list[m.ProblemRecord] = field(default_factory=list)  # of restores
+    problems: list[m.ProblemRecord] = field(default_factory=list)  # of restores and patches
+    diffed: threading.Event = field(default_factory=threading.Event)  # a diff has been sent
+    omitted: list[m.ProblemRecord] = field(default_factory=list)  # of patches
     unreadable: list[str] = field(default_factory=list)  # in snapshots
     silent: bool = False  # takes requests and never answers
     undo_to: str | None = None
@@ -222,10 +235,13 @@ class FakeDaemon:
         target = self._limited(target, params.paths)
         changes = changes_between(self.live, target)
         safety = None
-        if not params.dry_run:
+        counts = count(changes)
+        if params.dry_run:
+            changes = await streamed(params, changes, call)
+        else:
             safety = self._keep_state()
             self.live = dict(target)
-        return m.RestoreResult(name, safety, count(changes), changes, problems=self.problems)
+        return m.RestoreResult(name, safety, counts, changes, problems=self.problems)
 
     def _limited(self, target: State, wire_paths: list[str]) -> State:
         """The live state with `wire_paths`, and what is below, as in `target`."""
@@ -256,8 +272,9 @@ class FakeDaemon:
         changes = changes_between(old, self._limited_between(old, new, params.paths))
         if self.forced_changes is not None:
             changes = self.forced_changes
-        listed = [] if params.mode == "patch" else changes
-        return m.DiffResult(a, params.b, count(changes), listed)
+        listed = [] if params.mode == "patch" else await streamed(params, changes, call)
+        self.diffed.set()
+        return m.DiffResult(a, params.b, count(changes), listed, problems=self.problems, omitted=self.omitted)
 
     def _limited_between(self, old: State, new: State, wire_paths: list[str]) -> State:
         live, self.live = self.live, old

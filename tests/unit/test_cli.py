@@ -509,6 +509,79 @@ def test_a_patch_comes_byte_by_byte_as_the_daemon_wrote_it(daemon: FakeDaemon) -
     assert as_json("diff", "-p")["patch"] == "+é\n"
 
 
+def test_a_patch_that_lacks_something_says_so_and_fails(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.patch = [b"+1\n"]
+    daemon.omitted = [m.ProblemRecord("logs", "an empty directory")]
+    result = run("diff", "--patch")
+    assert (result.exit_code, result.stdout) == (0, "+1\n")
+    assert result.stderr == "vfsd: not in this patch: logs (an empty directory)\n"
+    daemon.problems = [m.ProblemRecord(f"fifo{n}", "a special file") for n in range(30)]
+    result = run("diff", "--patch")
+    assert (result.exit_code, result.stdout) == (1, "+1\n")
+    *named, more, error = result.stderr.splitlines()
+    assert named[1] == "vfsd: not in this patch: fifo0 (a special file)"
+    assert len(named) == 20
+    assert "more" in more
+    assert "vfsd export" in error
+    result = run("diff", "--patch", "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert (len(answer["problems"]), len(answer["omitted"]), answer["patch"]) == (30, 1, "+1\n")
+
+
+MANY = 25_000  # more than one message lists
+
+
+def test_a_long_diff_is_listed_whole_everywhere(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.forced_changes = [m.ChangeRecord(f"f\n{n}", "added", "file", None, 1, lines_added=1) for n in range(MANY)]
+    names = [f"f\\x0a{n}" for n in range(MANY)]
+    assert ok("diff").splitlines() == [f"A {name}" for name in names]
+    assert ok("diff", "--names").splitlines() == names
+    *table, totals = ok("diff", "--stat").splitlines()
+    assert [line.partition("|")[0].strip() for line in table] == names
+    assert totals == f" {MANY:,} paths changed, {MANY:,} insertions(+)"
+    answer = as_json("diff")
+    assert [change["path"] for change in answer["changes"]] == [f"f\n{n}" for n in range(MANY)]
+    assert answer["truncated"] is False
+    assert answer["counts"]["added"] == MANY
+
+
+def test_a_long_dry_run_is_listed_whole(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    daemon.live |= {b"f%d" % n: b"" for n in range(MANY)}
+    assert len(ok("restore", "base", "--dry-run").splitlines()) == MANY
+    assert len(as_json("restore", "base", "--dry-run")["changes"]) == MANY
+
+
+@pytest.mark.parametrize("words", [["diff"], ["diff", "--stat"], ["diff", "--patch"], ["diff", "--json"]])
+def test_a_reader_that_pauses_holds_nobody_up_and_gets_everything(daemon: FakeDaemon, words: list[str]) -> None:
+    ok("snapshot", "base")
+    daemon.patch = [b"+line\n" * 10_000] * 50
+    daemon.forced_changes = [m.ChangeRecord(f"file{n}", "added", "file") for n in range(100_000)]
+    command = [sys.executable, "-m", "vfsd.cli.main", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        # Before a byte is read: the daemon has said all it has to say.
+        assert daemon.diffed.wait(30)
+        said = child.stdout.read()
+    assert child.returncode == 0
+    expected = 50 * 10_000 * 6 if "--patch" in words else 100_000 * len("A file1\n")
+    assert len(said) >= expected
+
+
+def test_patterns_go_to_the_daemon(daemon: FakeDaemon) -> None:
+    ok("snapshot", "base")
+    ok("diff", "--exclude", "*.log", "--exclude", "build/", "--include", "*.c")
+    assert (last(daemon, "diff").exclude, last(daemon, "diff").include) == (["*.log", "build/"], ["*.c"])
+    ok("diff", "--patch", "--include-git")
+    assert last(daemon, "diff").include_git
+    ok("export", "out.zip", "--exclude", ".git", "--include", "*.c")
+    assert (last(daemon, "export").exclude, last(daemon, "export").include) == ([".git"], ["*.c"])
+    assert "--patch" in run("diff", "--include-git").stderr
+
+
 # -- archives ---------------------------------------------------------------------------------------
 def test_export_and_import_take_paths_relative_to_the_current_directory(daemon: FakeDaemon, workdir: Path) -> None:
     assert "exported 2 files" in ok("export", "out.zip")

@@ -296,6 +296,7 @@ def test_gnu_patch_says_that_it_does_not_apply_a_binary_change() -> None:
         ({b"x/.git/HEAD": b"1"}, {b"x": b"file"}, [b"x", b"x/.git"]),
         ({b"x": b"file"}, {b"x": fifo()}, [b"x"]),
         ({b"x/f": b"1"}, {b"x": fifo()}, [b"x"]),
+        ({b".gitmodules": "x"}, {b".gitmodules/a": b"file"}, [b".gitmodules", b".gitmodules/a"]),
         # git looks below a symlink that it is about to remove.
         ({b"x": "x"}, {b"x/y": b"file"}, [b"x", b"x/y"]),
         ({b"x": "y", b"y": "./x"}, {b"x/y": b"file", b"y": "x"}, [b"x", b"x/y"]),

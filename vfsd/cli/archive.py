@@ -12,6 +12,7 @@ from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, show_problems
 from vfsd.cli.names import complete_snapshot
+from vfsd.cli.patterns import exclude_option, include_option
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
 
@@ -24,6 +25,7 @@ __all__ = ["export_command", "import_command"]
     examples="""
     vfsd export backup.zip
     vfsd export turn-3.zip --snapshot turn-3
+    vfsd export sources.zip --exclude .git --exclude node_modules/
     unzip -l backup.zip                    # any tool that reads ZIP does
     """,
 )
@@ -31,8 +33,18 @@ __all__ = ["export_command", "import_command"]
 @click.option("--snapshot", metavar="NAME", help="Of this state, not the live one.", shell_complete=complete_snapshot)
 @click.option("-f", "--force", is_flag=True, help="Replace a file that is there.")
 @click.option("--changes-only", is_flag=True, help="Of an overlay, only what differs from the directory below.")
+@include_option
+@exclude_option
 @click.pass_obj
-def export_command(app: App, file: str, snapshot: str | None, force: bool, changes_only: bool) -> None:
+def export_command(
+    app: App,
+    file: str,
+    snapshot: str | None,
+    force: bool,
+    changes_only: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+) -> None:
     """Write the workspace, or a snapshot, as a ZIP archive.
 
     The archive is written beside its place and then put there: it is whole or absent.  The mount stays
@@ -48,6 +60,7 @@ def export_command(app: App, file: str, snapshot: str | None, force: bool, chang
         path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
     )
     params.changes_only = changes_only
+    params.include, params.exclude = list(include), list(exclude)
     try:
         answer = app.call(app.record(), "export", params, label="exporting")
     except FileExistsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import click
@@ -10,7 +11,7 @@ import click
 from vfsd.cli import output
 from vfsd.control.messages import ChangeCounts, ChangeRecord, ProblemRecord
 
-__all__ = ["LETTERS", "count_words", "show_changes", "show_problems", "show_stat"]
+__all__ = ["LETTERS", "count_words", "plain_change", "show_changes", "show_problems", "show_stat"]
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 LETTERS_HELP: Final = (
@@ -23,13 +24,16 @@ _PROBLEMS_SHOWN: Final = 20
 _PATH_END_SHOWN: Final = 100  # characters
 
 
-def show_changes(changes: Iterable[ChangeRecord], *, truncated: bool = False) -> None:
+def show_changes(changes: Iterable[ChangeRecord]) -> None:
     """`A path`, a line each."""
     for change in changes:
         letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
         output.say(f"{letter} {_path(change)}")
-    if truncated:
-        output.note("not all are listed; name paths, or use --json for the counts of all")
+
+
+def plain_change(change: ChangeRecord) -> str:
+    """The line of a change in a pipe."""
+    return f"{LETTERS[change.change]} {_path(change)}"
 
 
 def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not as they were to be") -> None:
@@ -53,16 +57,26 @@ def count_words(counts: ChangeCounts) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
 
-def show_stat(changes: Sequence[ChangeRecord], counts: ChangeCounts, *, truncated: bool = False) -> None:
-    """A line for each change, as `git diff --stat` has it, and a line of totals."""
-    width = max((len(_path(change)) for change in changes), default=0)
-    most = max((_lines(change) for change in changes), default=0)
-    figures = max(len(str(most)), len("Bin"))
+@dataclass(slots=True)
+class _Totals:
+    width: int = 0
+    most: int = 0
+    added: int = 0
+    removed: int = 0
+
+
+def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
+    """A line for each change, as `git diff --stat` has it, and a line of totals.  Iterates twice."""
+    totals = _Totals()
     for change in changes:
-        output.say(f" {_path(change).ljust(width)} | {_stat_of(change, figures, most)}".rstrip())
-    if truncated:
-        output.note("not all are listed; the line of totals counts the lines of those listed")
-    output.say(_totals(changes, counts))
+        totals.width = max(totals.width, len(_path(change)))
+        totals.most = max(totals.most, _lines(change))
+        totals.added += change.lines_added or 0
+        totals.removed += change.lines_removed or 0
+    figures = max(len(str(totals.most)), len("Bin"))
+    for change in changes:
+        output.say(f" {_path(change).ljust(totals.width)} | {_stat_of(change, figures, totals.most)}".rstrip())
+    output.say(_last_line(totals, counts))
 
 
 def _path(change: ChangeRecord) -> str:
@@ -91,13 +105,11 @@ def _scaled(lines: int | None, most: int) -> int:
     return max(1, lines * _GRAPH_COLUMNS // most)
 
 
-def _totals(changes: Sequence[ChangeRecord], counts: ChangeCounts) -> str:
+def _last_line(totals: _Totals, counts: ChangeCounts) -> str:
     total = counts.added + counts.modified + counts.removed
     words = [f" {total:,} path{'' if total == 1 else 's'} changed"]
-    added = sum(change.lines_added or 0 for change in changes)
-    removed = sum(change.lines_removed or 0 for change in changes)
-    if added:
-        words.append(f"{added:,} insertion{'' if added == 1 else 's'}(+)")
-    if removed:
-        words.append(f"{removed:,} deletion{'' if removed == 1 else 's'}(-)")
+    if totals.added:
+        words.append(f"{totals.added:,} insertion{'' if totals.added == 1 else 's'}(+)")
+    if totals.removed:
+        words.append(f"{totals.removed:,} deletion{'' if totals.removed == 1 else 's'}(-)")
     return ", ".join(words)

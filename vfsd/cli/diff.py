@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
+from protocol.patch import GIT_APPLY_LIMIT_BYTES
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import show_changes, show_stat
+from vfsd.cli.changes import plain_change, show_changes, show_stat
 from vfsd.cli.names import complete_snapshot
+from vfsd.cli.patterns import exclude_option, include_option
+from vfsd.cli.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
 from vfsd.control import messages
+from vfsd.runtime import WorkspaceRecord
 from vfsd.userpaths import current_directory, wire_paths
 
 __all__ = ["diff_command"]
+
+_NAMED: Final = 20  # of what a patch lacks, on standard error
 
 
 class _DiffCommand(Command):
@@ -41,16 +47,29 @@ class _DiffCommand(Command):
     vfsd diff turn-3                       # since turn-3
     vfsd diff turn-3 turn-4 --stat
     vfsd diff turn-3 --patch -- src/main.c # of one file
-    vfsd diff turn-3 --patch | (cd copy && patch -p1)
+    vfsd diff turn-3 --patch | git -C copy apply
+    vfsd diff --exclude '*.log' --exclude build/
     """,
 )
 @click.argument("a", required=False, shell_complete=complete_snapshot)
 @click.argument("b", required=False, shell_complete=complete_snapshot)
 @click.option("--stat", "mode", flag_value="stat", help="A table of lines added and removed, as git has it.")
-@click.option("-p", "--patch", "mode", flag_value="patch", help="A unified diff that `patch -p1` takes.")
+@click.option("-p", "--patch", "mode", flag_value="patch", help="A patch that `git apply` takes; binary files too.")
 @click.option("--names", "mode", flag_value="names", help="The paths alone.")
+@include_option
+@exclude_option
+@click.option("--include-git", is_flag=True, help="With --patch: what is in .git too, which `git apply` rejects.")
 @click.pass_obj
-def diff_command(app: App, a: str | None, b: str | None, mode: str | None, paths: tuple[str, ...]) -> None:
+def diff_command(
+    app: App,
+    a: str | None,
+    b: str | None,
+    mode: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    include_git: bool,
+    paths: tuple[str, ...],
+) -> None:
     """Show what changed between two snapshots, or since one.
 
     A is the newest snapshot if not given (of an overlay the directory below it), B the state as it is now.
@@ -61,45 +80,87 @@ def diff_command(app: App, a: str | None, b: str | None, mode: str | None, paths
     PATHs, after `--`, limit it to these and what is below them.  They are relative to the current
     directory when that is in the workspace, else to the workspace's root; or absolute.
     In output a byte that is no UTF-8, and a control character, is written \\xNN, and a backslash doubled.
+
+    `git apply` of a patch makes state B of state A.  What a patch lacks is named in comment lines in it and on standard
+    error: special files, files over 256 MiB and names that git rejects, with exit status 1; and with status 0, as git
+    itself ignores them, empty directories and what is in .git (--include-git).  Owner, time, extended attributes and
+    mode bits other than the owner's execute bit are in no patch.
     """
+    if include_git and mode != "patch":
+        raise click.UsageError("--include-git goes with --patch")
     record = app.record()
-    params = messages.DiffParams(a=a, b=b, paths=wire_paths(paths, record.mountpoint, current_directory()))
+    params = messages.DiffParams(
+        a=a,
+        b=b,
+        paths=wire_paths(paths, record.mountpoint, current_directory()),
+        include=list(include),
+        exclude=list(exclude),
+        include_git=include_git,
+    )
     if mode == "patch":
         params.mode = "patch"
         _patch(app, record, params)
         return
     if mode == "stat":
         params.mode = "stat"
-    answer = app.call(record, "diff", params, label="comparing")
-    app.emit(answer, {"stat": _show_stat, "names": _show_names}.get(mode or "", _show))
-
-
-def _show(answer: messages.DiffResult) -> None:
-    show_changes(answer.changes, truncated=answer.truncated)
-
-
-def _show_names(answer: messages.DiffResult) -> None:
-    for change in answer.changes:
-        output.say(output.show_path(change.path))
-    if answer.truncated:
-        output.note("not all are listed")
-
-
-def _show_stat(answer: messages.DiffResult) -> None:
-    if answer.changes:
-        show_stat(answer.changes, answer.counts, truncated=answer.truncated)
-
-
-def _patch(app: App, record: Any, params: messages.DiffParams) -> None:
-    """The patch as it comes, so that one of any size needs no memory; in JSON, whole."""
-    if not app.json:
-        app.call(record, "diff", params, on_output=output.write_bytes)
+    if not (app.json or mode == "stat" or output.on_terminal()):
+        params.stream = True
+        write_changes(app, record, params, _name if mode == "names" else plain_change)
         return
-    pieces: list[bytes] = []
-    answer = app.call(record, "diff", params, on_output=pieces.append)
-    whole = b"".join(pieces)
+    call_with_changes(
+        app, record, "diff", params, "comparing", {"stat": _show_stat, "names": _show_names}.get(mode or "", _show)
+    )
+
+
+def _show(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
+    show_changes(changes)
+
+
+def _name(change: messages.ChangeRecord) -> str:
+    return output.show_path(change.path)
+
+
+def _show_names(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
+    for change in changes:
+        output.say(_name(change))
+
+
+def _show_stat(answer: messages.DiffResult, changes: ChangeSpool) -> None:
+    if answer.counts != messages.ChangeCounts():
+        show_stat(changes, answer.counts)
+
+
+def _patch(app: App, record: WorkspaceRecord, params: messages.DiffParams) -> None:
+    """The patch as it comes, so that one of any size needs no memory; in JSON, whole."""
+    if app.json:
+        pieces: list[bytes] = []
+        answer = app.call(record, "diff", params, on_output=pieces.append)
+        output.print_json(_patch_document(answer, b"".join(pieces)))
+    else:
+        with PatientOutput() as out:
+            answer = app.call(record, "diff", params, on_output=out.write)
+        _note_what_is_missing(answer)
+    if answer.problems:
+        click.get_current_context().exit(1)
+
+
+def _patch_document(answer: messages.DiffResult, whole: bytes) -> dict[str, Any]:
     try:
         content: dict[str, str | bytes] = {"patch": whole.decode()}
     except UnicodeDecodeError:
         content = {"patch_base64": whole}
-    output.print_json({"a": answer.a, "b": answer.b, "counts": answer.counts, **content})
+    names = ("a", "b", "counts", "problems", "omitted", "truncated")
+    return {**{name: getattr(answer, name) for name in names}, **content}
+
+
+def _note_what_is_missing(answer: messages.DiffResult) -> None:
+    named = [*answer.omitted, *answer.problems]
+    for each in named[:_NAMED]:
+        output.note(f"not in this patch: {each.path} ({each.reason})")
+    if len(named) > _NAMED or answer.truncated:
+        output.note("not in this patch: more, which comments in it name")
+    if answer.patch_bytes > GIT_APPLY_LIMIT_BYTES:
+        size, limit = output.human_size(answer.patch_bytes), output.human_size(GIT_APPLY_LIMIT_BYTES)
+        output.note(f"this patch has {size}, and `git apply` takes at most {limit}: make several, of some PATHs each")
+    if answer.problems:
+        output.report(f"the patch lacks {len(answer.problems):,} changes; `vfsd export` carries everything")

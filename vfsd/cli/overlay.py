@@ -7,6 +7,7 @@ import click
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, show_changes
+from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
 from vfsd.userpaths import current_directory, wire_paths
 
@@ -38,10 +39,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     params = messages.ApplyParams(
         paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run, force=force
     )
-    answer: messages.ApplyResult = app.call(record, "apply", params, label="applying")
-    if answer.recovered and not app.json:
-        output.note(answer.recovered)
-    app.emit(answer, _show_dry_run if dry_run else _show_applied)
+    answer: messages.ApplyResult = call_with_changes(
+        app, record, "apply", params, "applying", _show_dry_run if dry_run else _show_applied
+    )
     if answer.conflicts and not (answer.applied or app.json):
         place = output.show_path(answer.directory)
         output.report(f"{len(answer.conflicts)} paths were changed in {place} by others; nothing is written")
@@ -49,17 +49,24 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
         click.get_current_context().exit(1)
 
 
+def _show_recovered(answer: messages.ApplyResult) -> None:
+    if answer.recovered:
+        output.note(answer.recovered)
+
+
 def _show_conflicts(answer: messages.ApplyResult) -> None:
     for conflict in answer.conflicts:
         output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
 
 
-def _show_dry_run(answer: messages.ApplyResult) -> None:
-    show_changes(answer.changes, truncated=answer.truncated)
+def _show_dry_run(answer: messages.ApplyResult, changes: ChangeSpool) -> None:
+    _show_recovered(answer)
+    show_changes(changes)
     _show_conflicts(answer)
 
 
-def _show_applied(answer: messages.ApplyResult) -> None:
+def _show_applied(answer: messages.ApplyResult, _changes: ChangeSpool) -> None:
+    _show_recovered(answer)
     _show_conflicts(answer)
     if answer.applied:
         output.say(f"applied to {output.show_path(answer.directory)}: {count_words(answer.counts)}")
@@ -86,12 +93,14 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
     params = messages.RestoreParams(
         base=True, paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run
     )
-    answer: messages.RestoreResult = app.call(record, "restore", params, label="discarding")
-    app.emit(answer, _show_would if dry_run else _show_discarded)
+    if dry_run:
+        call_with_changes(app, record, "restore", params, "comparing", _show_would)
+    else:
+        app.emit(app.call(record, "restore", params, label="discarding"), _show_discarded)
 
 
-def _show_would(answer: messages.RestoreResult) -> None:
-    show_changes(answer.changes, truncated=answer.truncated)
+def _show_would(_answer: messages.RestoreResult, changes: ChangeSpool) -> None:
+    show_changes(changes)
 
 
 def _show_discarded(answer: messages.RestoreResult) -> None:

@@ -12,6 +12,7 @@ from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, show_changes, show_problems
 from vfsd.cli.names import complete_restore, complete_snapshot
+from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
 from vfsd.userpaths import current_directory, wire_paths
@@ -182,12 +183,15 @@ def restore_command(
     else:
         params.name = source
     try:
+        if dry_run:
+            call_with_changes(app, record, "restore", params, "comparing", _show_dry_run)
+            return
         answer = app.call(record, "restore", params, label="restoring")
     except FileNotFoundError as error:
         if source is None or of is not None or error.filename != source or not _may_be_archive(source):
             raise
         raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
-    app.emit(answer, _show_dry_run if dry_run else _show_restore)
+    app.emit(answer, _show_restore)
     show_problems(answer.problems)
 
 
@@ -200,8 +204,8 @@ def _is_archive(argument: str) -> bool:
     return _may_be_archive(argument) and os.path.isfile(argument)
 
 
-def _show_dry_run(answer: messages.RestoreResult) -> None:
-    show_changes(answer.changes, truncated=answer.truncated)
+def _show_dry_run(answer: messages.RestoreResult, changes: ChangeSpool) -> None:
+    show_changes(changes)
     if output.on_terminal(err=True):
         output.note(f"would restore {answer.source}: {count_words(answer.counts)}")
 

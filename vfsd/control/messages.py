@@ -219,7 +219,8 @@ class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
     """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, back to
     before the last restore or import, or, with `base`, to what is below an overlay.  `of` says that the snapshot
     is another workspace's, by its key in the store: "host:" and the real path of its directory; `store` is that
-    store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do."""
+    store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do; `stream` then
+    sends the changes as that of `DiffParams` does."""
 
     name: str | None = None
     of: str | None = None
@@ -229,6 +230,7 @@ class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
     base: bool = False
     paths: list[str] = []
     dry_run: bool = False
+    stream: bool = False
 
 
 class ProblemRecord(msgspec.Struct):
@@ -256,27 +258,42 @@ class DiffParams(msgspec.Struct, forbid_unknown_fields=True):
     """diff: from state `a` to state `b`.  `a` None is the newest snapshot, or what is below an overlay; `b` None the
     live state.
 
-    "names" and "stat" answer with `changes`; "patch" streams a unified diff in "output" notifications.
+    "names" and "stat" answer with `changes`, at most CHANGES_LISTED of them; with `stream` they send all of them before
+    the answer, in "output" notifications, each ChangeRecord as a line of JSON.  "patch" streams a unified diff in
+    "output" notifications; `include_git` with what git refuses, as in `.git`.  `include` and `exclude` are patterns in
+    gitignore's syntax, as those of `vfsd mount`.
     """
 
     a: str | None = None
     b: str | None = None
     mode: Literal["names", "stat", "patch"] = "names"
     paths: list[str] = []
+    include: list[str] = []
+    exclude: list[str] = []
+    include_git: bool = False
+    stream: bool = False
 
 
 class DiffResult(msgspec.Struct):
+    """`counts` is of all changes, hidden ones apart.  With "patch": `problems` are changes that the patch lacks,
+    `omitted` those that git has no notion of (empty directories, what is in `.git`), both together at most
+    CHANGES_LISTED, and `patch_bytes` is its size."""
+
     a: str
     b: str | None
     counts: ChangeCounts
     changes: list[ChangeRecord]
     truncated: bool = False
+    problems: list[ProblemRecord] = []
+    omitted: list[ProblemRecord] = []
+    patch_bytes: int = 0
 
 
 class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
     """export: write the ZIP file `path` (absolute); a file there is replaced only with `overwrite`.
 
     `source_date_epoch`, the caller's $SOURCE_DATE_EPOCH in seconds, dates the archive; None: the time now.
+    `include` and `exclude` are patterns in gitignore's syntax, as those of `vfsd mount`.
     """
 
     path: str
@@ -284,6 +301,8 @@ class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
     overwrite: bool = False
     changes_only: bool = False  # of an overlay: what differs from below, and the directories that it is in
     source_date_epoch: int | None = None
+    include: list[str] = []
+    exclude: list[str] = []
 
 
 class ExportResult(msgspec.Struct):
@@ -314,12 +333,14 @@ class ImportResult(msgspec.Struct):
 class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):
     """apply: write what an overlay holds (below `paths`) into the directory below it.
 
-    Where that was changed by others since, nothing is written, unless `force` is set.
+    Where that was changed by others since, nothing is written, unless `force` is set.  `stream` sends the changes as
+    that of `DiffParams` does.
     """
 
     paths: list[str] = []
     dry_run: bool = False
     force: bool = False
+    stream: bool = False
 
 
 class ConflictRecord(msgspec.Struct):

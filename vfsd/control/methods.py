@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Final, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -24,16 +24,23 @@ from protocol.archive import export_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
-from protocol.diff import Change, Counts, changes
+from protocol.diff import Counts
 from protocol.errors import SnapshotNotFoundError
-from protocol.patch import write_patch
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
 from vfsd import holders, mounts
 from vfsd.commands.running import Commands
 from vfsd.control.call import Call, Handler, InvalidParamsError
-from vfsd.control.changes import Differences, change_record, differences
+from vfsd.control.changes import (
+    Differences,
+    Pieces,
+    change_record,
+    differences,
+    filtered,
+    hiding,
+    written_patch,
+)
 from vfsd.control.exec_methods import ExecMethods
 from vfsd.control.fs_methods import FsMethods
 from vfsd.control.messages import (
@@ -68,7 +75,6 @@ from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_byte
 
 __all__ = ["Methods"]
 
-_PATCH_PIECE_BYTES: Final = 64 * 1024
 # What a shell, a file name in a table and `restore NAME|ARCHIVE.zip` can all take without quoting trouble.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
 
@@ -197,16 +203,16 @@ class Methods:
             raise InvalidParamsError("of takes the name of a snapshot")
         if params.archive is not None:
             origin = archive(_absolute(params.archive))
-            return await self._restore_from(origin, params.archive, paths, call, dry_run=params.dry_run)
+            return await self._restore_from(origin, params.archive, paths, call, params)
         if params.of is not None:
             with self._store(params.store) as store:
                 source = f"{params.name} of {params.of}"
                 origin = snapshot_of(store, _key(params.of), params.name or "", source)
-                return await self._restore_from(origin, source, paths, call, dry_run=params.dry_run)
+                return await self._restore_from(origin, source, paths, call, params)
         name = BASE if params.base else await self._undone() if params.undo else params.name or ""
         source = self._options.backend if params.base else name
         if params.dry_run:
-            found = await self._compare(None, name, paths, call)
+            found = await self._compare(None, name, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
         outcome = await self._snapshots.restore(name, paths, call)
         return await self._restored(source, outcome, call)
@@ -215,13 +221,13 @@ class Methods:
         return Store(self._options.store if directory is None else _absolute(directory))
 
     async def _restore_from(
-        self, origin: Origin, source: str, paths: list[bytes], call: Call, *, dry_run: bool
+        self, origin: Origin, source: str, paths: list[bytes], call: Call, params: RestoreParams
     ) -> RestoreResult:
         snapshots = self._snapshots
         async with snapshots.staged(origin, call) as staged:
-            if dry_run:
+            if params.dry_run:
                 async with snapshots.tree(None) as live:
-                    found = await self._differences(live, staged.tree, paths, call)
+                    found = await self._differences(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             outcome = await snapshots.put(staged, paths, call, replace=True)
         return await self._restored(source, outcome, call)
@@ -262,14 +268,35 @@ class Methods:
         below = params.a is None and self._snapshots.has_base
         a = BASE if below else params.a if params.a is not None else await self._newest_snapshot()
         paths = wire_paths_within(params.paths)
+        rule = hiding(params.include, params.exclude)
         if params.b is None:
             await self._served.settle()
-        if params.mode == "patch":
-            async with self._snapshots.tree(a) as old, self._snapshots.tree(params.b) as new:
-                found = await _in_thread(_write_patch, old, new, paths, call)
-        else:
-            found = await self._compare(a, params.b, paths, call, with_lines=params.mode == "stat")
-        return DiffResult(self._options.backend if below else a, params.b, found.counts, found.records, found.truncated)
+        async with self._snapshots.tree(a) as all_old, self._snapshots.tree(params.b) as all_new:
+            old, new = filtered(all_old, rule), filtered(all_new, rule)
+            if params.mode == "patch":
+                found = await _in_thread(
+                    written_patch,
+                    old,
+                    new,
+                    paths,
+                    Pieces(call.output_from_thread),
+                    include_git=params.include_git,
+                    keep_going=call.raise_if_cancelled,
+                )
+            else:
+                found = await self._differences(
+                    old, new, paths, call, with_lines=params.mode == "stat", stream=params.stream
+                )
+        return DiffResult(
+            a=self._options.backend if below else a,
+            b=params.b,
+            counts=found.counts,
+            changes=found.records,
+            truncated=found.truncated,
+            problems=found.problems,
+            omitted=found.omitted,
+            patch_bytes=found.written_bytes,
+        )
 
     async def _newest_snapshot(self) -> str:
         for info in reversed(await self._snapshots.infos()):
@@ -278,20 +305,29 @@ class Methods:
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
     async def _compare(
-        self, a: str | None, b: str | None, paths: list[bytes], call: Call, *, with_lines: bool = False
+        self, a: str | None, b: str | None, paths: list[bytes], call: Call, *, stream: bool = False
     ) -> Differences:
         """From state `a` to state `b`; None is the live one."""
         async with self._snapshots.tree(a) as old, self._snapshots.tree(b) as new:
-            return await self._differences(old, new, paths, call, with_lines=with_lines)
+            return await self._differences(old, new, paths, call, stream=stream)
 
     async def _differences(
-        self, old: Tree, new: Tree, paths: list[bytes], call: Call, *, with_lines: bool = False
+        self, old: Tree, new: Tree, paths: list[bytes], call: Call, *, with_lines: bool = False, stream: bool = False
     ) -> Differences:
-        return await _in_thread(differences, old, new, paths, with_lines=with_lines, keep_going=_counting(call))
+        return await _in_thread(
+            differences,
+            old,
+            new,
+            paths,
+            with_lines=with_lines,
+            keep_going=_counting(call),
+            stream=Pieces(call.output_from_thread) if stream else None,
+        )
 
     # -- export and import -----------------------------------------------------------------------------
     async def _export(self, params: ExportParams, call: Call) -> ExportResult:
         path = _absolute(params.path)
+        rule = hiding(params.include, params.exclude)
         snapshots = self._snapshots
         async with AsyncExitStack() as stack:
             tree: Tree = await stack.enter_async_context(
@@ -302,7 +338,7 @@ class Methods:
                 tree = await _in_thread(changed_tree, base, tree)
             summary = await _in_thread(
                 export_archive,
-                tree,
+                filtered(tree, rule),
                 path,
                 overwrite=params.overwrite,
                 created_ns=_created_ns(params.source_date_epoch),
@@ -374,27 +410,6 @@ def _counting(call: Call) -> Callable[[], None]:
         call.progress_nowait(next(paths), 0, "files")
 
     return tell
-
-
-def _write_patch(old: Tree, new: Tree, paths: list[bytes], call: Call) -> Differences:
-    # Each message waits for the loop: one for every section of a patch would take minutes for 100,000 files.
-    pieces = bytearray()
-
-    def write(data: bytes) -> None:
-        pieces.extend(data)
-        if len(pieces) >= _PATCH_PIECE_BYTES:
-            call.output_from_thread(bytes(pieces))
-            pieces.clear()
-
-    write_patch(old, new, _watched(changes(old, new, paths=paths), call), write)
-    call.output_from_thread(bytes(pieces))
-    return differences(old, new, paths, keep_going=_counting(call))
-
-
-def _watched(changed: Iterable[Change], call: Call) -> Iterator[Change]:
-    for change in changed:
-        call.raise_if_cancelled()
-        yield change
 
 
 def _record(info: SnapshotInfo, changes: Counts | None = None) -> SnapshotRecord:

@@ -10,7 +10,7 @@ import trio
 from protocol.backends.overlay.apply import Applied, apply
 from protocol.diff import count
 from vfsd.control.call import Call
-from vfsd.control.changes import Differences, change_record
+from vfsd.control.changes import Differences, Pieces, change_record
 from vfsd.control.messages import ApplyParams, ApplyResult, ChangeCounts, ConflictRecord, wire_path
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
@@ -51,13 +51,18 @@ class OverlayMethods:
                     volume.applied(live, done)
                 if done.error is not None:
                     raise done.error
-        return _result(self._options, done, written=written)
+        stream = Pieces(call.output_from_thread) if params.stream else None
+        return await trio.to_thread.run_sync(
+            functools.partial(_result, self._options, done, written=written, stream=stream)
+        )
 
 
-def _result(options: MountOptions, done: Applied, *, written: bool) -> ApplyResult:
-    found = Differences()
+def _result(options: MountOptions, done: Applied, *, written: bool, stream: Pieces | None) -> ApplyResult:
+    found = Differences(stream)
     for change in done.changes:
         found.add(change, change_record)
+    if stream is not None:
+        stream.flush()
     counts = count(done.changes)
     return ApplyResult(
         directory=wire_path(os.fsencode(options.backend.partition(":")[2])),

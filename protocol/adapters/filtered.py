@@ -1,0 +1,75 @@
+"""FilteredTree: a tree without the paths that a rule hides."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Iterator
+
+from protocol.diff import ComparesContent
+from protocol.errors import fail
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+
+__all__ = ["FilteredTree", "Hides"]
+
+Hides = Callable[[bytes, bool], bool]
+"""Whether (path, is it a directory) is hidden, where what is above it is not."""
+
+
+class FilteredTree:
+    """`tree` without what `hides` hides, and what is below; hidden directories are not walked."""
+
+    def __init__(self, tree: Tree, hides: Hides) -> None:
+        self._tree = tree
+        self._hides = hides
+
+    @property
+    def unfiltered(self) -> Tree:
+        """See `protocol.tree.Filtered`."""
+        return self._tree
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for all that follow."""
+        entry = self._tree.entry(path)
+        ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
+        if path and (any(self._hides(path[:end], True) for end in ends) or self._hides(path, entry.is_dir)):
+            raise fail(errno.ENOENT, path.decode("utf-8", "backslashreplace"))
+        return entry
+
+    def _shown_below(self, directory: bytes) -> list[TreeEntry]:
+        prefix = directory + b"/" if directory else b""
+        entries = (self._tree.entry(prefix + name) for name in self._tree.children(directory))
+        return [entry for entry in entries if not self._hides(entry.path, entry.is_dir)]
+
+    def children(self, path: bytes) -> list[bytes]:
+        self.entry(path)
+        return [entry.name for entry in self._shown_below(path)]
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        todo = [self.entry(path)]
+        while todo:
+            entry = todo.pop()
+            yield entry
+            if entry.is_dir:
+                todo += reversed(self._shown_below(entry.path))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        self.entry(path)
+        return self._tree.read(path, offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        self.entry(path)
+        return self._tree.chunks(path, size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        """What one rule hides in both trees is no difference; what it hides in one lies at a path that is named."""
+        return self._tree.touched(_inner(other))
+
+    def same_content(self, path: bytes, other: Tree) -> bool | None:
+        """See `protocol.diff.ComparesContent`."""
+        if not isinstance(self._tree, ComparesContent):
+            return None
+        return self._tree.same_content(path, _inner(other))
+
+
+def _inner(tree: Tree) -> Tree:
+    return tree.unfiltered if isinstance(tree, FilteredTree) else tree

@@ -1,0 +1,20 @@
+"""--include and --exclude: patterns in gitignore's syntax."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["exclude_option", "include_option"]
+
+include_option = click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only files that a pattern matches (.gitignore's syntax); may be repeated.",
+)
+exclude_option = click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Not what a pattern matches, nor what is below it; may be repeated.",
+)
