@@ -19,7 +19,7 @@ import msgspec
 from vfsd.cli import output
 from vfsd.cli.app import App
 from vfsd.control.lines import LineBuffer
-from vfsd.control.messages import ChangeRecord
+from vfsd.control.messages import ChangeRecord, DiffResult
 from vfsd.runtime import WorkspaceRecord
 
 __all__ = ["ChangeSpool", "PatientOutput", "call_with_changes", "print_with_changes", "write_changes"]
@@ -27,6 +27,7 @@ __all__ = ["ChangeSpool", "PatientOutput", "call_with_changes", "print_with_chan
 _MEMORY_BYTES: Final = 1024 * 1024  # beyond it the temporary file is on disk
 _STEP_BYTES: Final = 4096  # PIPE_BUF: what a pipe that is ready takes without waiting
 _COPY_BYTES: Final = 1024 * 1024
+_OF_PATCHES: Final = ("problems", "omitted", "patch_bytes")  # of a DiffResult
 _records = msgspec.json.Decoder(ChangeRecord)
 
 
@@ -138,17 +139,18 @@ def call_with_changes(
         return answer
 
 
-def print_with_changes(answer: Any, spool: ChangeSpool, leave_out: tuple[str, ...] = ()) -> None:
+def print_with_changes(answer: Any, spool: ChangeSpool) -> None:
     """`answer` as the one JSON document of a command, with what was streamed as its `changes`."""
     fields = msgspec.json.decode(msgspec.json.encode(answer), type=dict[str, msgspec.Raw])
+    if isinstance(answer, DiffResult):
+        for name in _OF_PATCHES:
+            del fields[name]
     if output.on_terminal():
         # A person reads it: no more than fits into memory.
         output.print_json({**fields, "changes": list(spool)})
         return
     first = True
     for name, value in fields.items():
-        if name in leave_out:
-            continue
         output.write_bytes((b"{" if first else b",") + msgspec.json.encode(name) + b":")
         first = False
         if name == "changes":
