@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import BinaryIO, Final
 
+from msgspec.structs import replace as replace_struct
+
 from protocol.archive.content import decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import PERCENT, SPECIAL, Manifest, Record, decode_manifest, record_xattrs
@@ -24,6 +26,7 @@ _TARGET_BYTES_MAX: Final = 4095  # PATH_MAX with its NUL, linux/limits.h
 # A value of three bytes costs 64 once decoded: without a bound an archive of some KB would take GB.
 _VALUES_FREE: Final = 1_000_000
 _VALUES_PER_ENTRY: Final = 64
+_TYPE: Final = 0o170000  # S_IFMT as a mask
 _DEFAULT_FILE: Final = stat.S_IFREG | 0o644
 _DEFAULT_DIRECTORY: Final = stat.S_IFDIR | 0o755
 
@@ -37,18 +40,27 @@ class Contents:
     members: dict[bytes, Member] = field(default_factory=dict)
 
 
-def read_contents(file: BinaryIO, limits: ArchiveLimits, progress: Progress = untold) -> Contents:
-    """Read and check the archive in `file`.  ArchiveError.  `progress` is told of the content decompressed."""
+def read_contents(
+    file: BinaryIO, limits: ArchiveLimits, progress: Progress = untold, *, check_content: bool = True
+) -> Contents:
+    """Read and check the archive in `file`.  ArchiveError.  `progress` is told of the content decompressed.
+
+    Without `check_content` only the content of symlinks and of hard links is read.
+    """
     members = read_members(file, limits)
     contents = Contents(_read_manifest(file, members, limits))
-    _place_members(contents, members)
-    _apply_records(contents)
+    records = _records(contents)
+    _place_members(contents, members, records)
+    _place_others(contents, records)
     _check_counts(contents)
     _complete_directories(contents, limits)
     groups = _hard_links(contents)
     linked = frozenset(path for group in groups for path in group)
-    digests = _check_content(file, contents, linked, progress)
-    _number(contents, groups, digests)
+    digests = _check_content(file, contents, linked, progress, check_all=check_content)
+    _join_links(contents, groups, digests)
+    contents.manifest = replace_struct(
+        contents.manifest, entries=[], hard_links=[]
+    )  # all that they say is in `entries`
     return contents
 
 
@@ -73,39 +85,56 @@ def _read_manifest(file: BinaryIO, members: Sequence[Member], limits: ArchiveLim
 # -- paths -------------------------------------------------------------------------------------
 
 
-def _path(text: bytes, name: str, manifest: Manifest) -> bytes:
+def _path(text: bytes, name: bytes, manifest: Manifest) -> bytes:
     """The path that `text`, a name below files/ or in the manifest, stands for."""
     path = text
     if manifest.names == PERCENT:
         try:
             path = unescape(text.decode())
         except ValueError:
-            raise ArchiveError("the name is not escaped as the manifest says", name) from None
+            raise ArchiveError("the name is not escaped as the manifest says", shown(name)) from None
     check_path(path, name)
     return path
 
 
-def _place_members(contents: Contents, members: Sequence[Member]) -> None:
+def _place_members(contents: Contents, members: Sequence[Member], records: dict[bytes, Record]) -> None:
+    """Make the entries that have a member; `records` loses those that are theirs."""
+    entries, placed = contents.entries, contents.members
     for member in members:
         if member.name == MANIFEST:
             continue
-        name = member.shown
         text = member.name[len(FILES) :]
         is_dir = not text or text.endswith(b"/")
-        path = _path(text.removesuffix(b"/"), name, contents.manifest)
-        if path in contents.entries:
-            raise ArchiveError("the archive has a file and a directory of this name", name)
+        path = _path(text[:-1] if text and is_dir else text, member.name, contents.manifest)
+        if path in entries:
+            raise ArchiveError("the archive has a file and a directory of this name", member.shown)
         mode = member.mode or (_DEFAULT_DIRECTORY if is_dir else _DEFAULT_FILE)
         if not stat.S_IFMT(mode):
             mode |= stat.S_IFDIR if is_dir else stat.S_IFREG
-        if stat.S_ISDIR(mode) != is_dir or stat.S_IFMT(mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
-            raise ArchiveError(f"the entry has the impossible mode {mode:#o}", name)
-        if is_dir and member.size:
-            raise ArchiveError("the entry is a directory with content", name)
-        if stat.S_ISLNK(mode) and not 0 < member.size <= _TARGET_BYTES_MAX:
-            raise ArchiveError(f"the symlink's target is empty or longer than {_TARGET_BYTES_MAX} bytes", name)
-        contents.entries[path] = TreeEntry(path, mode, member.size, member.mtime_ns)
-        contents.members[path] = member
+        if is_dir or not stat.S_ISREG(mode):
+            _check_member_mode(member, mode, is_dir=is_dir)
+        record = records.pop(path, None)
+        placed[path] = member
+        number = _inode(entries, path)
+        if record is None:
+            entries[path] = TreeEntry(path, mode, member.size, member.mtime_ns, inode=number)
+        else:
+            entries[path] = _merged(path, mode, member.size, member.mtime_ns, record, number)
+
+
+def _check_member_mode(member: Member, mode: int, *, is_dir: bool) -> None:
+    if stat.S_ISDIR(mode) != is_dir or stat.S_IFMT(mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK):
+        raise ArchiveError(f"the entry has the impossible mode {mode:#o}", member.shown)
+    if is_dir and member.size:
+        raise ArchiveError("the entry is a directory with content", member.shown)
+    if stat.S_ISLNK(mode) and not 0 < member.size <= _TARGET_BYTES_MAX:
+        reason = f"the symlink's target is empty or longer than {_TARGET_BYTES_MAX} bytes"
+        raise ArchiveError(reason, member.shown)
+
+
+def _inode(entries: Mapping[bytes, TreeEntry], path: bytes) -> int:
+    """The inode number for the next entry: numbers only tell hard links apart."""
+    return ROOT_INODE + 1 + len(entries) if path else ROOT_INODE
 
 
 def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
@@ -128,57 +157,57 @@ def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
             names_bytes += len(parent)
             if len(entries) >= limits.entries or names_bytes > limits.names_bytes:
                 raise ArchiveError("the archive's paths imply too many directories", shown(FILES + path))
-            entries[parent] = TreeEntry(parent, _DEFAULT_DIRECTORY)
+            entries[parent] = TreeEntry(parent, _DEFAULT_DIRECTORY, inode=_inode(entries, parent))
             child = parent
     # The root, the manifest's twin, is not counted by whoever made the archive.
     if len(entries) - 1 > limits.entries or names_bytes > limits.names_bytes:
         raise ArchiveError(f"the archive has more than {limits.entries} entries or {limits.names_bytes} bytes of names")
 
 
-_ROOT: Final = TreeEntry(b"", _DEFAULT_DIRECTORY)
+_ROOT: Final = TreeEntry(b"", _DEFAULT_DIRECTORY, inode=ROOT_INODE)
 
 
 # -- the manifest against the entries ----------------------------------------------------------
 
 
-def _apply_records(contents: Contents) -> None:
-    seen: set[bytes] = set()
+def _records(contents: Contents) -> dict[bytes, Record]:
+    """The manifest's records by path."""
+    records: dict[bytes, Record] = {}
     for record in contents.manifest.entries:
         path = _record_path(record.path, contents.manifest)
-        if path in seen:
+        if path in records:
             raise ArchiveError("the manifest has two records of this path", record.path)
-        seen.add(path)
-        contents.entries[path] = _merged(contents.entries.get(path), path, record)
+        records[path] = record
+    return records
 
 
 def _record_path(text: str, manifest: Manifest) -> bytes:
+    name = text.encode()
     try:
-        return _path(text.encode(), text, manifest)
+        return _path(name, name, manifest)
     except ArchiveError as error:
         raise ArchiveError(f"the manifest is malformed: {error.strerror}", text) from None
 
 
-def _merged(entry: TreeEntry | None, path: bytes, record: Record) -> TreeEntry:
-    """The entry with what the manifest says of it.  Of the mode's bits the manifest's win, its type may not differ."""
-    mode = record.mode
-    if entry is None:
-        # An implied directory may have a record, and what has no data has nothing else.
+def _place_others(contents: Contents, records: Mapping[bytes, Record]) -> None:
+    """Make the entries that have only a record: implied directories, and what has no data."""
+    for path, record in records.items():
+        mode = record.mode
         if mode is None or stat.S_IFMT(mode) not in SPECIAL | {stat.S_IFDIR}:
             raise ArchiveError("the manifest has a record of what is not in the archive", record.path)
-        entry = TreeEntry(path, mode)
-    elif mode is None:
-        mode = entry.mode
-    elif stat.S_IFMT(mode) != stat.S_IFMT(entry.mode):
-        raise ArchiveError("the manifest contradicts the entry's type", record.path)
-    return replace(
-        entry,
-        mode=mode,
-        mtime_ns=entry.mtime_ns if record.mtime_ns is None else record.mtime_ns,
-        uid=record.uid,
-        gid=record.gid,
-        rdev=record.rdev,
-        xattrs=record_xattrs(record),
-    )
+        contents.entries[path] = _merged(path, mode, 0, 0, record, _inode(contents.entries, path))
+
+
+def _merged(path: bytes, mode: int, size: int, mtime_ns: int, record: Record, number: int) -> TreeEntry:
+    """An entry with what the manifest says of it.  Of the mode's bits the manifest's win, its type may not differ."""
+    if record.mode is not None:
+        if (record.mode ^ mode) & _TYPE:
+            raise ArchiveError("the manifest contradicts the entry's type", record.path)
+        mode = record.mode
+    if record.mtime_ns is not None:
+        mtime_ns = record.mtime_ns
+    xattrs = record_xattrs(record)
+    return TreeEntry(path, mode, size, mtime_ns, record.uid, record.gid, 1, number, record.rdev, b"", xattrs)
 
 
 def _check_counts(contents: Contents) -> None:
@@ -207,7 +236,7 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
                 raise ArchiveError("the manifest links the path twice", text)
             seen.add(path)
             first = first or entry
-            if replace(entry, path=first.path) != first:
+            if replace(entry, path=first.path, inode=first.inode) != first:
                 raise ArchiveError("the manifest links files that differ", text)
         groups.append(group)
     return groups
@@ -217,9 +246,9 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
 
 
 def _check_content(
-    file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: Progress
+    file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: Progress, *, check_all: bool
 ) -> Mapping[bytes, bytes]:
-    """Decompress everything once; fill in symlink targets; the digests of `linked`."""
+    """Decompress everything once, or what is needed; fill in symlink targets; the digests of `linked`."""
     digests: dict[bytes, bytes] = {}
     done, total = 0, sum(member.size for member in contents.members.values())
     for path, member in contents.members.items():
@@ -236,19 +265,19 @@ def _check_content(
                 digest.update(chunk)
                 progress(done := done + len(chunk), total)
             digests[path] = digest.digest()
-        else:
+        elif check_all:
             for chunk in decompressed(file, member):
                 progress(done := done + len(chunk), total)
     return digests
 
 
-def _number(contents: Contents, groups: Sequence[Sequence[bytes]], digests: Mapping[bytes, bytes]) -> None:
-    """Give each file its inode number, one to all names of a group."""
-    group_of = {path: group for group in groups for path in group}
-    inodes: dict[bytes, int] = {b"": ROOT_INODE}
-    for path in contents.entries:
-        group = group_of.get(path, (path,))
-        if digests.get(path) != digests.get(group[0]):
-            raise ArchiveError("the manifest links files that differ", shown(FILES + path))
-        inode = inodes.setdefault(group[0], len(inodes) + ROOT_INODE)
-        contents.entries[path] = replace(contents.entries[path], inode=inode, nlink=len(group))
+def _join_links(contents: Contents, groups: Sequence[Sequence[bytes]], digests: Mapping[bytes, bytes]) -> None:
+    """Give all names of a group one inode number; their contents must be equal."""
+    entries = contents.entries
+    for group in groups:
+        for path in group:
+            first = group[0]
+            inode = entries[first].inode
+            if digests.get(path) != digests.get(first):
+                raise ArchiveError("the manifest links files that differ", shown(FILES + path))
+            entries[path] = replace(entries[path], inode=inode, nlink=len(group))

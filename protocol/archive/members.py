@@ -7,23 +7,25 @@ directory, without overlap or gap, so that no two readers can see different entr
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import BinaryIO, Final
+
+import msgspec
 
 from protocol.archive import records as zr
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.names import check_name, shown
+from protocol.archive.names import check_name, is_utf8, shown
 from protocol.errors import ArchiveError
 
 __all__ = ["Member", "read_members"]
 
 _COMMENT_MAX: Final = 0xFFFF
 _VERSION_MAX: Final = 63  # of APPNOTE 6.3, the newest
+_PLAIN_FLAGS: Final = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
 _NS: Final = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, gc=False):
     """One entry.  `mode` is the upper half of external_attr; 0 where the archive has none.
 
     `header` is the offset of the local header, `data` that of the compressed data.
@@ -52,10 +54,12 @@ def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
         raise ArchiveError(f"the archive has {count} entries, more than {limits.entries}")
     members = _read_directory(file, start, length, count)
     _check_limits(members, limits)
-    members.sort(key=lambda member: member.header)
+    members.sort(key=attrgetter("header"))
     _check_overlap(members, start)
     ends = [member.header for member in members[1:]] + [start]
-    return [_with_local(file, member, end) for member, end in zip(members, ends, strict=True)]
+    for member, end in zip(members, ends, strict=True):
+        member.data = _data_start(file, member, end)
+    return members
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -137,26 +141,36 @@ def _member(fields: tuple[int, ...], name: bytes, extra: bytes) -> Member:
     """One record of the central directory, with all that can be refused by it alone."""
     _, _, version, flags, method, clock, date, crc, compressed, size, _, _, _, disk, _, attributes, header = fields
     _check_member(name, flags, method, version & 0xFF, disk)
-    entry = shown(name)
-    mtime_ns = zr.ns_of_dos_time(clock, date)
+    mtime_ns = None
     wide = b""
-    for kind, field in _extra_fields(extra, entry):
-        if kind == zr.FIELD_UT and len(field) >= 5 and field[0] & 1:
-            mtime_ns = int.from_bytes(field[1:5], "little", signed=True) * _NS
-        elif kind == zr.FIELD_ZIP64:
-            wide = field
-    size, compressed, header = _widened((size, compressed, header), wide, entry)
+    if extra:
+        for kind, field in _extra_fields(extra, name):
+            if kind == zr.FIELD_UT and len(field) >= 5 and field[0] & 1:
+                mtime_ns = int.from_bytes(field[1:5], "little", signed=True) * _NS
+            elif kind == zr.FIELD_ZIP64:
+                wide = field
+    if mtime_ns is None:
+        mtime_ns = zr.ns_of_dos_time(clock, date)
+    if zr.MAX_32 in (size, compressed, header):
+        size, compressed, header = _widened((size, compressed, header), wide, name)
     if method == zr.STORED and size != compressed:
-        raise ArchiveError("the entry is stored, but its two sizes differ", entry)
+        raise ArchiveError("the entry is stored, but its two sizes differ", shown(name))
     return Member(name, flags, method, crc, compressed, size, attributes >> 16, mtime_ns, header, 0)
 
 
 def _check_member(name: bytes, flags: int, method: int, version: int, disk: int) -> None:
     """Refuse what we cannot read, and names that lead elsewhere."""
-    entry = shown(name)
     if not name:
         raise ArchiveError("an entry has an empty name")
     check_name(name)
+    if (
+        not (flags & ~_PLAIN_FLAGS or disk)
+        and method in (zr.STORED, zr.DEFLATED)
+        and version <= _VERSION_MAX
+        and is_utf8(name)
+    ):
+        return  # as nearly all
+    entry = shown(name)
     if flags & zr.FLAG_ENCRYPTED:
         raise ArchiveError("the entry is encrypted", entry)
     if method not in (zr.STORED, zr.DEFLATED) or flags & zr.FLAG_PATCHED:
@@ -165,21 +179,18 @@ def _check_member(name: bytes, flags: int, method: int, version: int, disk: int)
         raise ArchiveError(f"the entry needs the unknown ZIP version {version / 10}", entry)
     if disk:
         raise ArchiveError("the entry is on another part of several", entry)
-    if flags & zr.FLAG_UTF8:
-        try:
-            name.decode()
-        except UnicodeDecodeError:
-            raise ArchiveError("the name is marked as UTF-8 and is not", entry) from None
+    if flags & zr.FLAG_UTF8 and not is_utf8(name):
+        raise ArchiveError("the name is marked as UTF-8 and is not", entry)
 
 
-def _extra_fields(extra: bytes, entry: str) -> list[tuple[int, bytes]]:
+def _extra_fields(extra: bytes, name: bytes) -> list[tuple[int, bytes]]:
     try:
-        return list(zr.extra_fields(extra)) if extra else []
+        return list(zr.extra_fields(extra))
     except ValueError as error:
-        raise ArchiveError(f"the entry is damaged: {error}", entry) from None
+        raise ArchiveError(f"the entry is damaged: {error}", shown(name)) from None
 
 
-def _widened(values: tuple[int, ...], field: bytes, entry: str) -> list[int]:
+def _widened(values: tuple[int, ...], field: bytes, name: bytes) -> list[int]:
     """`values` with those that are all ones replaced from the ZIP64 field, in order (4.5.3)."""
     result = []
     for value in values:
@@ -189,7 +200,7 @@ def _widened(values: tuple[int, ...], field: bytes, entry: str) -> list[int]:
             result.append(int.from_bytes(field[:8], "little"))
             field = field[8:]
         else:
-            raise ArchiveError("the entry is damaged: its ZIP64 field is too short", entry)
+            raise ArchiveError("the entry is damaged: its ZIP64 field is too short", shown(name))
     return result
 
 
@@ -223,37 +234,37 @@ def _check_overlap(members: list[Member], directory: int) -> None:
         raise ArchiveError("the archive has bytes before its first entry", members[0].shown)
 
 
-def _with_local(file: BinaryIO, member: Member, end: int) -> Member:
-    """`member` with the place of its data; its local header must agree, its data reach to offset `end`."""
-    entry = member.shown
+def _data_start(file: BinaryIO, member: Member, end: int) -> int:
+    """The offset of the data of `member`; its local header must agree, its data reach to offset `end`."""
     local = _read(file, member.header, zr.LOCAL.size + len(member.name))
     if len(local) < zr.LOCAL.size + len(member.name) or not local.startswith(zr.SIGNATURE_LOCAL):
-        raise ArchiveError("the entry is damaged: it has no local header", entry)
+        raise ArchiveError("the entry is damaged: it has no local header", member.shown)
     _, _, flags, method, _, _, crc, compressed, size, name_size, extra_size = zr.LOCAL.unpack_from(local)
     if name_size != len(member.name) or local[zr.LOCAL.size :] != member.name:
-        raise ArchiveError("the local header has another name", entry)
+        raise ArchiveError("the local header has another name", member.shown)
     if (flags, method) != (member.flags, member.method):
-        raise ArchiveError("the local header contradicts the central directory", entry)
+        raise ArchiveError("the local header contradicts the central directory", member.shown)
     extra = file.read(extra_size)
     if len(extra) < extra_size:
-        raise ArchiveError("the entry is damaged: it has no local header", entry)
-    wide = next((field for kind, field in _extra_fields(extra, entry) if kind == zr.FIELD_ZIP64), None)
-    if wide is not None:
-        size, compressed = _widened((size, compressed), wide, entry)
+        raise ArchiveError("the entry is damaged: it has no local header", member.shown)
+    if zr.MAX_32 in (size, compressed):
+        wide = next((field for kind, field in _extra_fields(extra, member.name) if kind == zr.FIELD_ZIP64), None)
+        if wide is not None:
+            size, compressed = _widened((size, compressed), wide, member.name)
+    elif extra:
+        _extra_fields(extra, member.name)
     told = (crc, compressed, size)
     known = (member.crc, member.compressed, member.size)
     if told != known and not (flags & zr.FLAG_DESCRIPTOR and told == (0, 0, 0)):
-        raise ArchiveError("the local header contradicts the central directory", entry)
-    data = member.header + len(local) + extra_size
+        raise ArchiveError("the local header contradicts the central directory", member.shown)
+    data: int = member.header + len(local) + extra_size
     gap = end - data - member.compressed
     if gap < 0:
-        raise ArchiveError("the entry overlaps another one", entry)
-    if not _is_descriptor(_read(file, end - gap, gap) if gap <= zr.DESCRIPTOR64.size else None, member):
-        raise ArchiveError("the entry is followed by bytes that belong to none", entry)
-    return Member(
-        member.name, flags, method, member.crc, member.compressed, member.size,
-        member.mode, member.mtime_ns, member.header, data,
-    )  # fmt: skip
+        raise ArchiveError("the entry overlaps another one", member.shown)
+    found = b"" if not gap else _read(file, end - gap, gap) if gap <= zr.DESCRIPTOR64.size else None
+    if not _is_descriptor(found, member):
+        raise ArchiveError("the entry is followed by bytes that belong to none", member.shown)
+    return data
 
 
 def _is_descriptor(found: bytes | None, member: Member) -> bool:

@@ -28,6 +28,9 @@ FILES: Final = b"files/"
 NAME_BYTES_MAX: Final = 0xFFFF
 PATH_BYTES_MAX: Final = NAME_BYTES_MAX - len(FILES) - 1  # with the slash after a directory's
 
+# What nearly every name and path is; these take a fifth of the time of the checks one by one.
+_PLAIN_NAME: Final = re.compile(b"files/[^\\0]*+$")
+_PLAIN_PATH: Final = re.compile(rb"[^/.\0][^/\0]{0,254}+(?:/[^/.\0][^/\0]{0,254}+){0,30}+")
 _ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
 
 
@@ -64,6 +67,8 @@ def shown(name: bytes) -> str:
 
 def check_name(name: bytes) -> None:
     """Refuse, for a reason of its own, a ZIP name that points out of files/."""
+    if _PLAIN_NAME.match(name) and b".." not in name:
+        return
     if b"\0" in name:
         raise ArchiveError("the name has a NUL byte", shown(name))
     if name.startswith(b"/"):
@@ -74,18 +79,18 @@ def check_name(name: bytes) -> None:
         raise ArchiveError("the entry is outside of files/", shown(name))
 
 
-def check_path(path: bytes, name: str) -> None:
+def check_path(path: bytes, name: bytes) -> None:
     """Refuse a path, that of entry `name`, that no kernel would give."""
-    if not path:
+    if not path or _PLAIN_PATH.fullmatch(path):
         return
     if len(path) > PATH_BYTES_MAX:
-        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", name)
+        raise ArchiveError(f"the path is longer than {PATH_BYTES_MAX} bytes", shown(name))
     for part in path.split(b"/"):
         if not part:
-            raise ArchiveError("the name has an empty component", name)
+            raise ArchiveError("the name has an empty component", shown(name))
         if part in (b".", b".."):
-            raise ArchiveError(f'the name has a "{part.decode()}" component', name)
+            raise ArchiveError(f'the name has a "{part.decode()}" component', shown(name))
         if len(part) > NAME_MAX:
-            raise ArchiveError(f"the name has a component longer than {NAME_MAX} bytes", name)
+            raise ArchiveError(f"the name has a component longer than {NAME_MAX} bytes", shown(name))
     if b"\0" in path:
-        raise ArchiveError("the name has a NUL byte", name)
+        raise ArchiveError("the name has a NUL byte", shown(name))

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 from protocol.archive.check import Contents, read_contents
 from protocol.archive.content import ContentReader, decompressed
@@ -21,16 +21,24 @@ from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["ArchiveTree", "open_archive"]
 
+# Local headers and small entries follow one another: one read(2) for many.
+_BUFFER_BYTES: Final = 128 * 1024
 Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | BinaryIO
 
 
 @contextmanager
 def open_archive(
-    source: Source, *, limits: ArchiveLimits | None = None, progress: Progress = untold
+    source: Source,
+    *,
+    limits: ArchiveLimits | None = None,
+    progress: Progress = untold,
+    check_content: bool = True,
 ) -> Iterator[ArchiveTree]:
     """The tree in the archive at a path or in a seekable file, for as long as the context lasts.
 
-    Everything is checked before the context is entered, each entry's content by decompressing it once.
+    Everything is checked before the context is entered, each entry's content by decompressing it once.  Without
+    `check_content` the content of a file is checked when it is read, for callers who read all of it into a place that
+    they can throw away; `chunks` raises ArchiveError then.
     `progress` is told how far that is.  ArchiveError names the entry that is refused; OSError when the archive
     cannot be read.  A file that was handed over stays open.
     """
@@ -38,7 +46,7 @@ def open_archive(
     if isinstance(source, str | bytes | os.PathLike):
         with _open_regular(source) as file:
             try:
-                contents = read_contents(file, limits, progress)
+                contents = read_contents(file, limits, progress, check_content=check_content)
             except ArchiveError as error:
                 # What is wrong with no entry of it is wrong with the archive.
                 raise ArchiveError(str(error.strerror), error.entry or os.fsdecode(source)) from None
@@ -46,16 +54,20 @@ def open_archive(
     elif not source.seekable():
         raise ArchiveError("an archive can only be read from a seekable file")
     else:
-        yield ArchiveTree(source, read_contents(source, limits, progress))
+        yield ArchiveTree(source, read_contents(source, limits, progress, check_content=check_content))
 
 
 def _open_regular(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> BinaryIO:
     # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 -- the caller closes it
+    file = open(path, "rb", buffering=_BUFFER_BYTES, opener=_open_at_once)  # noqa: SIM115 -- the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ArchiveError("an archive must be a regular file", os.fsdecode(path))
     return file
+
+
+def _open_at_once(name: str | bytes, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 class ArchiveTree:
@@ -72,8 +84,8 @@ class ArchiveTree:
         self._children: dict[bytes, list[bytes]] = {path: [] for path, entry in self._entries.items() if entry.is_dir}
         for path in self._entries:
             if path:
-                parent, _, name = path.rpartition(b"/")
-                self._children[parent].append(name)
+                cut = path.rfind(b"/")
+                self._children[path[:cut] if cut >= 0 else b""].append(path[cut + 1 :])
         for names in self._children.values():
             names.sort()
         self.file_count = contents.manifest.file_count

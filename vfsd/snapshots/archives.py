@@ -20,22 +20,22 @@ __all__ = ["Origin", "archive", "read_origin", "snapshot_of", "unpack"]
 class Origin:
     """Where content comes from: `name` is what errors call it.
 
-    `opened` gives it for the length of a block, checked when that is entered; it is told how far that is, in bytes.
-    Any thread.
+    `opened(progress, check_content)` gives it for the length of a block, checked when that is entered; `progress` is
+    told how far that is, in bytes.  Without `check_content` a file's content is checked when it is read.  Any thread.
     """
 
     name: str
-    opened: Callable[[Progress], AbstractContextManager[Tree]]
+    opened: Callable[[Progress, bool], AbstractContextManager[Tree]]
 
 
 def archive(path: str) -> Origin:
     """What the ZIP file `path` holds.  ArchiveError, OSError."""
-    return Origin(path, lambda progress: open_archive(path, progress=progress))
+    return Origin(path, lambda progress, check: open_archive(path, progress=progress, check_content=check))
 
 
 def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
     """The snapshot `name` that `store` has of the workspace `key`; `shown` says that.  SnapshotNotFoundError."""
-    return Origin(shown, lambda _: store.tree(key, name))
+    return Origin(shown, lambda _, _check: store.tree(key, name))
 
 
 def read_origin(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> MemoryVolume:
@@ -59,12 +59,12 @@ def unpack(origin: Origin, volume: MemoryVolume, progress: Progress = untold) ->
 
     What it may take is what `volume` may: an archive that unpacks to more than the machine has would otherwise end the
     daemon, and the workspace with it.
-    `progress` is told of both passes over the content, the check and the unpacking, as halves of the whole.
+    `progress` is told how much of it is unpacked.
     """
     try:
-        with origin.opened(lambda done, total: progress(done // 2, total)) as tree:
-            counted = CountedTree(tree, lambda done, total: progress((total + done) // 2, total))
-            volume.import_tree(counted, replace=True)
+        # All of it is read, into a place that is thrown away if its content turns out to be damaged.
+        with origin.opened(untold, False) as tree:
+            volume.import_tree(CountedTree(tree, progress), replace=True)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -275,7 +275,7 @@ class StoreSnapshots:
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
-        async with _entered(origin.opened(in_bytes(watch))) as tree:
+        async with _entered(origin.opened(in_bytes(watch), True)) as tree:
             yield await _in_thread(_counted, origin.name, tree)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:

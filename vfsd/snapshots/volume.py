@@ -6,7 +6,7 @@ So the mount sees a change whole or not at all, and a call that is cancelled bef
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
@@ -32,6 +32,7 @@ from vfsd.snapshots.base import (
     in_bytes,
     nothing_below,
 )
+from vfsd.snapshots.prepared import Prepared
 
 __all__ = ["VolumeSnapshots", "overlay_of"]
 
@@ -100,11 +101,25 @@ class VolumeSnapshots:
         finally:
             staged.give_back()
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:  # noqa: ARG002
-        return await self._change(lambda: self._volume.import_tree(staged.tree, replace=replace, paths=paths))
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
+        volume = self._volume
+        if isinstance(volume, OverlayVolume):  # whose directories are read from below while they are converged
+            return await self._change(lambda: volume.import_tree(staged.tree, replace=replace, paths=paths))
+        prepared = Prepared(volume, staged, paths, replace=replace)
+        try:
+            return await self._change(prepared.put, prepare=functools.partial(prepared.prepare, watch))
+        finally:
+            await prepared.discard()
 
-    async def _change(self, change: Callable[[], Coherence], keep: str | None = None) -> Outcome:
+    async def _change(
+        self,
+        change: Callable[[], Coherence],
+        keep: str | None = None,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> Outcome:
         async with self._served.changing:
+            if prepare is not None:
+                await prepare()
             await self._served.settle()
             safety = self._take_safety(keep)
             with self._undone_unless_done(safety):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
@@ -54,6 +54,7 @@ class Converger:
         self._view = tree if isinstance(tree, SnapshotTree) else None
         self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
         self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
+        self._directories: dict[bytes, int] = {}  # path -> live inode of the directories of this run
 
     def run(self, paths: Sequence[bytes]) -> None:
         """Make each of `paths`, and what is below it, as it is in the tree.  ENOENT: one is in neither; ENOSPC."""
@@ -80,9 +81,9 @@ class Converger:
             self._remove_path(path)
             return
         parent = self._parents(path)
-        directories: dict[bytes, int] = {}
+        directories = self._directories = {}
         finished: list[tuple[int, TreeEntry]] = []
-        for each in self._tree.walk(path):
+        for each in self._walk(path):
             above = parent if each.path == path else self._state.inodes[directories[_above(each.path)]]
             if each.is_dir:
                 node = self._directory(above, each)
@@ -93,6 +94,10 @@ class Converger:
                 self._leaf(above, each)
         for number, each in reversed(finished):
             self._set_metadata(self._state.inodes[number], each)
+
+    def _walk(self, path: bytes) -> Iterator[TreeEntry]:
+        """The entries to work on: each directory before what is in it."""
+        return self._tree.walk(path)
 
     # -- paths -----------------------------------------------------------------------------------
     def _entry(self, path: bytes) -> TreeEntry | None:
@@ -221,15 +226,17 @@ class Converger:
         """A new entry for what `entry` says: its old inode where that is free, else a new one."""
         if len(name) > NAME_MAX:
             raise fail(errno.ENAMETOOLONG, _show(entry.path))
+        return self._link(directory, name, self._revived(entry) or self._new(entry))
+
+    def _new(self, entry: TreeEntry) -> Inode:
+        """A new inode for `entry`, without a name."""
         state = self._state
-        node = self._revived(entry)
-        if node is None:
-            self._check_growth(0, 1, SLACK_BYTES)
-            node = state.create(entry.mode, entry.uid, entry.gid)
-            if entry.is_symlink:
-                state.set_target(node, entry.target)
-            node.rdev = entry.rdev
-        return self._link(directory, name, node)
+        self._check_growth(0, 1, SLACK_BYTES)
+        node = state.create(entry.mode, entry.uid, entry.gid)
+        if entry.is_symlink:
+            state.set_target(node, entry.target)
+        node.rdev = entry.rdev
+        return node
 
     def _revived(self, entry: TreeEntry) -> Inode | None:
         if self._own_view is None or not entry.inode:

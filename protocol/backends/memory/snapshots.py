@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.converge import Converger
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
+from protocol.backends.memory.prepare import Preparation
 from protocol.backends.memory.undo import Epoch, PreInodes, PreNames, merged
 from protocol.backends.memory.view import SnapshotTree
 from protocol.volume import TAG_MAX_BYTES, Coherence, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
@@ -159,6 +160,20 @@ class Snapshots:
         newest = (info.name for info in self.snapshots()[-1:])
         with self.keeping(*newest), self._transaction() as transaction:
             Converger(self._state, tree, replace=replace, check_quota=self._check_quota).run(paths or (b"",))
+            return _coherence(self._state, transaction)
+
+    def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
+        """What makes the new files of an `import_tree` beforehand, in small steps; for `import_prepared`."""
+        scopes = paths or (b"",)
+        if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
+            tree.ledger.give_back()  # what is prepared is charged here
+        return Preparation(self._state, tree, replace=replace, check_quota=self._check_quota, paths=scopes)
+
+    def import_prepared(self, preparation: Preparation) -> Coherence:
+        """`import_tree` of what was prepared, which `is_valid`.  Errors as there; then nothing is left of it."""
+        newest = (info.name for info in self.snapshots()[-1:])
+        with self.keeping(*newest), self._transaction() as transaction:
+            preparation.run()
             return _coherence(self._state, transaction)
 
     @contextmanager

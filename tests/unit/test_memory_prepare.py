@@ -1,0 +1,198 @@
+"""An import that is prepared in steps ends as one in a single step does, whatever programs do between the steps."""
+
+from __future__ import annotations
+
+import random
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory.prepare import Preparation
+from protocol.tree import Tree
+from protocol.volume import ROOT_INODE, Caller
+
+ME = Caller(1, 2)
+NAMES = (b"a", b"b", b"c", b"d")
+
+
+def directory_of(volume: MemoryVolume, path: bytes) -> int:
+    number = ROOT_INODE
+    for name in path.split(b"/") if path else ():
+        number = volume.lookup(number, name).inode
+        volume.forget(number, 1)
+    return number
+
+
+def change(volume: MemoryVolume, draw: random.Random) -> None:
+    """One random change of a small tree; an error of the volume's is one outcome of it."""
+    above = b"/".join(draw.choices(NAMES, k=draw.randrange(3)))
+    name, other = draw.choice(NAMES), draw.choice(NAMES)
+    what = draw.randrange(8)
+    with suppress(OSError):
+        parent = directory_of(volume, above)
+        if what == 0:
+            volume.forget(volume.mkdir(parent, name, 0o755, ME).inode, 1)
+        elif what in (1, 2):
+            node = volume.mknod(parent, name, stat.S_IFREG | 0o644, 0, ME)
+            volume.write(node.inode, 0, b"x" * draw.randrange(1, 9000))
+            volume.forget(node.inode, 1)
+        elif what == 3:
+            volume.forget(volume.symlink(parent, name, b"to", ME).inode, 1)
+        elif what == 4:
+            volume.rename(parent, name, directory_of(volume, draw.choice(NAMES)), other)
+        elif what == 5:
+            node = volume.lookup(parent, name)
+            volume.forget(node.inode, 1)
+            volume.forget(volume.link(node.inode, directory_of(volume, b""), other).inode, 1)
+        elif what == 6:
+            number = directory_of(volume, above + b"/" + name if above else name)
+            volume.write(number, draw.randrange(100), b"changed")
+        else:
+            volume.unlink(parent, name)
+
+
+def made(seed: int, changes: int, **limits: int) -> MemoryVolume:
+    ticks = iter(range(1_000, 10**9))
+    volume = MemoryVolume(clock=ticks.__next__, uid=1, gid=1, **limits)  # type: ignore[arg-type]
+    draw = random.Random(seed)
+    for _ in range(changes):
+        change(volume, draw)
+    return volume
+
+
+def facts(tree: Tree) -> list[object]:
+    """What a tree holds; times apart, which are those of the steps that made it."""
+    groups: dict[int, int] = {}
+    return [
+        (
+            entry.path, entry.mode, entry.size, entry.uid, entry.gid, entry.target, dict(entry.xattrs),
+            entry.is_dir or entry.nlink,
+            entry.is_dir or groups.setdefault(entry.inode, len(groups)),
+            tree.read(entry.path, 0, entry.size) if entry.is_file else None,
+        )
+        for entry in tree.walk()
+    ]  # fmt: skip
+
+
+def state(volume: MemoryVolume, name: str | None = None) -> list[object]:
+    with volume.tree(name) as tree:
+        return facts(tree)
+
+
+def imported_in_steps(
+    volume: MemoryVolume, tree: Tree, between: Callable[[], None], *, replace: bool, paths: tuple[bytes, ...]
+) -> None:
+    preparation = volume.preparation(tree, replace=replace, paths=paths)
+    with volume.tree():
+        for _ in preparation.steps():
+            between()
+        volume.take_snapshot("before")
+        if preparation.is_valid:
+            volume.import_prepared(preparation)
+        else:
+            for _ in preparation.discard():
+                pass
+            volume.import_tree(tree, replace=replace, paths=paths)
+
+
+def prepare_and_put(volume: MemoryVolume, preparation: Preparation) -> None:
+    for _ in preparation.steps():
+        pass
+    volume.import_prepared(preparation)
+
+
+def attempt(work: Callable[[], object]) -> int | None:
+    """The errno that `work` fails with, if it does."""
+    try:
+        work()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_it_ends_as_a_single_step_does_whatever_happens_between_the_steps(replace: bool) -> None:
+    for seed in range(400):
+        compare_with_a_single_step(seed, replace=replace)
+
+
+def compare_with_a_single_step(seed: int, *, replace: bool) -> None:
+    draw = random.Random(seed)
+    paths = draw.choice([(), (), (b"a",), (b"b/c", b"d")])
+    live, twin = made(seed, 12), made(seed, 12)
+    if seed % 3:
+        live.take_snapshot("first")
+        twin.take_snapshot("first")
+    first = state(live)
+    log: list[int] = []
+
+    def between() -> None:
+        if draw.random() < 0.2:
+            log.append(draw.randrange(10**9))
+            change(live, random.Random(log[-1]))
+
+    with made(seed + 5000, 30).tree() as tree:
+        failed = attempt(lambda: imported_in_steps(live, tree, between, replace=replace, paths=paths))
+        for each in log:
+            change(twin, random.Random(each))
+        before = state(twin)
+        twin.take_snapshot("before")
+        assert failed == attempt(lambda: twin.import_tree(tree, replace=replace, paths=paths)), seed
+    live.check_invariants()
+    assert state(live) == state(twin), seed
+    assert (live.files, live.directories, live.size_bytes) == (twin.files, twin.directories, twin.size_bytes), seed
+    assert state(live, "before") == before, seed
+    live.restore_snapshot("before")
+    live.check_invariants()
+    assert state(live) == before, seed
+    if seed % 3:
+        live.restore_snapshot("first")
+        live.check_invariants()
+        assert state(live) == first, seed
+
+
+def test_what_was_prepared_and_given_up_leaves_nothing() -> None:
+    for seed in range(100):
+        live = made(seed, 12)
+        before = (state(live), live.files, live.directories, live.size_bytes, live.used_bytes)
+        with made(seed + 5000, 30).tree() as tree, live.tree():
+            preparation = live.preparation(tree, replace=True)
+            for count, _ in enumerate(preparation.steps()):
+                assert (live.files, live.directories, live.size_bytes) == before[1:4]
+                if count == seed % 20:
+                    break
+            for _ in preparation.discard():
+                pass
+        live.check_invariants()
+        assert (state(live), live.files, live.directories, live.size_bytes, live.used_bytes) == before
+
+
+def test_what_does_not_fit_leaves_nothing() -> None:
+    live = made(1, 12, max_inodes=30)
+    before = state(live)
+    with MemoryVolume().tree() as _, made(5001, 300).tree() as tree:
+        live.max_inodes = len(before) + 2
+        preparation = live.preparation(tree, replace=False)
+        with live.tree(), pytest.raises(OSError, match="No space"):
+            prepare_and_put(live, preparation)
+        for _ in preparation.discard():
+            pass
+    live.check_invariants()
+    assert state(live) == before
+
+
+def test_what_is_already_there_is_left_alone() -> None:
+    with made(7, 40).tree() as tree:
+        live = MemoryVolume()
+        live.import_tree(tree, replace=False)
+        with live.tree() as was:
+            seen = {entry.path: entry.inode for entry in was.walk()}
+            preparation = live.preparation(tree, replace=True)
+            assert list(preparation.steps())
+            coherence = live.import_prepared(preparation)
+        assert (list(coherence.entries), list(coherence.inodes)) == ([], [])
+        with live.tree() as now:
+            assert {entry.path: entry.inode for entry in now.walk()} == seen
