@@ -2,6 +2,7 @@
 
     format               "vfsd store 1"
     lock                 shared while a state is taken, read or restored; exclusive while garbage is collected
+    gate                 passed before the lock is shared; closed while a collection waits for the lock
     packs/               <workspace>-<serial>.snap: a snapshot, with what it was the first to hold
                          <id>.pack: contents of which a dropped snapshot was the first holder
     objects/ab/cdef...   large contents, a file each
@@ -19,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -42,6 +44,8 @@ FORMAT: Final = "vfsd store 1\n"
 _WORKSPACE_ID_DIGITS: Final = 24
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S: Final = 0.02
+_GATE_POLL_S: Final = 0.002  # the gate is held for microseconds
+_FIRST_CLOSED_S: Final = 0.5
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> str:
@@ -137,6 +141,8 @@ class Layout:
         self.tmp = os.path.join(self.directory, "tmp")
         self._format = os.path.join(self.directory, "format")
         self._checked = False
+        self._sharing = 0  # how many times this layout holds the shared lock
+        self._counting = threading.Lock()
 
     def exists(self) -> bool:
         """Whether there is a store, of a format that is known here.  EINVAL where it is another."""
@@ -162,7 +168,9 @@ class Layout:
             return
         _make_durably(self.directory)
         there = set(os.listdir(self.directory))
-        if there - {"packs", "objects", "workspaces", "tmp", "lock"} and not any(n.startswith("format") for n in there):
+        if there - {"packs", "objects", "workspaces", "tmp", "lock", "gate"} and not any(
+            n.startswith("format") for n in there
+        ):
             raise OSError(errno.EEXIST, "is no store and not empty: name another directory", self.directory)
         os.chmod(self.directory, 0o700)
         for path in (self.packs, self.objects, self.workspaces, self.tmp):
@@ -194,14 +202,44 @@ class Layout:
     # -- locks ---------------------------------------------------------------------------------
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """While a state is taken, read or restored: nothing that the store holds goes away."""
-        with _locked(os.path.join(self.directory, "lock"), fcntl.LOCK_SH):
-            yield
+        """While a state is taken, read or restored: nothing that the store holds goes away.
+
+        Passes the gate first, so that a collection which waits gets its turn.  Not where this layout is shared already:
+        a collection would wait for that, and that for the gate.
+        """
+        gate = os.path.join(self.directory, "gate")
+        with contextlib.ExitStack() as stack:
+            with contextlib.nullcontext() if self._sharing else _locked(gate, fcntl.LOCK_SH):
+                stack.enter_context(_locked(os.path.join(self.directory, "lock"), fcntl.LOCK_SH))
+            with self._counting:
+                self._sharing += 1
+            try:
+                yield
+            finally:
+                with self._counting:
+                    self._sharing -= 1
 
     @contextlib.contextmanager
     def exclusive(self, wait_s: float) -> Iterator[None]:
-        """While garbage is collected.  EBUSY when others work with the store for longer than `wait_s`."""
-        with _locked(os.path.join(self.directory, "lock"), fcntl.LOCK_EX, wait_s):
+        """While garbage is collected.  EBUSY when others work with the store for longer than `wait_s`.
+
+        Closes the gate while it waits, so that those at work end and no others begin.  Now and then it opens the gate:
+        a process that already works with the store may itself wait at the gate.  It waits twice as long each time.
+        """
+        deadline = time.monotonic() + wait_s
+        closed_s = _FIRST_CLOSED_S
+        with contextlib.ExitStack() as stack:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    with _locked(os.path.join(self.directory, "gate"), fcntl.LOCK_EX, deadline, _GATE_POLL_S):
+                        until = min(deadline, time.monotonic() + closed_s)
+                        lock = _locked(os.path.join(self.directory, "lock"), fcntl.LOCK_EX, until)
+                        stack.enter_context(lock)
+                    break
+                if time.monotonic() >= deadline:
+                    raise fail(errno.EBUSY, "the store is in use: try again when snapshots and restores are done")
+                closed_s *= 2
+                time.sleep(_POLL_S)  # those who wait at the gate were woken and need a moment to pass
             yield
 
     @contextlib.contextmanager
@@ -224,9 +262,8 @@ class Layout:
             with _locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0):
                 yield True
                 return
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
+        except BlockingIOError:
+            pass
         yield False
 
 
@@ -242,25 +279,25 @@ def _make_durably(path: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: str, kind: int, wait_s: float | None = None) -> Iterator[None]:
+def _locked(path: str, kind: int, deadline: float | None = None, poll_s: float = _POLL_S) -> Iterator[None]:
+    """Hold a lock.  BlockingIOError where it is not free before `deadline`, on the clock of time.monotonic()."""
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
-        if wait_s is None:
+        if deadline is None:
             fcntl.flock(descriptor, kind)
         else:
-            _wait_for(lambda: fcntl.flock(descriptor, kind | fcntl.LOCK_NB), wait_s)
+            _wait_for(lambda: fcntl.flock(descriptor, kind | fcntl.LOCK_NB), deadline, poll_s)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for(lock: Callable[[], None], wait_s: float) -> None:
+def _wait_for(lock: Callable[[], None], deadline: float, poll_s: float) -> None:
     # flock(2) has no time limit, and a signal to interrupt it is not a thread's to send.
-    deadline = time.monotonic() + wait_s
     while True:
         try:
             return lock()
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise fail(errno.EBUSY, "the store is in use: try again when snapshots and restores are done") from None
-            time.sleep(_POLL_S)
+                raise
+            time.sleep(poll_s)

@@ -19,12 +19,15 @@ import hashlib
 import os
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.store.digests import DIGEST_BYTES
+from protocol.store.fanout import FanOut
 from protocol.store.layout import open_regular, read_regular
+from protocol.store.statcache import is_racy
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -37,6 +40,7 @@ _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
 _END: Final = b"vfsdend1"
 _BUFFER_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 16 << 10  # of a pack: index and record of most of them
 GENERATION: Final = "generation"  # how often garbage was collected
 # A table is ten times as fast as the index of a pack, and takes five times the memory.
 _SMALL_PACK: Final = 16 << 10  # entries
@@ -145,7 +149,7 @@ class PackWriter:
 class Pack:
     """What a pack holds, from its index; DamagedError where that is not whole."""
 
-    __slots__ = ("_index", "entries", "name", "record", "size_bytes", "stem")
+    __slots__ = ("entries", "index", "name", "record", "size_bytes", "stem")
 
     def __init__(self, path: str) -> None:
         self.name = os.path.basename(path)
@@ -163,7 +167,7 @@ class Pack:
             os.close(descriptor)
 
     def _read(self, descriptor: int, path: str) -> None:
-        tail = os.pread(descriptor, _BUFFER_BYTES, max(0, self.size_bytes - _BUFFER_BYTES))
+        tail = os.pread(descriptor, _TAIL_BYTES, max(0, self.size_bytes - _TAIL_BYTES))
         if len(tail) < _FOOTER.size:
             raise DamagedError("the pack is cut short", path)
         at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
@@ -176,12 +180,12 @@ class Pack:
             stored = os.pread(descriptor, length, at)
         if hashlib.sha256(stored).digest() != digest:
             raise DamagedError("the pack's index is damaged", path)
-        self._index = stored[: self.entries * _ENTRY.size]
+        self.index = stored[: self.entries * _ENTRY.size]
         self.record = stored[self.entries * _ENTRY.size :]
 
     def places(self) -> Iterator[tuple[bytes, Place]]:
         """Every blob, and where it is."""
-        for digest, offset, length in _ENTRY.iter_unpack(self._index):
+        for digest, offset, length in _ENTRY.iter_unpack(self.index):
             yield digest, Place(self.stem, offset, length)
 
     def find(self, digest: bytes) -> Place | None:
@@ -189,7 +193,7 @@ class Pack:
         low, high = 0, self.entries
         wanted = int.from_bytes(digest[:8], "big")
         first, last = 0, 1 << 64
-        index = self._index
+        index = self.index
         while low < high:
             at = low + (wanted - first) * (high - low) // (last - first)
             at = min(max(at, low), high - 1)
@@ -207,15 +211,35 @@ class Pack:
         return None
 
 
+class _Lookup:
+    """Finds blobs: those of the first small packs in a table, all others through a fan-out."""
+
+    def __init__(self) -> None:
+        self._table: dict[bytes, Place] = {}
+        self._others = FanOut()
+
+    def add(self, pack: Pack) -> None:
+        """Make the blobs of a pack findable."""
+        if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:
+            self._others.add(pack)
+        else:
+            self._table.update(pack.places())
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is, if in any pack."""
+        return self._table.get(digest) or self._others.find(digest)
+
+
 class Packs:
     """All packs of a store, as they are at the last `refresh`."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._packs: dict[str, Pack] = {}
-        self._large: list[Pack] = []
-        self._table: dict[bytes, Place] = {}
+        self._lookup = _Lookup()
+        self._listed: tuple[int, int, int] | None = None  # the directory's identity and times, when it was listed
         self._generation = b""
+        self.version = 0  # another number whenever packs, or their names, are others
         self._files: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.RLock()
         self.damaged: dict[str, DamagedError] = {}
@@ -233,22 +257,42 @@ class Packs:
             if generation != self._generation:
                 self._generation = generation
                 self._forget(set(self._packs))
-            try:
-                listed = sorted(name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack")))
-            except FileNotFoundError:
-                listed = []
-            # A snapshot that is dropped becomes a pack, and stays the same file.
-            names = {_stem(name): name for name in listed}
-            gone = self._packs.keys() - names.keys()
-            if gone:
-                self._forget(gone)
-            self.damaged = {name: error for name, error in self.damaged.items() if name in listed}
-            for stem, name in names.items():
-                known = self._packs.get(stem)
-                if known is None:
-                    self._enter(name)
-                else:
-                    known.name = name
+            before = self._listed
+            stamp = self._stamp()
+            if stamp is not None and stamp == before:
+                return
+            self._take_in(self._names())
+            self._listed = stamp
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes when a name in the directory does; None where a further change might not show in its times."""
+        now_ns = time.time_ns()
+        try:
+            seen = os.stat(self._directory)
+        except FileNotFoundError:
+            return None
+        return None if is_racy(seen.st_ctime_ns, now_ns) else (seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack")))
+        except FileNotFoundError:
+            return []
+
+    def _take_in(self, listed: list[str]) -> None:
+        # A snapshot that is dropped becomes a pack, and stays the same file.
+        names = {_stem(name): name for name in listed}
+        gone = self._packs.keys() - names.keys()
+        if gone:
+            self._forget(gone)
+        self.damaged = {name: error for name, error in self.damaged.items() if name in names.values()}
+        for stem, name in names.items():
+            known = self._packs.get(stem)
+            if known is None:
+                self._enter(name)
+            elif known.name != name:
+                known.name = name
+                self.version += 1
 
     def _read_generation(self) -> bytes:
         try:
@@ -266,7 +310,8 @@ class Packs:
             return
         self.damaged.pop(name, None)
         self._packs[pack.stem] = pack
-        self._make_findable(pack)
+        self._lookup.add(pack)
+        self.version += 1
 
     def _opened(self, name: str) -> Pack:
         try:
@@ -274,22 +319,18 @@ class Packs:
         except FileNotFoundError:  # dropped since it was listed: then it has the other suffix
             return Pack(os.path.join(self._directory, _stem(name) + ".pack"))
 
-    def _make_findable(self, pack: Pack) -> None:
-        if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:
-            self._large.append(pack)
-        else:
-            self._table.update(pack.places())
-
     def _forget(self, stems: set[str]) -> None:
         for stem in stems:
             descriptor = self._files.pop(stem, None)
             if descriptor is not None:
                 os.close(descriptor)
         self._packs = {stem: pack for stem, pack in self._packs.items() if stem not in stems}
-        self._large = []
-        self._table = {}
+        lookup = _Lookup()
         for pack in self._packs.values():
-            self._make_findable(pack)
+            lookup.add(pack)
+        self._lookup = lookup  # at once: another thread may be looking
+        self._listed = None
+        self.version += 1
 
     def read_anew(self) -> None:
         """See also what was replaced under its name."""
@@ -304,13 +345,7 @@ class Packs:
 
     def find(self, digest: bytes) -> Place | None:
         """Where a blob is, if in any."""
-        place = self._table.get(digest)
-        if place is None:
-            for pack in self._large:
-                place = pack.find(digest)
-                if place is not None:
-                    break
-        return place
+        return self._lookup.find(digest)
 
     def read(self, place: Place, offset: int = 0, size: int | None = None) -> bytes:
         """Bytes of a blob, up to `size` of them.  DamagedError."""

@@ -60,6 +60,7 @@ class Store:
         self.blobs = Blobs(self.layout)
         self._caches: dict[str, StatCache] = {}
         self._records: dict[str, Record] = {}
+        self._listed: dict[str, tuple[int, dict[str, Record]]] = {}  # by workspace: of which version of the packs
 
     @property
     def directory(self) -> str:
@@ -194,24 +195,33 @@ class Store:
         return sorted(found, key=lambda record: (record.workspace, record.serial))
 
     def _workspace_records(self, workspace: str) -> list[Record]:
+        """The records of a workspace's snapshots, oldest first."""
+        return list(self._by_name(workspace).values())
+
+    def _by_name(self, workspace: str) -> dict[str, Record]:
+        """The records of a workspace's snapshots by name, oldest first; looked for anew when the packs are others."""
         if not self.layout.exists():
-            return []
-        self.blobs.packs.refresh()
+            return {}
+        packs = self.blobs.packs
+        packs.refresh()
+        version, found = self._listed.get(workspace, (-1, {}))
+        if version == packs.version:
+            return found
+        version = packs.version
         prefix = self.layout.workspace_id(workspace) + "-"
-        packs = sorted(
-            (pack for pack in self.blobs.packs.all() if pack.name.startswith(prefix) and pack.name.endswith(".snap")),
-            key=lambda pack: pack.name,
-        )
-        found = []
-        for pack in packs:
-            with contextlib.suppress(DamagedError):  # see `damaged_snapshots`
-                found.append(self._record_of(pack))
+        records = []
+        for pack in packs.all():
+            if pack.name.startswith(prefix) and pack.name.endswith(".snap"):
+                with contextlib.suppress(DamagedError):  # see `damaged_snapshots`
+                    records.append(self._record_of(pack))
+        found = {record.name: record for record in sorted(records, key=lambda record: record.serial)}
+        self._listed[workspace] = version, found
         return found
 
     def _record(self, workspace: str, name: str) -> Record:
-        for record in self._workspace_records(workspace):
-            if record.name == name:
-                return record
+        record = self._by_name(workspace).get(name)
+        if record is not None:
+            return record
         self._raise_if_damaged(workspace)
         raise SnapshotNotFoundError(name)
 
@@ -243,7 +253,7 @@ class Store:
         return known
 
     def _check_new(self, workspace: str, name: str) -> None:
-        if any(record.name == name for record in self._workspace_records(workspace)):
+        if name in self._by_name(workspace):
             raise SnapshotExistsError(name)
 
     def _next_serial(self, workspace: str) -> int:

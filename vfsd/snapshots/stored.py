@@ -59,6 +59,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 # The store is nobody else's meanwhile, and afterwards nobody's stat cache is believed: not for each of them.
 _COLLECT_AFTER: Final = 16
+_COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
 # What an archive's content is tagged with on its way: what was to be done with it.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
@@ -154,16 +155,19 @@ class StoreSnapshots:
     async def _drop(self, name: str) -> None:
         await _in_thread(self._store.drop, self._key, name)
         self._dropped += 1
-        if self._dropped == _COLLECT_AFTER:
+        if self._dropped >= _COLLECT_AFTER:
+            self._dropped = 0
             self._served.in_background(self._collect_garbage)
 
     async def _collect_garbage(self) -> None:
-        """Free what dropped snapshots were the last to hold; another time if the store is in use."""
+        """Free what dropped snapshots were the last to hold; after the next drop if the store is in use throughout."""
         self._dropped = 0
         try:
-            report = await _in_thread(self._store.collect_garbage, wait_s=0.0)
+            report = await _in_thread(self._store.collect_garbage, wait_s=_COLLECT_WAIT_S)
         except OSError as error:
-            if error.errno != errno.EBUSY:
+            if error.errno == errno.EBUSY:
+                self._dropped = max(self._dropped, _COLLECT_AFTER - 1)
+            else:
                 log_failure(_logger, "store gc", error, path=self._store.directory, level=logging.WARNING)
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
