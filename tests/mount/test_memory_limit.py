@@ -1,0 +1,156 @@
+"""--max-memory on a mount: the daemon's resident set stays bounded under the contents that take the most memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.filling import KINDS, fill, remove_all
+from tests.mount.programs import succeeded, vfsd
+from vfsd.workspace import Workspace
+
+MountIt = Callable[..., Workspace]
+MIB = 1 << 20
+LIMIT = 32 * MIB
+CGROUP_BYTES = 400 * MIB
+USUAL = ("sparse", "large_xattrs", "symlinks", "snapshots_with_blocks")
+_V1 = Path("/sys/fs/cgroup/memory")
+_V2 = Path("/sys/fs/cgroup")
+
+
+def peak_rss(pid: int) -> int:
+    """The daemon's largest resident set, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def check_bounded(kind: str, workspace: Workspace, limit: int) -> None:
+    """Fill the workspace; then removing, restoring and dropping work, and the resident set was bounded all along."""
+    pid = workspace.status().pid
+    steps = fill(kind, workspace)
+    assert steps > 0
+    status = workspace.status()
+    filled = peak_rss(pid)
+    taken = (status.live_bytes or 0) + (status.snapshot_bytes or 0) + (status.overhead_bytes or 0)
+    assert limit // 4 < taken, "it was refused long before the limit"
+    assert taken <= limit * 1.05
+    named = [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "user"]
+    if named:
+        workspace.restore(named[len(named) // 2])
+    remove_all(Path(workspace.path))
+    assert os.listdir(workspace.path) == []
+    if named:
+        workspace.restore(named[0])
+        remove_all(Path(workspace.path))
+    for snapshot in workspace.snapshots():
+        workspace.drop(snapshot.name)
+    peak = peak_rss(pid)
+    print(
+        f"{kind}: {steps:,} steps, charged {taken / MIB:.1f} MiB, peak {filled / MIB:.1f}, {peak / MIB:.1f} at the end"
+    )
+    assert peak < 1.25 * limit + 60e6
+    (Path(workspace.path) / "after").write_bytes(b"x" * MIB)
+    assert (Path(workspace.path) / "after").read_bytes() == b"x" * MIB
+
+
+@pytest.mark.parametrize(("engine", "kind"), [*(("native", kind) for kind in USUAL), ("pyfuse3", "sparse")])
+def test_the_resident_set_is_bounded_by_max_memory(mount: MountIt, kind: str) -> None:
+    check_bounded(kind, mount(max_memory=LIMIT), LIMIT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["native"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_resident_set_is_bounded_by_max_memory_for_every_kind(mount: MountIt, kind: str) -> None:
+    check_bounded(kind, mount(max_memory=96 * MIB), 96 * MIB)
+
+
+def test_at_the_limit_a_snapshot_is_refused_with_what_to_do_and_removing_makes_room(mount: MountIt) -> None:
+    workspace = mount(max_memory=16 * MIB)
+    root = Path(workspace.path)
+    (root / "kept").write_bytes(os.urandom(6 * MIB))
+    workspace.snapshot("named")
+    with pytest.raises(OSError, match="No space left"):
+        (root / "more").write_bytes(os.urandom(16 * MIB))
+    with pytest.raises(OSError, match=r"No memory left for a snapshot.*vfsd drop.*--max-memory") as refused:
+        workspace.snapshot("another")
+    assert refused.value.errno == errno.ENOSPC
+    (root / "more").unlink()
+    workspace.snapshot("another")
+    os.truncate(root / "kept", 5 * MIB + 1)
+    (root / "kept").unlink()
+    workspace.restore("named")
+    assert (root / "kept").stat().st_size == 6 * MIB
+    assert {"named", "another"} <= {snapshot.name for snapshot in workspace.snapshots()}
+
+
+def test_an_archive_larger_than_the_memory_left_is_refused_before_anything_changes(
+    mount: MountIt, workdir: Path
+) -> None:
+    source = mount()
+    (Path(source.path) / "large").write_bytes(os.urandom(10 * MIB))
+    source.export(workdir / "large.zip")
+    workspace = mount(max_memory=16 * MIB)
+    root = Path(workspace.path)
+    (root / "mine").write_bytes(os.urandom(8 * MIB))
+    with pytest.raises(OSError, match="more than the workspace may hold") as refused:
+        workspace.import_archive(workdir / "large.zip")
+    assert refused.value.errno == errno.ENOSPC
+    assert os.listdir(root) == ["mine"]
+    (root / "mine").unlink()
+    workspace.import_archive(workdir / "large.zip")
+    assert (root / "large").stat().st_size == 10 * MIB
+    assert workspace.status().overhead_bytes < MIB  # type: ignore[operator]
+
+
+# -- with defaults, in a cgroup ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup with a memory limit of 400 MiB; the directory whose cgroup.procs takes a process."""
+    v1 = (_V1 / "memory.limit_in_bytes").exists()
+    place = (_V1 if v1 else _V2) / f"vfsd-test-{os.getpid()}"
+    try:
+        place.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        try:
+            limit = place / ("memory.limit_in_bytes" if v1 else "memory.max")
+            limit.write_text(str(CGROUP_BYTES))
+        except OSError as error:
+            pytest.skip(f"no memory controller for a new cgroup: {error}")
+        yield place
+    finally:
+        place.rmdir()
+
+
+def check_survives(kind: str, cgroup: Path, workdir: Path) -> None:
+    point = workdir / "limited"
+    point.mkdir()
+    into = ("sh", "-c", f'echo $$ > "{cgroup}/cgroup.procs" && exec "$@"', "sh")
+    succeeded(vfsd("mount", point, "--name", workdir.name, before=into))
+    workspace = Workspace.attach(workdir.name)
+    try:
+        status = workspace.status()
+        assert status.max_memory == CGROUP_BYTES // 2
+        assert status.max_bytes == CGROUP_BYTES // 2
+        check_bounded(kind, workspace, CGROUP_BYTES // 2)
+        assert workspace.status().pid == status.pid
+    finally:
+        workspace.unmount()
+
+
+def test_with_defaults_the_daemon_survives_in_a_cgroup_of_400_mib(cgroup: Path, workdir: Path) -> None:
+    check_survives("large_xattrs", cgroup, workdir)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_with_defaults_the_daemon_survives_every_kind(cgroup: Path, workdir: Path, kind: str) -> None:
+    check_survives(kind, cgroup, workdir)

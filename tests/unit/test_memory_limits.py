@@ -1,0 +1,237 @@
+"""What a volume in memory does at its limit, and how large the limit is by default."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.memory import MemoryVolume
+from protocol.backends.overlay import OverlayVolume
+from protocol.volume import AttributeChanges, Caller, SnapshotInfo
+from vfsd.memory_limits import available_memory
+
+CALLER = Caller(0, 0)
+MIB = 1 << 20
+BLOCK = 128 * 1024
+MakeVolume = Callable[[int], MemoryVolume]
+
+
+@pytest.fixture(params=["memory", "overlay"])
+def volume(request: pytest.FixtureRequest, tmp_path: Path) -> MakeVolume:
+    """Makes a volume with a `max_memory`."""
+
+    def make(limit: int) -> MemoryVolume:
+        if request.param == "overlay":
+            return OverlayVolume(str(tmp_path), limit, max_memory=limit)
+        return MemoryVolume(limit, max_memory=limit)
+
+    return make
+
+
+def file(volume: MemoryVolume, name: bytes, content: bytes = b"") -> int:
+    inode = volume.mknod(1, name, 0o100644, 0, CALLER).inode
+    volume.forget(inode, 1)
+    for offset in range(0, len(content), BLOCK):
+        volume.write(inode, offset, content[offset : offset + BLOCK])
+    return inode
+
+
+def fill(volume: MemoryVolume) -> None:
+    """Make files until not even an empty one fits."""
+    number = 0
+    size = MIB
+    while True:
+        try:
+            file(volume, b"fill%d" % number, os.urandom(size))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if not size:
+                return
+            size = size // 2 if size > BLOCK else 0
+        number += 1
+
+
+def names(volume: MemoryVolume) -> list[str]:
+    return [info.name for info in volume.snapshots()]
+
+
+def test_a_byte_at_the_end_of_a_block_takes_a_page_and_not_the_block() -> None:
+    volume = MemoryVolume(max_memory=64 * MIB)
+    inode = file(volume, b"sparse")
+    for number in range(100):
+        volume.write(inode, number * BLOCK + BLOCK - 1, b"x")
+    assert volume.memory.live < 100 * 5000 + 10_000
+    assert volume.read(inode, 0, 2 * BLOCK) == (bytes(BLOCK - 1) + b"x") * 2
+    volume.check_invariants()
+
+
+def test_a_hole_punched_into_a_block_gives_its_memory_back() -> None:
+    volume = MemoryVolume(max_memory=64 * MIB)
+    inode = file(volume, b"f", os.urandom(BLOCK))
+    volume.fallocate(inode, 3, 4096, BLOCK - 8192)
+    assert volume.memory.live < 20_000
+    volume.check_invariants()
+
+
+def test_automatic_snapshots_go_first_and_oldest_first_and_named_ones_stay(volume: MakeVolume) -> None:
+    limited = volume(8 * MIB)
+    dropped: list[SnapshotInfo] = []
+    limited.on_pruned = dropped.append
+    inode = file(limited, b"f", os.urandom(MIB))
+    limited.take_snapshot("named")
+    for number in range(20):
+        limited.write(inode, 0, os.urandom(BLOCK))
+        limited.write(inode, BLOCK, os.urandom(4 * BLOCK))
+        limited.take_snapshot(f"exec-{number}", kind="automatic")
+    assert [info.name for info in dropped] == [f"exec-{number}" for number in range(len(dropped))]
+    assert dropped
+    assert limited.pruned == len(dropped)
+    assert names(limited) == ["named", *(f"exec-{number}" for number in range(len(dropped), 20))]
+    limited.check_invariants()
+
+
+def test_changes_under_a_snapshot_fail_at_the_limit_and_removing_does_not(volume: MakeVolume) -> None:
+    limited = volume(4 * MIB)
+    kept = [file(limited, b"kept%d" % number, os.urandom(1000)) for number in range(300)]
+    limited.take_snapshot("named")
+    fill(limited)
+    for change in (
+        lambda: [limited.setattr(inode, AttributeChanges(mode=0o600)) for inode in kept],
+        lambda: limited.setxattr(kept[0], b"user.x", bytes(60_000), 0),
+        lambda: limited.write(kept[1], 0, bytes(BLOCK)),
+        lambda: limited.mkdir(1, b"d", 0o755, CALLER),
+        lambda: [limited.rename(1, b"kept%d" % number, 1, b"%0255d" % number) for number in range(300)],
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            change()
+    with pytest.raises(OSError, match="No memory left for a snapshot"):
+        limited.take_snapshot("another")
+    limited.take_snapshot("safety-1", kind="safety")
+    limited.setattr(kept[2], AttributeChanges(size=10))
+    for name in [entry.name for entry in limited.readdir(1, 0)]:
+        if name not in (b".", b".."):
+            limited.unlink(1, name)
+    limited.restore_snapshot("named")
+    assert limited.lookup(1, b"kept299").size == 1000
+    limited.check_invariants()
+    for name in names(limited):
+        limited.drop_snapshot(name)
+    limited.check_invariants()
+    assert limited.memory.snapshots < 1 * MIB
+
+
+def test_what_only_snapshots_hold_is_freed_with_the_last_of_them(volume: MakeVolume) -> None:
+    limited = volume(64 * MIB)
+    inode = file(limited, b"f", os.urandom(4 * MIB))
+    before = limited.memory.snapshots
+    limited.take_snapshot("a")
+    limited.take_snapshot("b")
+    limited.setattr(inode, AttributeChanges(size=0))
+    assert limited.memory.snapshots - before > 4 * MIB
+    limited.drop_snapshot("a")
+    assert limited.memory.snapshots - before > 4 * MIB
+    limited.drop_snapshot("b")
+    assert limited.memory.snapshots - before < 10_000
+    limited.check_invariants()
+
+
+def test_a_restored_file_is_not_charged_twice() -> None:
+    volume = MemoryVolume(max_memory=64 * MIB)
+    inode = file(volume, b"f", os.urandom(8 * MIB))
+    volume.take_snapshot("a")
+    volume.unlink(1, b"f")
+    volume.restore_snapshot("a")
+    assert sum(volume.memory) < 8.6 * MIB
+    volume.unlink(1, b"f")
+    volume.restore_snapshot("a", [b"f"])
+    assert sum(volume.memory) < 8.6 * MIB
+    assert volume.getattr(inode).size == 8 * MIB
+    volume.check_invariants()
+
+
+def test_a_tag_has_a_largest_length(volume: MakeVolume) -> None:
+    limited = volume(8 * MIB)
+    limited.take_snapshot("a", tag="x" * 1024)
+    with pytest.raises(OSError, match="longer than 1,024 bytes") as refused:
+        limited.take_snapshot("b", tag="é" * 513)
+    assert refused.value.errno == errno.ENAMETOOLONG
+    assert names(limited) == ["a"]
+
+
+def test_an_import_borrows_what_it_unpacks_and_gives_it_back() -> None:
+    volume = MemoryVolume(16 * MIB, max_memory=16 * MIB)
+    staged = MemoryVolume(16 * MIB)
+    staged.borrow_from(volume)
+    file(staged, b"large", os.urandom(10 * MIB))
+    assert volume.memory.overhead > 10 * MIB
+    with pytest.raises(OSError, match="No space left"):
+        file(volume, b"mine", os.urandom(8 * MIB))
+    volume.unlink(1, b"mine")
+    with staged.tree() as tree:
+        volume.import_tree(tree, replace=True)
+    staged.give_back()
+    assert volume.lookup(1, b"large").size == 10 * MIB
+    assert volume.memory.overhead < MIB
+    volume.check_invariants()
+
+
+def test_an_overlay_charges_what_it_remembers_of_below(tmp_path: Path) -> None:
+    for number in range(500):
+        (tmp_path / f"name{number}").touch()
+    volume = OverlayVolume(str(tmp_path), max_memory=64 * MIB)
+    before = volume.memory.overhead
+    assert len(list(volume.readdir(1, 0))) == 502
+    listed = volume.memory.overhead
+    assert listed - before > 500 * 500
+    for number in range(500):
+        volume.lookup(1, b"name%d" % number)
+    assert volume.memory.overhead - listed > 500 * 500
+    volume.check_invariants()
+
+
+# -- the default ---------------------------------------------------------------------------------------
+
+
+def machine(root: Path, membership: str, limits: dict[str, str]) -> str:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(membership)
+    for place, limit in limits.items():
+        path = root / "sys/fs/cgroup" / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(limit)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "300000000\n"}, 300_000_000),
+        ("0::/a/b\n", {"a/b/memory.max": "200000000\n", "a/memory.max": "300000000\n"}, 200_000_000),
+        ("0::/\n", {"memory.max": "400000000\n"}, 400_000_000),
+        ("0::/../elsewhere\n", {"memory.max": "400000000\n"}, 400_000_000),
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "500000000\n"}, 500_000_000),
+        (
+            "5:cpu,memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.limit_in_bytes": "600000000\n",
+            },
+            600_000_000,
+        ),
+    ],
+)
+def test_the_smallest_limit_of_the_cgroups_counts(
+    tmp_path: Path, membership: str, limits: dict[str, str], expected: int
+) -> None:
+    assert available_memory(machine(tmp_path, membership, limits)) == expected
+
+
+def test_without_a_limit_the_machines_memory_counts(tmp_path: Path) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_memory(machine(tmp_path, "0::/a\nrubbish\n", {"a/memory.max": "max\n"})) == total
+    assert available_memory(str(tmp_path / "nothing")) == total
