@@ -19,6 +19,7 @@ from protocol.backends.syscalls import (
 
 __all__ = ["Handle", "open_beneath", "proc_path"]
 
+_PATH_MAX: Final = 4096  # with its NUL, linux/limits.h
 _RESOLVE: Final = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
 # Kernels before 5.6 have no openat2, and some sandboxes refuse what they do not know.  EAGAIN: a rename anywhere
 # meanwhile, which the kernel cannot tell from an escape by "..".
@@ -50,12 +51,37 @@ def open_beneath(directory: int, path: bytes, flags: int, *, same_mount: bool = 
     as far as the kernel knows how.
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    if len(path) >= _PATH_MAX:
+        return _in_hops(directory, path, flags, same_mount=same_mount)
     try:
         return openat2(directory, path, flags, _RESOLVE | RESOLVE_NO_XDEV if same_mount else _RESOLVE)
     except OSError as error:
         if error.errno not in _OTHERWISE:
             raise
     return _one_by_one(directory, path, flags)
+
+
+def _in_hops(directory: int, path: bytes, flags: int, *, same_mount: bool) -> int:
+    """`open_beneath` of a path that is too long for one system call: by directories on the way."""
+    at = directory
+    try:
+        while len(path) >= _PATH_MAX:
+            cut = path.rfind(b"/", 0, _PATH_MAX - 1)
+            if cut <= 0:
+                break  # a component that no file system has: the kernel says so
+            below = open_beneath(at, path[:cut], os.O_PATH | os.O_DIRECTORY, same_mount=same_mount)
+            if at != directory:
+                os.close(at)
+            at, path = below, path[cut + 1 :]
+        try:
+            return openat2(at, path, flags, _RESOLVE | RESOLVE_NO_XDEV if same_mount else _RESOLVE)
+        except OSError as error:
+            if error.errno not in _OTHERWISE:
+                raise
+        return _one_by_one(at, path, flags)
+    finally:
+        if at != directory:
+            os.close(at)
 
 
 def _one_by_one(directory: int, path: bytes, flags: int) -> int:
