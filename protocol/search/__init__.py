@@ -5,7 +5,7 @@ block; what it raises ends the search, so that is how to cancel one.
 """
 
 from protocol.search.glob import GlobResult, glob_paths
-from protocol.search.grep import GrepResult, grep_tree
+from protocol.search.grep import GrepResult, Unreadable, grep_tree
 from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "GrepResult",
     "NodeTree",
     "SkipRules",
+    "Unreadable",
     "glob_paths",
     "grep_tree",
 ]

@@ -18,20 +18,31 @@ from protocol.search.walk import (
     KeepGoing,
     Node,
     NodeTree,
+    OnUnreadable,
     SkipRules,
     go_on,
     is_binary,
     is_gone,
+    is_unreadable,
     matching_files,
     nodes_of,
 )
 from protocol.tree import Tree
 from protocol.types import GrepMatch
 
-__all__ = ["BLOCK_BYTES", "GrepResult", "grep_tree"]
+__all__ = ["BLOCK_BYTES", "UNREADABLE_NAMED", "GrepResult", "Unreadable", "grep_tree"]
 
 BLOCK_BYTES: Final = 1 << 20  # what is held of a file at once, and how much at least of a line is searched
+UNREADABLE_NAMED: Final = 1_000  # files and directories that could not be read: so many are named, all are counted
 _MAX_UTF8_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file that could not be read, or a directory that could not be listed, and why."""
+
+    path: bytes
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +50,16 @@ class GrepResult:
     """Matches in the order of their paths, as bytes, and lines.
 
     `truncated`: there are more.  `files_searched` were read as far as that took; `files_skipped` are binary, not
-    UTF-8, or could not be read.
+    UTF-8, or could not be read.  `unreadable` are the first UNREADABLE_NAMED files and directories that could not be
+    read, of `unreadable_count`.
     """
 
     matches: tuple[GrepMatch, ...]
     truncated: bool
     files_searched: int
     files_skipped: int
+    unreadable: tuple[Unreadable, ...] = ()
+    unreadable_count: int = 0
 
 
 def grep_tree(
@@ -70,6 +84,10 @@ def grep_tree(
     Skipped and counted: files with a NUL in their first 8 KiB, and what is not UTF-8 (of a file over
     BLOCK_BYTES, as far as it was read before the matches were enough).
 
+    Named in `unreadable`: files and directories that are there and cannot be read (EACCES, EPERM, EIO, ESTALE,
+    ENAMETOOLONG).  What vanishes meanwhile is not.  Where even `path` itself cannot be looked at any more, the search
+    ends with that error: the backend is gone.
+
     `keep_going` is called for every directory, file and block.  ValueError for an invalid expression or glob;
     FileNotFoundError, NotADirectoryError for `path`.
     """
@@ -78,11 +96,14 @@ def grep_tree(
     search = _Search(Expression(pattern, ignore_case=ignore_case), max_matches, max_line_characters)
     compiled = GlobPattern(glob) if glob is not None else ALL_FILES
     nodes = nodes_of(tree)
-    for file, node in _files(nodes, path, compiled, skip, keep_going):
+    for file, node in _files(nodes, path, compiled, skip, keep_going, search.add_unreadable):
         try:
             search.run(nodes, file, node, keep_going)
         except OSError as error:
-            if not is_gone(error):
+            if is_unreadable(error):
+                nodes.node(path)
+                search.add_unreadable(file, error)
+            elif not is_gone(error):
                 raise
             search.files_skipped += 1
         if search.is_truncated:
@@ -91,11 +112,16 @@ def grep_tree(
 
 
 def _files(
-    nodes: NodeTree, path: bytes, pattern: GlobPattern, skip: SkipRules, keep_going: KeepGoing
+    nodes: NodeTree,
+    path: bytes,
+    pattern: GlobPattern,
+    skip: SkipRules,
+    keep_going: KeepGoing,
+    on_unreadable: OnUnreadable,
 ) -> Iterator[tuple[bytes, Node]]:
     node: Node = nodes.node(path)
     if stat.S_ISDIR(node.mode):
-        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going)
+        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going, on_unreadable)
     elif not stat.S_ISREG(node.mode):
         raise fail(errno.ENOTDIR, decode(path))
     else:
@@ -117,9 +143,24 @@ class _Search:
     is_truncated: bool = False
     files_searched: int = 0
     files_skipped: int = 0
+    unreadable: list[Unreadable] = field(default_factory=list)
+    unreadable_count: int = 0
 
     def result(self) -> GrepResult:
-        return GrepResult(tuple(self.matches), self.is_truncated, self.files_searched, self.files_skipped)
+        return GrepResult(
+            tuple(self.matches),
+            self.is_truncated,
+            self.files_searched,
+            self.files_skipped,
+            tuple(self.unreadable),
+            self.unreadable_count,
+        )
+
+    def add_unreadable(self, path: bytes, error: OSError) -> None:
+        """Count what cannot be read, and name it if there is room."""
+        self.unreadable_count += 1
+        if len(self.unreadable) < UNREADABLE_NAMED:
+            self.unreadable.append(Unreadable(path, error.strerror or str(error)))
 
     def run(self, nodes: NodeTree, path: bytes, node: Node, keep_going: KeepGoing) -> None:
         """Search one file."""

@@ -23,20 +23,29 @@ __all__ = [
     "KeepGoing",
     "Node",
     "NodeTree",
+    "OnUnreadable",
     "SkipRules",
     "go_on",
     "is_binary",
     "is_gone",
+    "is_unreadable",
     "matching_files",
     "nodes_of",
+    "unnamed",
 ]
 
 KeepGoing = Callable[[], None]
+OnUnreadable = Callable[[bytes, OSError], None]
+"""Is told the path of what could not be read or listed, and why."""
 BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in so many bytes at a file's start makes it binary (git and grep: alike)
 
 
 def go_on() -> None:
     """The `keep_going` of a search that nobody cancels."""
+
+
+def unnamed(_path: bytes, _error: OSError) -> None:
+    """The `on_unreadable` of a search that does not name what it cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,14 @@ def is_gone(error: OSError) -> bool:
     return error.errno in _GONE
 
 
+_UNREADABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG})
+
+
+def is_unreadable(error: OSError) -> bool:
+    """Whether what was asked for is there and cannot be read, which is to be named and no reason to end."""
+    return error.errno in _UNREADABLE
+
+
 def is_binary(start: bytes) -> bool:
     """Whether a file with this content, or start of at least BINARY_SNIFF_BYTES, counts as binary."""
     return start.find(b"\0", 0, BINARY_SNIFF_BYTES) >= 0
@@ -132,11 +149,17 @@ _by_path = itemgetter(0)
 
 
 def matching_files(
-    nodes: NodeTree, path: bytes, place: Place | None, skip: SkipRules, keep_going: KeepGoing
+    nodes: NodeTree,
+    path: bytes,
+    place: Place | None,
+    skip: SkipRules,
+    keep_going: KeepGoing,
+    on_unreadable: OnUnreadable = unnamed,
 ) -> Iterator[tuple[bytes, Node]]:
     """(path, node) of the regular files below directory `path` that `place` asks for, sorted by path as bytes.
 
-    Only directories that can hold one are looked at.  Symlinks are not followed.
+    Only directories that can hold one are looked at.  Symlinks are not followed.  `on_unreadable` is told of
+    directories that cannot be listed.
     """
     # A directory sorts as its name with a slash: then a walk in depth goes by the order of whole paths.
     stack: list[tuple[bytes, Node, Place | None]] = []
@@ -148,7 +171,7 @@ def matching_files(
         if place is None:
             yield at, node
             continue
-        files, directories = _children(nodes, node, at, place, skip)
+        files, directories = _children(nodes, node, at, place, skip, on_unreadable)
         if directories:
             stack.extend(sorted([*files, *directories], key=_by_path, reverse=True))
             continue
@@ -158,7 +181,7 @@ def matching_files(
 
 
 def _children(
-    nodes: NodeTree, node: Node, prefix: bytes, place: Place, skip: SkipRules
+    nodes: NodeTree, node: Node, prefix: bytes, place: Place, skip: SkipRules, on_unreadable: OnUnreadable
 ) -> tuple[list[tuple[bytes, Node, None]], list[tuple[bytes, Node, Place]]]:
     """The files of a directory that match, and the directories below which one may."""
     files: list[tuple[bytes, Node, None]] = []
@@ -175,6 +198,8 @@ def _children(
                 if inner is not None and (not skip.skips_directory(name) or place.asks_for(name)):
                     directories.append((prefix + name + b"/", child, inner))
     except OSError as error:
-        if not is_gone(error):
+        if is_unreadable(error):
+            on_unreadable(prefix.rstrip(b"/"), error)
+        elif not is_gone(error):
             raise
     return files, directories

@@ -16,6 +16,7 @@ __all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", 
 DEFAULT_PATHS: Final = 100
 DEFAULT_MATCHES: Final = 200
 LINE_CHARACTERS: Final = 1_000  # of a line that is given
+UNREADABLE_SHOWN: Final = 10  # of what could not be searched, in text for a model
 
 Below = Annotated[str, Meta(description="Search below this directory; relative to the root of the workspace.")]
 Everything = Annotated[
@@ -104,9 +105,20 @@ class GrepHit(Result, frozen=True):
     match_end: int
 
 
+class UnreadablePath(Result, frozen=True):
+    """A file that could not be read, or a directory that could not be listed."""
+
+    path: str
+    reason: str
+
+
 class GrepResult(Result, frozen=True):
+    """`unreadable` are the first 1,000 files and directories that could not be searched, of `unreadable_count`."""
+
     matches: list[GrepHit]
     truncated: bool = False
+    unreadable: tuple[UnreadablePath, ...] = ()
+    unreadable_count: int = 0
 
 
 def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
@@ -132,7 +144,14 @@ def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
             )
             for match in found.matches
         ]
-        return GrepResult(matches=hits, truncated=found.truncated)
+        return GrepResult(
+            matches=hits,
+            truncated=found.truncated,
+            unreadable=tuple(
+                UnreadablePath(path=shown(each.path) or ".", reason=each.reason) for each in found.unreadable
+            ),
+            unreadable_count=found.unreadable_count,
+        )
 
 
 def _render_grep(result: GrepResult) -> str:
@@ -144,11 +163,14 @@ def _render_grep(result: GrepResult) -> str:
             lines.append(path)
         lines.append(f"{hit.line_number:6}\t{hit.line.rstrip(chr(13))}")
     if not lines:
-        return "no line matches"
+        lines.append("no line matches")
     if result.truncated:
         lines.append(
             f"(the first {len(result.matches)} lines; there are more: narrow the search, or set a larger limit)"
         )
+    lines += [f"(not searched: {each.path}: {each.reason})" for each in result.unreadable[:UNREADABLE_SHOWN]]
+    if result.unreadable_count > UNREADABLE_SHOWN:
+        lines.append(f"(not searched either: {result.unreadable_count - UNREADABLE_SHOWN} more, which cannot be read)")
     return "\n".join(lines)
 
 

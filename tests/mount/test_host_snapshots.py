@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -689,6 +690,12 @@ def test_a_daemon_without_privileges_keeps_and_restores_what_is_its_users(
             taken = vfsd("snapshot", "one", *picked, before=as_user)
             assert succeeded(taken) == "one\n"
             assert "roots: could not be read" in taken.stderr
+            found = json.loads(succeeded(vfsd(*picked, "fs", "grep", "root", before=as_user)))["data"]
+            assert [match["path"] for match in found["matches"]] == ["shown"]
+            assert found["unreadable"] == [{"path": "roots", "reason": "Permission denied"}]
+            assert found["unreadable_count"] == 1
+            for mode in ("--names", "--stat", "--patch"):
+                assert succeeded(vfsd("diff", "one", mode, *picked, before=as_user)) == ""
             expected = tree_of(host)
             change = "rm -r d hard; echo two > hard; rm -f shown; echo mine > shown; echo new > new"
             run(*as_user, "sh", "-c", change, cwd=public / "mnt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import stat
 import tracemalloc
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
-from protocol.search import USUAL_SKIPS, GrepResult, glob_paths, grep_tree
+from protocol.search import USUAL_SKIPS, GrepResult, Unreadable, glob_paths, grep_tree
 from protocol.search.expression import Expression
 from protocol.search.grep import BLOCK_BYTES
 from protocol.search.tokens import required_literal, tokens_of
@@ -335,11 +336,63 @@ def test_a_file_that_cannot_be_read_is_skipped_and_counted() -> None:
 
     assert files(result) == [".hidden/f.py", "d/c.py", "node_modules/e.py"]
     assert result.files_skipped == 1
+    assert result.unreadable == (Unreadable(b"a.py", "locked"),)
+    assert result.unreadable_count == 1
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG])
+def test_files_and_directories_that_cannot_be_read_are_named(error: int) -> None:
+    class Holed(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            if path.endswith(b"bad"):
+                raise OSError(error, "a hole", path)
+            return super().read(path, offset, size)
+
+        def children(self, path: bytes) -> list[bytes]:
+            if path.endswith(b"closed"):
+                raise OSError(error, "a hole", path)
+            return super().children(path)
+
+    tree = Holed(
+        {b"a/bad": b"needle", b"a/good": b"needle", b"closed/x": b"needle", b"z": b"needle", b"bad": b"needle"}
+    )
+    result = grep_tree(tree, "needle")
+    assert files(result) == ["a/good", "z"]
+    assert [each.path for each in result.unreadable] == [b"a/bad", b"bad", b"closed"]
+    assert {each.reason for each in result.unreadable} == {"a hole"}
+    assert grep_tree(tree, "needle", path=b"closed").unreadable == (Unreadable(b"closed", "a hole"),)
+    assert grep_tree(tree, "needle", path=b"a/bad").unreadable == (Unreadable(b"a/bad", "a hole"),)
+
+
+def test_what_vanishes_meanwhile_is_not_named() -> None:
+    class Vanishing(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            raise FileNotFoundError(errno.ENOENT, "gone", path)
+
+    result = grep_tree(Vanishing(FILES), "needle")
+    assert (result.unreadable, result.unreadable_count) == ((), 0)
+
+
+def test_a_thousand_unreadable_files_are_named_and_all_are_counted() -> None:
+    class Locked(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            raise PermissionError(errno.EACCES, "locked", path)
+
+    result = grep_tree(Locked({b"f%d" % number: b"x" for number in range(1_200)}), "x")
+    assert (len(result.unreadable), result.unreadable_count) == (1_000, 1_200)
 
 
 def test_an_error_of_the_backend_ends_the_search() -> None:
     class Broken(DictTree):
+        is_gone = False
+
+        def entry(self, path: bytes) -> TreeEntry:
+            if self.is_gone:
+                raise OSError(5, "broken", path)
+            return super().entry(path)
+
         def read(self, path: bytes, offset: int, size: int) -> bytes:
+            self.is_gone = True
             raise OSError(5, "broken", path)
 
     with pytest.raises(OSError, match="broken"):

@@ -484,3 +484,21 @@ def test_a_trees_files_can_be_read_and_not_changed() -> None:
     ):
         with pytest.raises(PermissionError):
             call(name, context, **arguments)
+
+
+def test_grep_names_what_it_could_not_read() -> None:
+    class Locked(DictTree):
+        def read(self, path: bytes, offset: int, size: int) -> bytes:
+            if path.startswith(b"locked"):
+                raise PermissionError(13, "Permission denied", path)
+            return super().read(path, offset, size)
+
+    names = [b"locked%02d" % number for number in range(12)]
+    context = ToolContext(StoreFilesystem(TreeStore(Locked({b"a": b"x\n", **dict.fromkeys(names, b"x\n")}))))
+    found = call("grep", context, pattern="x")
+    assert [hit.path for hit in found.matches] == ["a"]
+    assert [each.path for each in found.unreadable] == [name.decode() for name in names]
+    assert (found.unreadable[0].reason, found.unreadable_count) == ("Permission denied", 12)
+    text = TOOLS["grep"].render(found).splitlines()
+    assert "(not searched: locked00: Permission denied)" in text
+    assert text[-1] == "(not searched either: 2 more, which cannot be read)"

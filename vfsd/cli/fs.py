@@ -274,7 +274,7 @@ def grep_command(
     """Find lines by a regular expression, in the files below PATH or in that file.
 
     Gives the first match of each line.  Look-around and back-references are not supported, so that no expression
-    takes long.
+    takes long.  "unreadable" names files and directories that could not be read, and so may hold more.
     """
     workspace = _Workspace(app, escaped=escaped)
     params = fs.FsGrepParams(
@@ -286,7 +286,12 @@ def grep_command(
         everything=everything,
     )
     answer = workspace.call("fs.grep", params)
-    return {"matches": [workspace.with_path(match) for match in answer.matches], "truncated": answer.truncated}
+    return {
+        "matches": [workspace.with_path(match) for match in answer.matches],
+        "truncated": answer.truncated,
+        "unreadable": [workspace.with_path(each) for each in answer.unreadable],
+        "unreadable_count": answer.unreadable_count,
+    }
 
 
 # -- changing ---------------------------------------------------------------------------------------

@@ -163,9 +163,20 @@ class FsMatch(msgspec.Struct):
     match_end: int
 
 
+class FsUnreadable(msgspec.Struct):
+    """A file that could not be read, or a directory that could not be listed."""
+
+    path: str
+    reason: str
+
+
 class FsGrepResult(msgspec.Struct):
+    """`unreadable` are the first 1,000 files and directories that could not be searched, of `unreadable_count`."""
+
     matches: list[FsMatch]
     truncated: bool = False
+    unreadable: list[FsUnreadable] = []
+    unreadable_count: int = 0
 
 
 class FsRmParams(_Params):

@@ -61,6 +61,7 @@ from vfsd.control.fs_messages import (
     FsRmParams,
     FsRmResult,
     FsStatParams,
+    FsUnreadable,
     FsWriteParams,
     FsWriteResult,
 )
@@ -283,7 +284,9 @@ def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
         )
         for match in found.matches
     )
-    return _encoded_list(FsGrepResult([], found.truncated), "matches", matches, params.limit, context.keep_going)
+    unreadable = [FsUnreadable(_wire(each.path), each.reason) for each in found.unreadable]
+    result = FsGrepResult([], found.truncated, unreadable, found.unreadable_count)
+    return _encoded_list(result, "matches", matches, params.limit, context.keep_going)
 
 
 def _encoded_list(
