@@ -29,6 +29,7 @@ from protocol.errors import fail
 
 __all__ = [
     "FORMAT",
+    "NO_SPACE",
     "STORE_VARIABLE",
     "Layout",
     "default_directory",
@@ -42,6 +43,7 @@ __all__ = [
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
 _WORKSPACE_ID_DIGITS: Final = 24
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S: Final = 0.02
 _GATE_POLL_S: Final = 0.002  # the gate is held for microseconds

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.diff import Change, ChangeKind, outermost
 from protocol.errors import fail
+from protocol.store.layout import NO_SPACE
 from protocol.store.packs import DamagedError
 from protocol.store.rows import Row, entry_of
 from protocol.store.target import ChangedMeanwhileError, Target
@@ -339,6 +340,8 @@ class _Run:
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
             self.problems.append(Problem(step.path, f"{error.strerror}: left as it is"))
         except OSError as error:
+            if error.errno in NO_SPACE and error.filename is None:
+                raise OSError(error.errno, error.strerror, os.fsdecode(step.path)) from None
             if error.errno not in {errno.ENOTEMPTY, errno.EXDEV, errno.EBUSY, errno.ELOOP}:
                 raise
             reason = "has files made since" if error.errno == errno.ENOTEMPTY else error.strerror

@@ -22,7 +22,15 @@ from protocol.store import upkeep
 from protocol.store.blobs import Blobs, Digesting, Storing
 from protocol.store.journal import Entry as JournalEntry
 from protocol.store.journal import Interrupted, Journal
-from protocol.store.layout import Layout, default_directory, is_inside, read_regular, sync_directory, write_atomically
+from protocol.store.layout import (
+    NO_SPACE,
+    Layout,
+    default_directory,
+    is_inside,
+    read_regular,
+    sync_directory,
+    write_atomically,
+)
 from protocol.store.objects import NewObjects
 from protocol.store.packs import GENERATION, DamagedError, Pack, PackWriter
 from protocol.store.records import (
@@ -102,7 +110,7 @@ class Store:
         SnapshotExistsError; EACCES naming a path that cannot be read, unless `unreadable` is "skip"; EINVAL where the
         store lies inside the directory.
         """
-        with self._taking(workspace, source):
+        with self._taking(workspace, source), self._naming_full_disk():
             info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress or untold)
         return info
 
@@ -112,6 +120,17 @@ class Store:
         self.layout.create()
         with self.layout.shared(), self.layout.changing(workspace, exclusive=False):
             yield
+
+    @contextlib.contextmanager
+    def _naming_full_disk(self) -> Iterator[None]:
+        """ENOSPC names the store: the system call that failed had only a descriptor."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_SPACE or error.filename is not None:
+                raise
+            what = f"{error.strerror} for the snapshot store; `vfsd store gc` frees what dropped snapshots had"
+            raise OSError(error.errno, what, self.directory) from None
 
     def check_apart(self, identity: tuple[int, int] | None) -> None:
         """EINVAL where the store lies inside the directory (st_dev, st_ino): it would keep itself."""
@@ -327,7 +346,8 @@ class Store:
         kept: StoredSnapshot | None = None
         read: ReadRows
         if safety is not None:
-            kept, found = self._take(workspace, safety, target.source, None, "safety", "skip", progress)
+            with self._naming_full_disk():
+                kept, found = self._take(workspace, safety, target.source, None, "safety", "skip", progress)
             read = self.blobs.listing
         else:
             found, read = self._look(workspace, target.source, "skip", progress)

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.digests import ContentDigest, digest_of
-from protocol.store.layout import read_regular, sync_directory, write_atomically
+from protocol.store.layout import NO_SPACE, read_regular, sync_directory, write_atomically
 from protocol.store.objects import fed_from_file
-from protocol.store.packs import GENERATION, DamagedError, PackWriter
+from protocol.store.packs import GENERATION, MORE, DamagedError, PackWriter
 from protocol.store.records import Record, read_record, workspace_and_serial
 from protocol.store.rows import Row, decode_listing
 
 if TYPE_CHECKING:
     from protocol.store.blobs import Blobs
     from protocol.store.layout import Layout
-    from protocol.store.packs import Pack
+    from protocol.store.packs import Pack, Place
 
 __all__ = ["CheckReport", "Damage", "GarbageReport", "Progress", "check", "collect_garbage"]
 
@@ -242,9 +242,10 @@ def collect_garbage(layout: Layout, blobs: Blobs, progress: Progress, *, wait_s:
         needed = _needed(blobs, [read_record(pack).root for pack in snapshots], tolerant=repair)
         run = _Collection(layout, blobs, needed, progress)
         # What is in a snapshot's own pack is needed, by that snapshot.
-        run.repack([pack for pack in packs if workspace_and_serial(pack.name) is None])
-        run.remove_objects()
+        # First what needs no space, since the disk may be full.
         run.remove_temporaries()
+        run.remove_objects()
+        run.repack([pack for pack in packs if workspace_and_serial(pack.name) is None])
         blobs.packs.refresh()
         kept = blobs.packs.all()
         objects = [_size(blobs.objects.path(digest)) for digest in blobs.objects.all()]
@@ -324,8 +325,20 @@ class _Collection:
     def _begin(self) -> None:
         """Before the first thing goes."""
         if not self._begun:
+            try:
+                _new_generation(self._layout)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                self._remove_caches()
+                _new_generation(self._layout)
             self._begun = True
-            _new_generation(self._layout)
+
+    def _remove_caches(self) -> None:
+        """Make room by removing the stat caches, without which the next snapshots only take longer."""
+        for directory in _subdirectories(self._layout.workspaces):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, "cache"))
 
     def repack(self, packs: list[Pack]) -> None:
         """Put what is needed of the packs of dropped snapshots into one, where that is worth it."""
@@ -333,6 +346,14 @@ class _Collection:
         if not worth:
             return
         self._begin()
+        unneeded = [pack for pack in worth if not any(digest in self._needed for digest, _ in pack.places())]
+        for pack in unneeded:
+            os.unlink(os.path.join(self._layout.packs, pack.name))
+            self.freed_bytes += pack.size_bytes
+            self.freed_contents += pack.entries
+        worth = [pack for pack in worth if pack not in unneeded]
+        if not worth:
+            return
         name = secrets.token_hex(8)
         temporary = os.path.join(self._layout.tmp, f"{os.getpid():x}-{name}.pack")
         held = {digest for pack in self._snapshots() for digest, _ in pack.places()}
@@ -342,7 +363,7 @@ class _Collection:
             for pack in worth:
                 for digest, place in pack.places():
                     if digest in self._needed and digest not in held and digest not in writer:
-                        writer.add(digest, self._blobs.packs.read(place))
+                        writer.add(digest, self._whole(digest, place))
                     else:
                         self.freed_contents += 1
                 done += pack.size_bytes
@@ -355,6 +376,13 @@ class _Collection:
         for pack in worth:
             os.unlink(os.path.join(self._layout.packs, pack.name))
         self.freed_bytes += total - kept_bytes
+
+    def _whole(self, digest: bytes, place: Place) -> bytes:
+        """A content that is needed, compared with its digest: what is damaged is not copied as if it were whole."""
+        data = self._blobs.packs.read(place)
+        if digest_of(data) != digest:
+            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}, `gc --repair` takes it out")
+        return data
 
     def _worth_it(self, packs: list[Pack]) -> list[Pack]:
         """Packs of which a quarter is not needed, and small ones where there are several."""

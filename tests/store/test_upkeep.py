@@ -280,3 +280,24 @@ def test_snapshots_of_one_workspace_at_once_get_different_serials(store: Store, 
         thread.join()
 
     assert sorted(taken) == list(range(1, 31))
+
+
+def test_a_damaged_content_that_is_needed_is_not_collected_as_if_it_were_whole(store: Store, root: Path) -> None:
+    (root / "needed").write_bytes(b"needed" * 1000)
+    (root / "not needed").write_bytes(b"not" * 30_000)
+    store.take("w", "first", DirectorySource(root))
+    (root / "not needed").unlink()
+    store.take("w", "second", DirectorySource(root))
+    store.drop("w", "first")
+    pack = packs(store)[0]
+    at = pack.read_bytes().index(b"needed")
+    flip(pack, at)
+
+    with pytest.raises(DamagedError, match="is damaged"):
+        store.collect_garbage()
+
+    assert pack.exists()
+    flip(pack, at)
+    assert store.collect_garbage().freed_bytes > 80_000
+    with store.tree("w", "second") as tree:
+        assert tree.read(b"needed", 0, 6000) == b"needed" * 1000
