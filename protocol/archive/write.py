@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
 
@@ -42,6 +42,7 @@ __all__ = ["ArchiveSummary", "export_archive", "write_archive"]
 DEFAULT_LEVEL: Final = 6  # zlib's and zip's own
 
 _CHUNK_BYTES: Final = 256 * 1024
+_ENTRIES_TOLD: Final = 1024  # between two calls of `progress`, at most
 _REGULAR_FILE: Final = 0o100644
 
 
@@ -77,7 +78,7 @@ def write_archive(
     (`btrfs.compression`) are left out.
     """
     created_ns = _created(created_ns)
-    chosen = select(tree.walk())
+    chosen = select(_watched(tree.walk(), progress))
     if chosen.skipped and not skip_too_long:
         path, reason = next(iter(chosen.skipped.items()))
         raise OSError(errno.ENAMETOOLONG, reason, shown(path))
@@ -90,6 +91,7 @@ def write_archive(
         packer.add(Item(MANIFEST, _REGULAR_FILE, created_ns, text))
         for entry, name in zip(chosen.entries, chosen.names, strict=True):
             _add(packer, tree, entry, name, report)
+            report.entry()
     writer.finish()
     report.finish()
     directories = sum(entry.is_dir for entry in chosen.entries) - 1
@@ -277,6 +279,14 @@ def _changed(entry: TreeEntry) -> OSError:
     return OSError(errno.EIO, "the file changed while it was archived", shown(entry.path))
 
 
+def _watched(entries: Iterable[TreeEntry], progress: Progress | None) -> Iterator[TreeEntry]:
+    """`entries`; now and then `progress` is called, which may end the work."""
+    for number, entry in enumerate(entries, 1):
+        if progress is not None and number % _ENTRIES_TOLD == 0:
+            progress(0, 0)
+        yield entry
+
+
 class _Reporter:
     """Tells the caller how far it is."""
 
@@ -285,6 +295,13 @@ class _Reporter:
         self._total = total
         self._done = 0
         self._told = 0
+        self._entries = 0
+
+    def entry(self) -> None:
+        """One more entry is done: of a million empty files the caller hears too, and can end the work."""
+        self._entries += 1
+        if self._entries % _ENTRIES_TOLD == 0 and self._done < self._total:
+            self._tell()
 
     def add(self, size: int) -> None:
         self._done += size

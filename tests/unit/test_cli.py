@@ -280,13 +280,13 @@ def test_a_daemon_that_is_gone_is_told_without_a_traceback(workdir: Path) -> Non
         os.unlink(record.socket.removesuffix(".sock") + ".json")
 
 
-def test_control_c_ends_a_command_that_waits_with_status_130_and_no_words(daemon: FakeDaemon) -> None:
+def test_control_c_ends_a_command_that_waits_with_status_130_and_says_what_became_of_it(daemon: FakeDaemon) -> None:
     daemon.silent = True
     command = [sys.executable, "-m", "vfsd.cli.main", "snapshot"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert daemon.asked.wait(30)
         child.send_signal(signal.SIGINT)
-        assert child.communicate() == (b"", b"")
+        assert child.communicate() == (b"", b"vfsd: error: stopped: no snapshot was taken\n")
     assert child.returncode == 130
 
 

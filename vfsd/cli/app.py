@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from vfsd.cli import output
+from vfsd.cli.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, interruptible
 
 if TYPE_CHECKING:
     import msgspec
@@ -49,6 +51,8 @@ class App:
 
     workspace: str | None = None
     json: bool = False
+    interrupted: str = "interrupted"  # what to say when Ctrl-C ends the command
+    signalled: Signalled | None = None  # the call that was completed after a signal
 
     def record(self) -> WorkspaceRecord:
         """The workspace that -w, $VFSD_WORKSPACE or the current directory picks, or the only one."""
@@ -66,12 +70,15 @@ class App:
         label: str | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
-        """The daemon's answer; with `label`, a progress bar while it works."""
+        """The daemon's answer; with `label`, a progress bar while it works.  Interrupted."""
         from vfsd.control.client import ControlClient  # noqa: PLC0415
 
+        if self.signalled is not None and self.signalled.number is not None:
+            # Of a command that makes several calls: no further one after Ctrl-C.
+            raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
         check_alive(record)
         try:
-            with ControlClient(record.socket) as client:
+            with ControlClient(record.socket) as client, interruptible(client, method) as self.signalled:
                 if label is None:
                     return client.call(method, params, on_output=on_output)
                 with output.progress(label) as on_progress:
@@ -130,9 +137,16 @@ class Command(click.Command):
     """
 
     def __init__(
-        self, *args: Any, examples: str = "", may_be_empty: frozenset[str] = frozenset({"tag"}), **kwargs: Any
+        self,
+        *args: Any,
+        examples: str = "",
+        may_be_empty: frozenset[str] = frozenset({"tag"}),
+        interrupted: str = "interrupted",
+        **kwargs: Any,
     ) -> None:
+        """`interrupted` says what has become of the work when Ctrl-C ends the command itself."""
         super().__init__(*args, **kwargs)
+        self.interrupted = interrupted
         self.examples = examples
         self.may_be_empty = may_be_empty
         self.params += [workspace_option(), json_option()]
@@ -160,7 +174,15 @@ class Command(click.Command):
         app = ctx.ensure_object(App)
         app.workspace = ctx.params.pop("workspace") or app.workspace
         app.json = ctx.params.pop("as_json") or app.json
-        return super().invoke(ctx)
+        app.interrupted = self.interrupted
+        try:
+            return super().invoke(ctx)
+        finally:
+            signalled = app.signalled
+            if signalled is not None and signalled.is_completed and not isinstance(sys.exception(), Interrupted):
+                # The answer is shown: the call was completed all the same.
+                output.note(completed(signalled))
+                ctx.exit(AFTER_SIGNAL + (signalled.number or 0))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         if self.examples:
@@ -177,7 +199,12 @@ def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
     """
     try:
         return run()
+    except Interrupted as end:
+        _report(error_record(OSError(end.errno, str(end))), str(end), as_json=ctx.ensure_object(App).json)
+        ctx.exit(AFTER_SIGNAL + end.number)
     except KeyboardInterrupt:
+        app = ctx.ensure_object(App)
+        _report(error_record(OSError(errno.EINTR, app.interrupted)), app.interrupted, as_json=app.json)
         ctx.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output is gone: click ends the process quietly.  (The client raises other errors for its

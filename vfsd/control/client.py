@@ -5,6 +5,7 @@ Imports no trio: a command line that starts in a blink cannot afford it.  Its tw
 
 from __future__ import annotations
 
+import contextlib
 import errno as errno_numbers
 import functools
 import os
@@ -213,7 +214,10 @@ class ControlClient:
         self._sock: socket.socket | None = None
         self._lines = LineBuffer()
         self._last_id = 0
-        self._running: Exchange | None = None  # whose request the daemon has
+        self._running: Exchange | None = None  # the last one
+        self._is_sent = False  # all of its request
+        self._is_cancel_wanted = False
+        self.on_cancel_state: Callable[[CancelState], object] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +245,7 @@ class ControlClient:
         TimeoutError after `timeout_s` of silence.  Leaving by an exception (a callback's too, or KeyboardInterrupt)
         closes the connection, by which the daemon cancels the call; the next call opens another.
         """
+        self._is_cancel_wanted = False
         for _ in range(ATTEMPTS):
             try:
                 return self._call(method, params, on_progress, on_output)
@@ -248,25 +253,26 @@ class ControlClient:
                 continue
         raise vanished(self._path, method)
 
-    def cancel(self) -> bool:
+    def cancel(self) -> None:
         """Ask the daemon to stop the call that runs, which ends as `call` says: with ControlError (ECANCELED) where it
         was stopped and has changed nothing, else as if nobody had asked.
 
-        For a signal handler: it may be called while `call` waits.  False where no request was sent yet, or the answer
-        is there already.
+        For a signal handler: it may be called while `call` waits, and does not wait itself.  `on_cancel_state` is
+        called with the daemon's answer.
         """
-        if self._running is None or self._sock is None:
-            return False
-        try:
-            # Into the buffer or not at all: a handler must not wait.  The request before it was sent whole.
-            self._sock.send(self._running.cancel_request, socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        return True
+        self._is_cancel_wanted = True
+        self._send_cancel()
+
+    def _send_cancel(self) -> None:
+        exchange = self._running
+        if self._sock is None or exchange is None or exchange.done or not self._is_sent:
+            return
+        with contextlib.suppress(OSError):
+            self._sock.send(exchange.cancel_request, socket.MSG_DONTWAIT)
 
     @property
     def cancel_state(self) -> CancelState | None:
-        """What the daemon answered to the last `cancel`; None while it has not, or nothing runs."""
+        """What the daemon answered to the last `cancel`; None while it has not."""
         return None if self._running is None else self._running.cancel_state
 
     def _call(
@@ -279,21 +285,27 @@ class ControlClient:
         self._last_id += 1
         exchange = Exchange(self._last_id, method, params)
         finished = False
+        self._is_sent = False
+        self._running = exchange
         try:
             sock = self._connected()
             self._send(sock, exchange)
-            self._running = exchange
+            self._is_sent, is_told = True, False
+            if self._is_cancel_wanted:  # since before that
+                self._send_cancel()
             for line in self._received(sock, exchange):
                 told = exchange.take(line)
                 if isinstance(told, Progress) and on_progress is not None:
                     on_progress(told)
                 elif isinstance(told, Output) and on_output is not None:
                     on_output(told.data)
+                elif exchange.cancel_state is not None and not is_told and self.on_cancel_state is not None:
+                    is_told = True
+                    self.on_cancel_state(exchange.cancel_state)
                 if exchange.done:
                     break
             finished = True
         finally:
-            self._running = None
             # An error answer leaves the connection as good as a result does.
             if not (finished or exchange.done):
                 self.close()

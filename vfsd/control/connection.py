@@ -455,7 +455,8 @@ def _result_line(request_id: RequestId, encoded: Sequence[bytes]) -> list[bytes]
 
 
 def _cancelled_line(request_id: RequestId, method: str) -> bytes:
-    text = f"{method} was cancelled: nothing was changed"
+    became = "its command was ended" if method.endswith("exec") else "nothing was changed"
+    text = f"{method} was cancelled: {became}"
     return error_line(request_id, OPERATION_FAILED, text, ErrorData("ECANCELED"))
 
 

@@ -367,6 +367,7 @@ class Methods:
     async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
         mountpoint = self._options.mountpoint
         await self._served.left()
+        call.commit()
         found = await _in_thread(holders.holders, mountpoint)
         if not params.lazy:
             self._commands.check_idle()

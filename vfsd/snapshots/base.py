@@ -116,6 +116,10 @@ class Watch(Protocol):
         """CallCancelledError when nobody does any more."""
         ...
 
+    def commit(self) -> None:
+        """Declare that something is about to be changed: after that no request to cancel is followed."""
+        ...
+
     def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
         """Tell how far it is; `total` 0 where that is not known."""
         ...
@@ -123,6 +127,9 @@ class Watch(Protocol):
 
 class _Unwatched:
     def raise_if_cancelled(self) -> None:
+        pass
+
+    def commit(self) -> None:
         pass
 
     def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:

@@ -49,7 +49,7 @@ class Restoring:
 
     def planned(self, found: Sequence[Change]) -> None:
         """The store is about to make `found`.  Its thread."""
-        self._watch.raise_if_cancelled()
+        self._watch.commit()
         self.changes = [*found, *self._touched()]
         trio.from_thread.run(self._hold, [change.path for change in found], trio_token=self._loop)
         self._is_planned = True

@@ -83,12 +83,12 @@ class VolumeSnapshots:
             self._volume.drop_snapshot(name)
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:  # noqa: ARG002
+    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
         volume = self._volume
         if name == BASE:
-            return await self._change(lambda: overlay_of(volume).discard(paths), keep=name)
+            return await self._change(lambda: overlay_of(volume).discard(paths), watch, keep=name)
         volume.snapshot(name)  # there is one, or it raises
-        return await self._change(lambda: volume.restore_snapshot(name, paths), keep=name)
+        return await self._change(lambda: volume.restore_snapshot(name, paths), watch, keep=name)
 
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
@@ -104,16 +104,17 @@ class VolumeSnapshots:
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
         volume = self._volume
         if isinstance(volume, OverlayVolume):  # whose directories are read from below while they are converged
-            return await self._change(lambda: volume.import_tree(staged.tree, replace=replace, paths=paths))
+            return await self._change(lambda: volume.import_tree(staged.tree, replace=replace, paths=paths), watch)
         prepared = Prepared(volume, staged, paths, replace=replace)
         try:
-            return await self._change(prepared.put, prepare=functools.partial(prepared.prepare, watch))
+            return await self._change(prepared.put, watch, prepare=functools.partial(prepared.prepare, watch))
         finally:
             await prepared.discard()
 
     async def _change(
         self,
         change: Callable[[], Coherence],
+        watch: Watch,
         keep: str | None = None,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
@@ -121,6 +122,7 @@ class VolumeSnapshots:
             if prepare is not None:
                 await prepare()
             await self._served.settle()
+            watch.commit()
             safety = self._take_safety(keep)
             with self._undone_unless_done(safety):
                 coherence = change()
