@@ -120,12 +120,22 @@ class PodmanService:
         try:
             yield
         except APIError as error:
+            if _status_of(error) is None:
+                raise self._unanswered(doing, error) from None
             raise _refused(doing, error) from None
         except RequestException as error:
             # The connection broke, or was too slow: what went wrong below is wrapped several times.
             raise OSError(_code_of(error) or errno.EIO, f"{doing}: {error}", self.address.url) from None
         except PodmanError as error:
             raise OSError(errno.EIO, f"{doing}: {error}", self.address.url) from None
+
+    def _unanswered(self, doing: str, error: APIError) -> OSError:
+        """The error for a connection that was accepted and closed without an answer."""
+        reason = "the Podman service closed the connection without an answer"
+        if self.address.kind == "ssh":  # ssh accepts here, and then finds no socket there
+            reason = f"no Podman service answers at {self.address.path} on {self.address.host}; start it there: "
+            reason += "systemctl [--user] enable --now podman.socket"
+        return OSError(_code_of(error) or errno.ECONNRESET, f"{doing}: {reason}", self.address.url)
 
     def _unreachable(self, error: OSError) -> OSError:
         code = error.errno or errno.EIO
