@@ -163,7 +163,7 @@ class Sandbox:
         if not any(mount.workspace == self._options.name for mount in there):
             reason = (
                 "the sandbox does not see the mount: Podman has a mount namespace of its own, to which new mounts do "
-                "not come; restart its service, or make the system's mounts shared (mount --make-rshared /)"
+                "not come; make the system's mounts shared (mount --make-rshared /), then restart its service"
             )
             raise OSError(errno.ENXIO, reason)
 

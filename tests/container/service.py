@@ -51,6 +51,12 @@ def _command(place: Path) -> list[str]:
     return ["podman", *options, f"--storage-driver={driver}", *bare]
 
 
+def configuration(*, default_ulimits: bool = False) -> str:
+    """The text of containers.conf(5)."""
+    runtime = "runc" if shutil.which("runc") else "crun"
+    return _CONFIGURATION.format(runtime=runtime, ulimits="" if default_ulimits else _ULIMITS)
+
+
 @contextmanager
 def running_service(place: Path, *, default_ulimits: bool = False, http_registry: str = "") -> Iterator[str]:
     """A Podman service on a storage below `place`; its URL.  On leaving, its containers must be gone.
@@ -63,10 +69,8 @@ def running_service(place: Path, *, default_ulimits: bool = False, http_registry
     if shutil.which("podman") is None:
         raise NoPodmanError("podman is missing")
     place.mkdir()
-    configuration = place / "containers.conf"
-    runtime = "runc" if shutil.which("runc") else "crun"
-    configuration.write_text(_CONFIGURATION.format(runtime=runtime, ulimits="" if default_ulimits else _ULIMITS))
-    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    (place / "containers.conf").write_text(configuration(default_ulimits=default_ulimits))
+    environment = {**os.environ, "CONTAINERS_CONF": str(place / "containers.conf")}
     if http_registry:
         environment["CONTAINERS_REGISTRIES_CONF"] = str(place / "registries.conf")
         (place / "registries.conf").write_text(_HTTP_REGISTRY.format(registry=http_registry))

@@ -70,6 +70,7 @@ def _explained(error: OSError, workdir: str) -> OSError:
         errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
         errno.ENOTDIR: "is no directory in the container",
         errno.ENOENT: "is a symlink in the container that leads nowhere",
+        errno.EACCES: "is not accessible to this user from outside the container; use --transport agent",
     }.get(error.errno or 0, error.strerror)
     return OSError(error.errno, f"the working directory {reason}", workdir)
 

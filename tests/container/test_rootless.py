@@ -1,0 +1,114 @@
+"""Rootless Podman: a plain user with subordinate ids mounts containers and images, and runs commands in sandboxes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.container.images import write_python_image
+from tests.container.rootless import Rootless, rootless_podman
+from tests.container.service import NoPodmanError
+
+PYTHON = "localhost/vfsd-test-python:latest"
+
+
+@pytest.fixture(scope="module")
+def user(session_dir: str, no_leaks_of_the_session: None) -> Iterator[Rootless]:
+    """A plain user with a Podman service, which has an image with Python."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make a user")
+    try:
+        with rootless_podman() as user:
+            archive = Path(session_dir, "rootless.tar")
+            write_python_image(archive)
+            shutil.move(archive, user.home / "python.tar")
+            user.run("podman", "--url", user.url, "import", "python.tar", PYTHON)
+            yield user
+    except NoPodmanError as error:
+        pytest.skip(f"no rootless Podman can be run here: {error}")
+
+
+@pytest.fixture
+def place(user: Rootless, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A mount point, which is also a workspace's name; nothing is left of it, nor any container."""
+    name = f"w{abs(hash(request.node.name)) % 10**6}"
+    user.run("mkdir", name)
+    yield name
+    user.vfsd("-w", name, "unmount", check=False)
+    assert name not in user.vfsd("list").stdout
+    assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
+
+
+def shell(user: Rootless, script: str) -> str:
+    return user.run("sh", "-ec", script).stdout
+
+
+def inside(user: Rootless, place: str, script: str, *options: str) -> str:
+    return user.vfsd("-w", place, "exec", *options, "--", "sh", "-ec", script).stdout
+
+
+@pytest.mark.fuse
+def test_an_image_is_a_workspace_with_commands_and_snapshots(user: Rootless, place: str) -> None:
+    user.vfsd("mount", place, "--name", place, "--backend", f"image:{PYTHON}", "--podman-url", user.url)
+    assert "agent" in user.vfsd("-w", place, "status").stdout
+    shell(user, f"echo outside > {place}/f")
+
+    assert inside(user, place, "cat f; id -u; touch g; chown dev g") == "outside\n0\n"
+    # The mount shows users as the container does, apart from its root, which is the user.
+    assert shell(user, f"stat -c %u {place}/f {place}/g").split() == [str(user.uid), "1000"]
+    user.vfsd("-w", place, "snapshot", "one")
+    inside(user, place, "echo changed > f; rm g")
+    restored = user.vfsd("-w", place, "restore", "one", check=False)
+
+    assert inside(user, place, "cat f; ls") == "outside\nf\ng\n"
+    # Only root may give files away (chown(2)), also through a mount: the restore names the file.
+    assert (restored.returncode, "g: owner 1000" in restored.stderr) == (1, True)
+
+
+@pytest.mark.fuse
+def test_a_container_of_the_users_is_mounted_by_name(user: Rootless, place: str) -> None:
+    podman = ("podman", "--url", user.url)
+    user.run(*podman, "run", "--detach", "--network=none", f"--name={place}-c", PYTHON, "sleep", "1000000")
+    try:
+        user.vfsd("mount", place, "--name", place, "--backend", f"container:{place}-c", "--podman-url", user.url)
+        shell(user, f"echo x > {place}/f")
+        assert user.run(*podman, "exec", f"{place}-c", "cat", "/workspace/f").stdout == "x\n"
+        user.run(*podman, "exec", f"{place}-c", "sh", "-c", "echo y > /workspace/f")
+        user.vfsd("-w", place, "unmount")
+        assert user.run(*podman, "inspect", "--format={{.State.Running}}", f"{place}-c").stdout == "true\n"
+    finally:
+        user.run(*podman, "rm", "--force", "--time=0", f"{place}-c")
+
+
+@pytest.mark.fuse
+def test_a_sandbox_sees_the_mount_and_leaves_nothing_running(user: Rootless, place: str) -> None:
+    user.vfsd("mount", place, "--name", place, "--sandbox", f"image:{PYTHON}", "--podman-url", user.url)
+    shell(user, f"echo outside > {place}/f")
+
+    assert inside(user, place, "cat f; id -u; echo inside > g") == "outside\n0\n"
+    assert shell(user, f"cat {place}/g; stat -c %u {place}/g").split() == ["inside", str(user.uid)]
+    inside(user, place, "setsid sleep 1000001 & exit 0")
+    assert "1000001" not in inside(user, place, "ps -o args")
+    user.vfsd("-w", place, "snapshot", "one")
+    inside(user, place, "rm f g")
+    user.vfsd("-w", place, "restore", "one")
+    assert inside(user, place, "cat f g") == "outside\ninside\n"
+
+
+@pytest.mark.fuse
+def test_rootfs_reaches_what_the_users_own_ids_may_change(user: Rootless, place: str) -> None:
+    options = ("--backend", f"image:{PYTHON}", "--podman-url", user.url, "--transport", "rootfs")
+    user.vfsd("mount", place, "--name", place, *options, "--workdir", "/root")
+    shell(user, f"echo outside > {place}/f")
+    assert inside(user, place, "cat f; stat -c %u f") == "outside\n0\n"
+    assert shell(user, f"stat -c %u {place}/f").split() == [str(user.uid)]
+    user.vfsd("-w", place, "unmount")
+
+    refused = user.vfsd("mount", place, "--name", place, *options, "--workdir", "/in/the/images/root", check=False)
+
+    assert refused.returncode == 1
+    assert "--transport agent" in refused.stderr
