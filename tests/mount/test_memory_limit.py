@@ -63,6 +63,7 @@ def test_the_resident_set_is_bounded_by_max_memory(mount: MountIt, kind: str) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", ["native"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_resident_set_is_bounded_by_max_memory_for_every_kind(mount: MountIt, kind: str) -> None:
@@ -151,6 +152,7 @@ def test_with_defaults_the_daemon_survives_in_a_cgroup_of_400_mib(cgroup: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_with_defaults_the_daemon_survives_every_kind(cgroup: Path, workdir: Path, kind: str) -> None:
     check_survives(kind, cgroup, workdir)

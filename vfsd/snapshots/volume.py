@@ -6,6 +6,7 @@ So the mount sees a change whole or not at all, and a call that is cancelled bef
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -44,12 +45,20 @@ def overlay_of(volume: Volume) -> OverlayVolume:
     raise nothing_below()
 
 
+_logger = logging.getLogger(__name__)
+
+
+def _log_pruned(info: SnapshotInfo) -> None:
+    _logger.warning("snapshot %r was dropped to make room: --max-memory is reached", info.name)
+
+
 class VolumeSnapshots:
     """Implements `vfsd.snapshots.base.Snapshots` over `volume`, which `served` serves."""
 
     def __init__(self, served: Served, volume: MemoryVolume) -> None:
         self._served = served
         self._volume = volume
+        volume.on_pruned = _log_pruned
 
     @property
     def has_base(self) -> bool:

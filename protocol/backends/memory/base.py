@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.backends.memory.inode import Inode
-from protocol.backends.memory.ledger import RESERVE_BYTES, UNLIMITED, version_bytes, xattrs_bytes
+from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES, UNLIMITED, version_bytes, xattrs_bytes
 from protocol.backends.memory.snapshots import Snapshots
 from protocol.backends.memory.state import State
 from protocol.errors import fail
@@ -30,6 +30,8 @@ __all__ = ["PAGE_BYTES", "Base", "missing", "shown"]
 
 PAGE_BYTES: Final = 4096
 FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds just as many pages as with tmpfs
+_UNCHECKED_METADATA_BYTES: Final = 2 * SLACK_BYTES
+_UNCHECKED_CONTENT_BYTES: Final = 512 * 1024
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 
 
@@ -58,6 +60,8 @@ class Base(Snapshots):
         self.max_bytes = max_bytes
         self.max_inodes = max_inodes
         self.read_only = read_only
+        # Up to these figures nothing has to be checked: set where it was, so that most calls compare one number.
+        self._checked_metadata = self._checked_content = 0
         self._max_pages = UNLIMITED if max_bytes is None else max_bytes // PAGE_BYTES
 
     def getattr(self, inode: int) -> Inode:
@@ -115,6 +119,21 @@ class Base(Snapshots):
         metadata_pages = self._metadata_pages()
         if metadata_pages and state.pages + metadata_pages >= self._max_pages:
             raise fail(errno.ENOSPC)
+
+    def _check_entry(self) -> None:
+        """ENOSPC where there is no room for one more entry; else there is for some more, which need no check."""
+        self._check_room(0, 0)
+        self._require(_UNCHECKED_METADATA_BYTES)
+        self._checked_metadata = self._ledger.metadata + _UNCHECKED_METADATA_BYTES - SLACK_BYTES
+
+    def _has_room_for(self, length: int) -> bool:
+        """Whether `length` bytes of content fit, and some more, which need no check."""
+        ledger = self._ledger
+        if ledger.used + length + _UNCHECKED_CONTENT_BYTES > ledger.ceiling:
+            return False
+        # An eighth may be allocated beyond what is written.
+        self._checked_content = ledger.content + length + _UNCHECKED_CONTENT_BYTES // 2
+        return True
 
     def _require(self, count: int) -> None:
         """ENOSPC where there is no memory for `count` bytes more, whatever automatic snapshots are dropped."""

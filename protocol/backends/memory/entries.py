@@ -145,12 +145,12 @@ class Entries(Base):
     def _require_versions(self, *nodes: Inode) -> None:
         """ENOSPC: no memory for the old versions of what a rename changes, and for a longer name."""
         state = self._state
-        ledger = self._ledger
-        if ledger.used + 2 * SLACK_BYTES <= ledger.ceiling and all(len(node.links) < 2 for node in nodes):
+        if self._ledger.metadata > self._checked_metadata:
+            self._check_entry()
+        if state.log.newest is None:
             return
         needed = SLACK_BYTES
-        if state.log.newest is not None:
-            needed += sum(version_bytes(node) for node in nodes if node.epoch != state.epoch)
+        needed += sum(version_bytes(node) for node in nodes if node.epoch != state.epoch)
         self._require(needed)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
@@ -230,12 +230,10 @@ class Entries(Base):
             raise fail(errno.EEXIST, shown(name))
         if directory.nlink == 0:
             raise missing(name)  # removed while it was open
-        ledger = self._ledger
-        metadata = ledger.metadata
-        if self.max_inodes is not None or self._state.pages + (metadata >> 12) >= self._max_pages:
+        if self.max_inodes is not None:
             self._check_room(0, inodes)
-        if ledger.content + metadata + ledger.kept + SLACK_BYTES > ledger.ceiling:
-            self._require(SLACK_BYTES)
+        if self._ledger.metadata > self._checked_metadata:
+            self._check_entry()
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:

@@ -202,8 +202,21 @@ class State:
         if inode.nlink == 0 and inode.lookups <= 0:
             number = inode.inode
             del self.inodes[number]
-            self.pages -= inode.pages
-            self.ledger.leave(inode)
+            content = inode.content
+            if inode.xattrs is None and not inode.links and inode.children is None and inode.target is None:
+                # As `Ledger.leave`, for most inodes: 6 % of what forgetting a removed file takes.
+                ledger = self.ledger
+                ledger.metadata -= INODE_BYTES
+                if content is not None:
+                    self.pages -= content.pages
+                    ledger.metadata -= CONTENT_BYTES
+                    if content.owned is None and not content.reserved:
+                        ledger.content -= content.allocated
+                    else:
+                        ledger.drop_content(content)
+            else:
+                self.pages -= inode.pages
+                self.ledger.leave(inode)
             newest = self.log.newest
             # What came and went within an epoch leaves no trace.
             if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:

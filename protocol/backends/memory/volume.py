@@ -275,7 +275,7 @@ class MemoryVolume(Entries):
         if (
             type(content) is Content
             and state.pages + (length + ledger.metadata >> 12) + 2 <= room
-            and ledger.content + ledger.metadata + ledger.kept + length + (length >> 3) + SLACK_BYTES <= ledger.ceiling
+            and (ledger.content + length <= self._checked_content or self._has_room_for(length))
         ):
             growth = content.write_plainly(offset, end, data)
         if growth >= 0:
