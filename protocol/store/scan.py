@@ -55,6 +55,7 @@ TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is 
 _TOLD_EVERY: Final = 512
 _TRIES: Final = 5
 _FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
+_DEEPEST: Final = 2_500  # directories within each other: four frames for each, and a descriptor
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 
 # Called with (files looked at, bytes read).  What it raises ends the work.
@@ -190,6 +191,9 @@ class _Walk:
         self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None, *, at_home: bool
     ) -> tuple[Row, CachedDirectory | None]:
         """As `directory`, of the one called `name`; a directory that cannot be entered is a row with nothing below."""
+        if len(path) > 2 * _DEEPEST - 1 and path.count(b"/") >= _DEEPEST:
+            self._deny(path, OSError(errno.ELOOP, f"directories nest more than {_DEEPEST} deep"))
+            return self._closed(name, seen, UNREADABLE), None
         try:
             descriptor = open_beneath(parent, name, _O_DIRECTORY, same_mount=True)
         except OSError as error:

@@ -69,7 +69,8 @@ class Preparation(Converger):
     @property
     def is_valid(self) -> bool:
         """Whether everything that was prepared can still take its place."""
-        return all(self._place(path) is not None for path in self._tops)
+        places: dict[bytes, int] = {}
+        return all(self._place(path, places) is not None for path in self._tops)
 
     def run(self, paths: Sequence[bytes] | None = None) -> None:
         """See `Converger.run`.  The caller's transaction undoes the islands too."""
@@ -99,16 +100,17 @@ class Preparation(Converger):
         entry = self._entry(scope)
         if entry is None:
             return
-        if scope and self._place(scope) is not None:
+        if scope and self._place(scope, {}) is not None:
             yield entry
             return
-        waiting = [scope] if entry.is_dir else []
+        top = self._live_directory(scope)
+        waiting = [(scope, top.inode)] if entry.is_dir and top is not None else []
         while waiting:
-            at = waiting.pop()
+            at, number = waiting.pop()
             prefix = at + b"/" if at else b""
             for name in self._tree.children(at):
-                live = self._live_directory(at)  # at each step: the loop does other work between them
-                if live is None:
+                live = self._state.inodes.get(number)  # anew at each step: the loop does other work between them
+                if live is None or live.children is None:
                     break
                 found = self._child(live, name)
                 below = self._tree.entry(prefix + name)
@@ -116,7 +118,7 @@ class Preparation(Converger):
                     yield below
                     continue
                 if below.is_dir:
-                    waiting.append(below.path)
+                    waiting.append((below.path, found.inode))
                 elif self._is_same(found, below):
                     self._same[below.path] = found
                 yield None
@@ -212,8 +214,9 @@ class Preparation(Converger):
                 node = state.inodes[number]
                 node.epoch = node.born = state.epoch
         self._count_islands(+1)
+        places: dict[bytes, int] = {}
         for path, number in self._tops.items():
-            directory = self._place(path)
+            directory = self._place(path, places)
             assert directory is not None, "is_valid"
             node = self._link_filled(directory, path.rpartition(b"/")[2], state.inodes[number])
             node.lookups -= 1
@@ -239,10 +242,16 @@ class Preparation(Converger):
             node = found
         return node if node.is_dir else None
 
-    def _place(self, path: bytes) -> Inode | None:
-        """The live directory that `path` can be made in; None where there is none, or the name is taken."""
+    def _place(self, path: bytes, known: dict[bytes, int]) -> Inode | None:
+        """The live directory that `path` can be made in; None where there is none, or the name is taken.
+
+        `known` keeps the directories that were found, for the next call.
+        """
         above, _, name = path.rpartition(b"/")
-        directory = self._live_directory(above)
+        if above not in known:
+            found = self._live_directory(above)
+            known[above] = 0 if found is None else found.inode
+        directory = self._state.inodes.get(known[above])  # its version changes with the first name in it
         return directory if directory is not None and self._child(directory, name) is None else None
 
     # -- counters --------------------------------------------------------------------------------

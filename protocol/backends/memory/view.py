@@ -97,9 +97,14 @@ class SnapshotTree:
         folder = path[:cut] if cut >= 0 else None
         known, inode = self._last_folder
         if inode is None or known != folder:
-            inode = self.version(ROOT_INODE)
+            rest = folder
+            # From where the last search ended, if that is above: else each step down a deep tree starts at the root.
+            if inode is not None and known is not None and folder is not None and folder.startswith(known + b"/"):
+                rest = folder[len(known) + 1 :]
+            else:
+                inode = self.version(ROOT_INODE)
             assert inode is not None
-            for part in () if folder is None else folder.split(b"/"):
+            for part in () if rest is None else rest.split(b"/"):
                 inode = self._child(inode, part, path)
             self._last_folder = folder, inode
         return self._child(inode, path[cut + 1 :], path) if path else inode
