@@ -55,7 +55,7 @@ TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is 
 _TOLD_EVERY: Final = 512
 _TRIES: Final = 5
 _FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
-_DEEPEST: Final = 2_500  # directories within each other: four frames for each, and a descriptor
+_DEEPEST: Final = 1_700  # directories within each other: seven frames for each, and a descriptor
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 
 # Called with (files looked at, bytes read).  What it raises ends the work.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -376,3 +377,19 @@ def test_a_stat_cache_that_was_cut_short_tells_nothing_wrong(store: Store, root:
             other.take("w", f"cut {length}", DirectorySource(root))
             with other.tree("w", f"cut {length}") as tree:
                 assert state_of_tree(tree) == state_of(root)
+
+
+def test_directories_that_nest_too_deep_are_left_out_and_named(store: Store, root: Path) -> None:
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    for _ in range(2_000):
+        os.mkdir("d", dir_fd=at)
+        below = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(at)
+    with pytest.raises(OSError, match="cannot be read") as caught:
+        store.take("w", "fails", DirectorySource(root))
+    assert caught.value.errno == errno.ELOOP
+    info = store.take("w", "s", DirectorySource(root), unreadable="skip")
+    assert [path.count(b"/") for path in info.unreadable] == [1_700]
+    shutil.rmtree(root / "d")
