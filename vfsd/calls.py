@@ -29,6 +29,7 @@ __all__ = [
     "import_archive",
     "origin_of",
     "patch",
+    "redo",
     "restore",
     "snapshot",
     "snapshots",
@@ -110,8 +111,13 @@ def origin_of(backend: str, store: str | os.PathLike[str] | None) -> tuple[str, 
 
 
 def undo(*, dry_run: bool) -> Call[results.Restored]:
-    """Go back to before the last restore or import."""
+    """Go one restore, import or apply back."""
     return Call("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
+
+
+def redo(*, dry_run: bool) -> Call[results.Restored]:
+    """Go one undone step forward again."""
+    return Call("restore", messages.RestoreParams(redo=True, dry_run=dry_run), _restored)
 
 
 def apply(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool, force: bool) -> Call[results.Applied]:
@@ -244,6 +250,7 @@ def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
             safety_snapshot=answer.safety_snapshot,
             counts=_counts(answer.counts),
             problems=_problems(answer.problems),
+            expired=_expired(answer.expired),
         ),
     )
 
@@ -301,6 +308,7 @@ def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
         changes=None if record.changes is None else _counts(record.changes),
         unstable=tuple(map(_path, record.unstable)),
         unreadable=tuple(map(_path, record.unreadable)),
+        step=record.step,
     )
 
 
@@ -313,6 +321,8 @@ def _applied(answer: messages.ApplyResult) -> results.Applied:
         conflicts={_path(each.path): each.reason for each in answer.conflicts},
         truncated=answer.truncated,
         recovered=answer.recovered,
+        safety_snapshot=answer.safety_snapshot,
+        expired=_expired(answer.expired),
     )
 
 
@@ -324,7 +334,15 @@ def _restored(answer: messages.RestoreResult) -> results.Restored:
         changes=_changes(answer.changes),
         truncated=answer.truncated,
         problems=_problems(answer.problems),
+        step=answer.step,
+        expired=_expired(answer.expired),
+        undo_steps=answer.undo_steps,
+        redo_steps=answer.redo_steps,
     )
+
+
+def _expired(records: Iterable[messages.ExpiredRecord]) -> dict[str, datetime]:
+    return {record.name: datetime.fromisoformat(record.created_at) for record in records}
 
 
 def _problems(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:

@@ -63,6 +63,9 @@ class Snapshot:
     """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import,
     "automatic" after a command; these are dropped where memory is short.
 
+    `step` says how many times `undo` (below 0) or `redo` (above 0) go to it; 0 where the live state came from it by one
+    of these; None where they do not lead to it.
+
     `changes` is what changed since the snapshot before it, None where that was not asked for.  Of a directory of the
     host, `unstable` are files that changed while they were read, `unreadable` what it lacks for want of permission.
     """
@@ -77,6 +80,7 @@ class Snapshot:
     changes: Counts | None = None
     unstable: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class Applied:
 
     `conflicts` maps paths that others changed there to what they did; with any, and without `force`, `applied` is
     False, and nothing was written.  `recovered`: what an apply that was killed had left, and this one finished or
-    undid first.
+    undid first.  `safety_snapshot` holds the state that was written; `expired` is as in `Restored`.
     """
 
     directory: str
@@ -130,13 +134,18 @@ class Applied:
     conflicts: Mapping[str, str]
     truncated: bool = False
     recovered: str | None = None
+    safety_snapshot: str | None = None
+    expired: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What a restore changed, or with `dry_run` would change.
 
-    `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run.
+    `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run and where there
+    was nothing to change.  `step` is what `undo` or `redo` has undone or redone ("restore turn-1"), `undo_steps` and
+    `redo_steps` say how many times one can go on in each direction (0 for a dry run).  `expired` maps safety snapshots
+    that were dropped to when they were taken: no undo or redo led to them any more, and they were too old or too many.
     `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
     `problems` maps paths that are not as they were to be to the reason:
     what others changed at the same moment is left to them, say.
@@ -148,6 +157,10 @@ class Restored:
     changes: tuple[Change, ...]
     truncated: bool = False
     problems: Mapping[str, str] = field(default_factory=dict)
+    step: str | None = None
+    expired: Mapping[str, datetime] = field(default_factory=dict)
+    undo_steps: int = 0
+    redo_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +179,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import brought in; `safety_snapshot` holds the state before it, `problems` are as in `Restored`."""
+    """What an import brought in; `safety_snapshot`, `problems` and `expired` are as in `Restored`."""
 
     path: str
     files: int
@@ -174,6 +187,7 @@ class Imported:
     safety_snapshot: str | None
     counts: Counts
     problems: Mapping[str, str] = field(default_factory=dict)
+    expired: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

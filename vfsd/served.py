@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -91,25 +92,50 @@ class Served:
         await self.engine.drained()
 
     async def changed(self, coherence: Coherence) -> None:
-        """Return when no program can see the state before the change; inotify watchers are told after that."""
-        await tell_kernel(self.engine, coherence)
+        """Return when no program can see the state before the change; inotify watchers are told after that.
+
+        The change is committed, so the answer to its caller must say so: this raises nothing but Cancelled, and that
+        only after the kernel knows.  A step that fails is logged, and the ones after it are done.
+        """
+        # Of this moment: by the time that the kernel knows, programs may have removed some of these inodes.
+        known = self._known_paths(coherence)
+        await self.finish(functools.partial(self._tell, coherence, known))
+
+    async def _tell(self, coherence: Coherence, known: list[bytes]) -> None:
+        await _logged("invalidation", functools.partial(tell_kernel, self.engine, coherence))
         moved, rest = apart_moved_directories(coherence)
         # What has moved is looked at once more, and then stays: no replay makes its name again after the answer.
-        await self._tell_watchers(moved)
-        known = [
-            coherence.paths[inode]
-            for inode, content in coherence.inodes
-            if content and self._is_known(inode, coherence)
-        ]
+        await _logged("replay", functools.partial(self._tell_watchers, moved))
         known += [
             b"/".join(filter(None, (coherence.paths[change.parent], change.name)))
             for change in moved.entries
             if change.parent in coherence.paths
         ]
         if known:
-            with self.visiting():
-                await trio.to_thread.run_sync(_look_at, self.mountpoint, known, abandon_on_cancel=True)
-        self._nursery.start_soon(self._tell_watchers, rest)
+            await _logged("stat", functools.partial(self._look_at, known))
+        self._nursery.start_soon(_logged, "replay", functools.partial(self._tell_watchers, rest))
+
+    async def _look_at(self, paths: Sequence[bytes]) -> None:
+        with self.visiting():
+            await trio.to_thread.run_sync(_look_at, self.mountpoint, paths, abandon_on_cancel=True)
+
+    async def finish(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` to its end, even where the caller is cancelled meanwhile; only the daemon's end cuts it short.
+
+        For what has to follow a commit.  An exception of `work` is logged, not raised.
+        """
+        done = trio.Event()
+
+        async def run() -> None:
+            try:
+                await _logged("finish", work)
+            finally:
+                done.set()
+
+        # Not a shield: at the daemon's end a thread may wait for the kernel, which waits for this loop.
+        self._nursery.start_soon(run)
+        with trio.CancelScope(shield=True):
+            await done.wait()
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Have `work` done meanwhile; it ends with the daemon, and must not fail."""
@@ -136,11 +162,29 @@ class Served:
             self._left.set()
             self._left = trio.Event()
 
-    def _is_known(self, inode: int, coherence: Coherence) -> bool:
-        """Whether the kernel may have it open, at a path."""
-        return inode in coherence.paths and (
-            not isinstance(self.volume, MemoryVolume) or self.volume.getattr(inode).lookups > 0
-        )
+    def _known_paths(self, coherence: Coherence) -> list[bytes]:
+        """The paths of the files with new content that the kernel may have open."""
+        return [
+            coherence.paths[inode]
+            for inode, content in coherence.inodes
+            if content and inode in coherence.paths and self._may_be_open(inode)
+        ]
+
+    def _may_be_open(self, inode: int) -> bool:
+        if not isinstance(self.volume, MemoryVolume):
+            return True
+        try:
+            return self.volume.getattr(inode).lookups > 0
+        except FileNotFoundError:  # freed since the change
+            return False
+
+
+async def _logged(operation: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work`; what it raises is logged, since what it belongs to has been done already."""
+    try:
+        await work()
+    except Exception as error:  # noqa: BLE001 -- with its traceback, where it is no OSError
+        log_failure(_logger, operation, error, level=logging.WARNING)
 
 
 def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:

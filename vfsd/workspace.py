@@ -225,8 +225,18 @@ class Workspace(_Base):
         return self._run(calls.restore(source, paths, self._path, of=of, store=store, dry_run=dry_run), on_progress)
 
     def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
-        """Go back to before the last restore or import.  FileNotFoundError where there was none."""
+        """Go one restore, import or apply back, as far as there are any; the state now is kept for `redo`.
+
+        FileNotFoundError where there is none left.  Of an apply, what it wrote stays where it is.
+        """
         return self._run(calls.undo(dry_run=dry_run), on_progress)
+
+    def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
+        """Go forward again after `undo`; the state now is kept for `undo`.  FileNotFoundError where there is nothing.
+
+        What was written after the step, before it was undone, comes back with it.
+        """
+        return self._run(calls.redo(dry_run=dry_run), on_progress)
 
     def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
         """Write what an overlay holds into the directory below it, below `paths` or all of it.
@@ -432,6 +442,10 @@ class AsyncWorkspace(_Base):
     async def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
         """As `Workspace.undo`."""
         return await self._run(calls.undo(dry_run=dry_run), on_progress)
+
+    async def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
+        """As `Workspace.redo`."""
+        return await self._run(calls.redo(dry_run=dry_run), on_progress)
 
     async def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
         """As `Workspace.apply`."""

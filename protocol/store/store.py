@@ -321,33 +321,36 @@ class Store:
         paths: Sequence[bytes] = (),
         *,
         safety: str | None,
+        safety_tag: str | None = None,
         remove: bool = True,
         planned: Callable[[Sequence[Change]], object] | None = None,
         progress: Progress | None = None,
     ) -> RestoredChanges:
         """Make `target` (below `paths`, or all of it) what snapshot `name` is.
 
-        The state before is kept as snapshot `safety`, unless that is None.  Without `remove` what the snapshot lacks
-        stays.  `planned` hears of what is about to be changed, before anything is.  `progress` hears of (files looked
-        at, bytes read) and then of (changes done, of how many).  When it fails, or its process dies, `interrupted`
-        says so until a restore of the same, or of everything, has come to its end.
+        The state before is kept as snapshot `safety`, tagged `safety_tag`, unless `safety` is None.  Without `remove`
+        what the snapshot lacks stays.  `planned` hears of what is about to be changed, before anything is.  `progress`
+        hears of (files looked at, bytes read) and then of (changes done, of how many).  When it fails, or its process
+        dies, `interrupted` says so until a restore of the same, or of everything, has come to its end.
         """
         self.check_apart(target.source.identity)
         if not self.layout.exists():
             raise SnapshotNotFoundError(name)
         with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
-            return self._restore(workspace, name, target, paths, safety, remove, planned, progress or untold)
+            keep = None if safety is None else (safety, safety_tag)
+            return self._restore(workspace, name, target, paths, keep, remove, planned, progress or untold)
 
     def _restore(
-        self, workspace: str, name: str, target: Target, paths: Sequence[bytes], safety: str | None, remove: bool,
-        planned: Callable[[Sequence[Change]], object] | None, progress: Progress,
+        self, workspace: str, name: str, target: Target, paths: Sequence[bytes], keep: tuple[str, str | None] | None,
+        remove: bool, planned: Callable[[Sequence[Change]], object] | None, progress: Progress,
     ) -> RestoredChanges:  # fmt: skip
         wanted = MerkleTree(self._record(workspace, name).root, self.blobs.listing, _StoredContents(self.blobs))
         kept: StoredSnapshot | None = None
         read: ReadRows
-        if safety is not None:
+        safety = None if keep is None else keep[0]
+        if keep is not None:
             with self._naming_full_disk():
-                kept, found = self._take(workspace, safety, target.source, None, "safety", "skip", progress)
+                kept, found = self._take(workspace, keep[0], target.source, keep[1], "safety", "skip", progress)
             read = self.blobs.listing
         else:
             found, read = self._look(workspace, target.source, "skip", progress)

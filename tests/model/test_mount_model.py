@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from protocol.errors import fail
 from vfsd.control.client import ControlClient
+from vfsd.results import Restored
 from vfsd.runtime import socket_path
 from vfsd.workspace import Workspace
 
@@ -77,6 +78,11 @@ def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield from walk(child, f"{path}/{name}" if path else name)
 
 
+def shown(root: Node) -> dict[str, tuple[int, int, bytes, bytes | None]]:
+    """What a user sees of a tree."""
+    return {path: (node.kind, node.mode, node.data, node.xattr) for path, node in walk(root)}
+
+
 def filled(pattern: bytes, size: int) -> bytes:
     return (pattern * (size // len(pattern) + 1))[:size]
 
@@ -99,7 +105,9 @@ class MountMachine(RuleBasedStateMachine):
         self.last_ident = 0
         self.root = Node(0, stat.S_IFDIR, 0o755)
         self.taken: dict[str, State] = {}
-        self.undo_state: State | None = None
+        # The states that undo and redo lead to; the one at `position` is the live one's, and is set when that is left.
+        self.history: list[State | None] = [None]
+        self.position = 0
         self.open: dict[int, Node] = {}
         self.mappings: list[mmap.mmap] = []
 
@@ -363,19 +371,35 @@ class MountMachine(RuleBasedStateMachine):
                 raise fail(errno.ENOENT)
             self.become(self.taken[name])
 
-        self.agree(lambda: self.workspace.restore(name), model)
+        self.agree_on_a_step(lambda: self.workspace.restore(name), model)
 
-    @rule()
-    def undo(self) -> None:
+    def agree_on_a_step(self, real: Callable[[], Restored], model: Callable[[], None]) -> None:
+        """As `agree`; a step of the history, unless it changed nothing."""
+        before = self.state()
+        answers: list[Restored] = []
+        if not self.agree(lambda: answers.append(real()), model):
+            return
+        if answers[0].safety_snapshot is None:
+            assert answers[0].counts.total == 0
+            assert shown(self.root) == shown(before.root)
+        else:
+            self.history = [*self.history[: self.position], before, None]
+            self.position += 1
+
+    @rule(by=st.sampled_from([-1, -1, +1]))
+    def undo_or_redo(self, by: int) -> None:
         def model() -> None:
-            if self.undo_state is None:
+            if not 0 <= self.position + by < len(self.history):
                 raise fail(errno.ENOENT)
-            self.become(self.undo_state)
+            self.history[self.position] = self.state()
+            self.position += by
+            state = self.history[self.position]
+            assert state is not None
+            self.become(state)
 
-        self.agree(self.workspace.undo, model)
+        self.agree(self.workspace.undo if by < 0 else self.workspace.redo, model)
 
     def become(self, state: State) -> None:
-        self.undo_state = self.state()
         self.root = copy.deepcopy(state.root)
         there = {node.ident: node for _, node in walk(self.root)}
         for fd, node in list(self.open.items()):
@@ -400,7 +424,6 @@ class MountMachine(RuleBasedStateMachine):
         def model() -> None:
             if then is None and now is None:
                 raise fail(errno.ENOENT)
-            self.undo_state = self.state()
             self.root.mtime_ns = None
             if then is None:
                 del self.root.entries[name]
@@ -415,7 +438,7 @@ class MountMachine(RuleBasedStateMachine):
                     node.mtime_ns = None
             self.last_ident = next(self.idents)
 
-        self.agree(lambda: self.workspace.restore(tag, [name]), model)
+        self.agree_on_a_step(lambda: self.workspace.restore(tag, [name]), model)
 
     def crosses(self, root: Node, name: str) -> bool:
         if name not in root.entries:

@@ -128,23 +128,6 @@ def test_a_snapshot_after_each_tool_call_and_back_to_any_of_them(
     assert run("git", "log", "--format=%s", cwd=root).split() == ["two", "one"]
 
 
-def test_undo_takes_a_restore_back_and_undoing_that_brings_it_again(workspace: Workspace, root: Path) -> None:
-    (root / "file").write_text("one")
-    workspace.snapshot("one")
-    (root / "file").write_text("two")
-    (root / "more").write_text("two")
-    restored = workspace.restore("one")
-    assert restored.safety_snapshot == "safety-1"
-    assert (root / "file").read_text() == "one"
-    undone = workspace.undo()
-    assert (undone.source, undone.safety_snapshot) == ("safety-1", "safety-2")
-    assert ((root / "file").read_text(), (root / "more").read_text()) == ("two", "two")
-    workspace.undo()
-    assert (root / "file").read_text() == "one"
-    assert not (root / "more").exists()
-    assert [info.kind for info in workspace.snapshots()] == ["user", "safety", "safety", "safety"]
-
-
 def test_single_paths_come_back_and_the_rest_stays(workspace: Workspace, root: Path, directory: Path) -> None:
     (root / "d").mkdir()
     (root / "d" / "a").write_text("a")
@@ -210,15 +193,6 @@ def test_snapshots_count_what_each_changed(workspace: Workspace, root: Path) -> 
     assert two.changes is not None
     assert (two.changes.added, two.changes.modified, two.changes.removed) == (1, 1, 1)
     assert (two.files, two.size_bytes) == (2, 8)
-
-
-def test_old_safety_snapshots_are_let_go(workspace: Workspace, root: Path) -> None:
-    workspace.snapshot("one")
-    for number in range(12):
-        (root / "file").write_text(str(number))
-        workspace.restore("one")
-    kept = [info.name for info in workspace.snapshots() if info.kind == "safety"]
-    assert kept == [f"safety-{number}" for number in range(3, 13)]
 
 
 # -- beside and behind the mount -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import click
 from vfsd.calls import check_archive_name, source_date_epoch
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_problems
+from vfsd.cli.changes import count_words, show_problems, show_safety
 from vfsd.cli.names import complete_snapshot
 from vfsd.cli.patterns import exclude_option, include_option
 from vfsd.control import messages
@@ -100,8 +100,7 @@ def import_command(app: App, file: str) -> None:
 def _show_import(answer: messages.ImportResult) -> None:
     path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
     output.say(f"imported {answer.files:,} files ({size}) from {path}: {count_words(answer.counts)}")
-    if answer.safety_snapshot is not None:
-        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+    show_safety(answer.safety_snapshot, answer.expired)
 
 
 def _absolute(file: str) -> str:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Final
 
 import click
 
 from vfsd.cli import output
-from vfsd.control.messages import ChangeCounts, ChangeRecord, ProblemRecord
+from vfsd.control.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ProblemRecord
 
-__all__ = ["LETTERS", "count_words", "plain_change", "show_changes", "show_problems", "show_stat"]
+__all__ = [
+    "LETTERS",
+    "count_words",
+    "plain_change",
+    "show_changes",
+    "show_expired",
+    "show_problems",
+    "show_safety",
+    "show_stat",
+]
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 LETTERS_HELP: Final = (
@@ -49,6 +59,28 @@ def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not 
 def _cut(path: str) -> str:
     """A path for people: of one that is very long both ends."""
     return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
+
+
+def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
+    """Where the state before a change is kept, and what was dropped."""
+    if name is not None:
+        output.say(f"the state before is {name}; `vfsd restore --undo` brings it back")
+    show_expired(expired)
+
+
+def show_expired(expired: Sequence[ExpiredRecord]) -> None:
+    """The safety snapshots that were dropped, a line each."""
+    for record in expired:
+        output.say(f"dropped {record.name}, taken {_age(record.created_at)} ago: no undo or redo led to it any more")
+
+
+def _age(created_at: str) -> str:
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created_at)).total_seconds()))
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            count = seconds // length
+            return f"{count:,} {unit}{'' if count == 1 else 's'}"
+    return "less than a minute"
 
 
 def count_words(counts: ChangeCounts) -> str:

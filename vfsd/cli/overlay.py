@@ -6,7 +6,7 @@ import click
 
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_changes
+from vfsd.cli.changes import count_words, show_changes, show_expired, show_safety
 from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
 from vfsd.userpaths import current_directory, wire_paths
@@ -34,6 +34,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     and the exit status is 1.  Each file is replaced at once, whole.  When it is killed before it has begun to write,
     the directory stays as it was; when it is killed later, the next apply, or the next mount of the directory,
     finishes it, and says so.
+
+    An apply is a step of `vfsd restore --undo`, which goes back to the state that was applied.  What was written into
+    the directory stays there.
     """
     record = app.record()
     params = messages.ApplyParams(
@@ -70,6 +73,7 @@ def _show_applied(answer: messages.ApplyResult, _changes: ChangeSpool) -> None:
     _show_conflicts(answer)
     if answer.applied:
         output.say(f"applied to {output.show_path(answer.directory)}: {count_words(answer.counts)}")
+        show_expired(answer.expired)
 
 
 @click.command(
@@ -104,6 +108,8 @@ def _show_would(_answer: messages.RestoreResult, changes: ChangeSpool) -> None:
 
 
 def _show_discarded(answer: messages.RestoreResult) -> None:
+    if answer.safety_snapshot is None:
+        output.say("nothing to discard")
+        return
     output.say(f"discarded: {count_words(answer.counts)}")
-    if answer.safety_snapshot is not None:
-        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+    show_safety(answer.safety_snapshot, answer.expired)

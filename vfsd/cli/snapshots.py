@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 
 import click
@@ -10,7 +11,7 @@ import click
 from vfsd.calls import origin_of
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_changes, show_problems
+from vfsd.cli.changes import count_words, show_changes, show_expired, show_problems, show_safety
 from vfsd.cli.names import complete_restore, complete_snapshot
 from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
@@ -67,6 +68,7 @@ _COLUMNS = (
     output.Column("CHANGED"),
     output.Column("KIND"),
     output.Column("TAG"),
+    output.Column("STEP"),
 )
 
 
@@ -85,7 +87,11 @@ def snapshots_command(app: App, no_changes: bool) -> None:
     """List the snapshots, oldest first.
 
     Columns in a pipe, separated by tabs: name, time, files, bytes, what changed since the one before
-    (+added ~modified -removed), kind ("safety" snapshots were taken by vfsd before a restore or import), tag.
+    (+added ~modified -removed), kind ("safety" snapshots were taken by vfsd before a restore or import), tag, step.
+
+    The step says how `vfsd restore --undo` and `--redo` get to a safety snapshot: "undo 2" is the state that two undos
+    go back to, "here" the one that the last of them went to.  50 steps are kept.  A safety snapshot without a step is
+    kept too, to be restored by its name, until there are 20 newer ones of its kind or it is 30 days old.
     """
     answer = app.call(app.record(), "snapshots", messages.SnapshotsParams(changes=not no_changes))
     app.emit(answer, _show_snapshots)
@@ -95,8 +101,17 @@ def _show_snapshots(answer: messages.SnapshotsResult) -> None:
     if not answer.snapshots and output.on_terminal():
         output.note("no snapshots yet; `vfsd snapshot` takes one")
         return
-    rows = [(s.name, s.created_at, s.files, s.size_bytes, _signed(s.changes), s.kind, s.tag) for s in answer.snapshots]
+    rows = [
+        (s.name, s.created_at, s.files, s.size_bytes, _signed(s.changes), s.kind, s.tag, _step(s.step))
+        for s in answer.snapshots
+    ]
     output.table(_COLUMNS, rows)
+
+
+def _step(step: int | None) -> str | None:
+    if step is None:
+        return None
+    return f"{'undo' if step < 0 else 'redo'} {abs(step)}" if step else "here"
 
 
 def _signed(counts: messages.ChangeCounts | None) -> str | None:
@@ -137,22 +152,32 @@ def drop_command(app: App, names: tuple[str, ...]) -> None:
     vfsd restore before-refactor --dry-run # say what it would change
     vfsd restore backup.zip                # from an archive
     vfsd restore before --of host:project  # another directory's snapshot, into this workspace
-    vfsd restore --undo                    # back to before the last restore
+    vfsd restore --undo                    # back to before the last restore; again: before the one before
+    vfsd restore --redo                    # forward again
     """,
 )
 @click.argument("arguments", metavar="NAME|ARCHIVE.zip [PATH]...", nargs=-1, shell_complete=complete_restore)
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
-@click.option("--undo", is_flag=True, help="Go back to before the last restore or import.  Takes PATHs only.")
+@click.option(
+    "--undo", is_flag=True, help="Go one restore, import, apply or discard back.  With PATHs, restore only those."
+)
+@click.option("--redo", is_flag=True, help="Go forward again, one step that was undone.")
 @click.option("--of", metavar="host:DIR", help="The snapshot is that directory's, whatever this workspace is.")
 @click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: where that snapshot is kept.")
 @click.pass_obj
 def restore_command(
-    app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool, of: str | None, store: str | None
+    app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool, redo: bool, of: str | None, store: str | None
 ) -> None:
     """Put the workspace, or some paths, back to a snapshot or archive.
 
     Files made since are gone, files that are the same are not touched, programs that have files open go on.
-    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
+    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.  A restore that would change
+    nothing keeps none.
+
+    --undo goes one step back each time (a step is a restore, import, apply or discard), --redo forward again, up to 50
+    steps.  Both keep the state that they leave: what was written after a restore is gone after its --undo, and back
+    after the --redo.  A new restore, import, apply or discard ends what --redo could do; the states stay listed in
+    `vfsd snapshots` and can be restored by name.
 
     The first argument is an archive if it contains "/" or ends in .zip, and is a file; else a snapshot.
 
@@ -162,16 +187,19 @@ def restore_command(
     --dry-run prints a letter and a path for each change: A it would add, M modify, D remove, T replace
     by another type, m metadata only.
     """
-    if not undo and not arguments:
-        raise click.UsageError("name a snapshot or an archive, or say --undo")
+    if not (undo or redo or arguments):
+        raise click.UsageError("name a snapshot or an archive, or say --undo or --redo")
+    if redo and (undo or arguments):
+        raise click.UsageError("--redo stands alone" if undo else "--redo takes no NAME and no PATHs")
     if of is None and store is not None:
         raise click.UsageError("--store goes with --of")
-    if of is not None and undo:
+    if of is not None and (undo or redo):
         raise click.UsageError("--of takes the name of a snapshot")
     record = app.record()
-    source, paths = (None, arguments) if undo else (arguments[0], arguments[1:])
+    source, paths = (None, arguments) if undo or redo else (arguments[0], arguments[1:])
     params = messages.RestoreParams(
         undo=undo,
+        redo=redo,
         paths=wire_paths(paths, record.mountpoint, current_directory()),
         dry_run=dry_run,
     )
@@ -191,7 +219,10 @@ def restore_command(
         if source is None or of is not None or error.filename != source or not _may_be_archive(source):
             raise
         raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
-    app.emit(answer, _show_restore)
+    if answer.step is not None:
+        app.emit(answer, functools.partial(_show_step, "undid" if undo else "redid"))
+    else:
+        app.emit(answer, _show_restore)
     show_problems(answer.problems)
 
 
@@ -211,6 +242,23 @@ def _show_dry_run(answer: messages.RestoreResult, changes: ChangeSpool) -> None:
 
 
 def _show_restore(answer: messages.RestoreResult) -> None:
-    output.say(f"restored {output.show_path(answer.source)}: {count_words(answer.counts)}")
-    if answer.safety_snapshot is not None:
-        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+    source = output.show_path(answer.source)
+    if answer.safety_snapshot is None and not answer.problems:
+        output.say(f"nothing to restore: everything is as in {source}")
+        return
+    output.say(f"restored {source}: {count_words(answer.counts)}")
+    show_safety(answer.safety_snapshot, answer.expired)
+
+
+def _show_step(verb: str, answer: messages.RestoreResult) -> None:
+    """What an undo or a redo did, and which way one can go on."""
+    output.say(f"{verb} {output.show_path(answer.step or '')}: {count_words(answer.counts)}")
+    if answer.step == "apply":
+        output.say("what was applied stays in the directory below")
+    ways = [
+        f"`vfsd restore --{way}` goes {direction}" + (f" ({steps:,} steps)" if steps > 1 else "")
+        for way, steps, direction in (("undo", answer.undo_steps, "back"), ("redo", answer.redo_steps, "forward"))
+        if steps
+    ]
+    output.say(f"the state left is {answer.safety_snapshot}; {', '.join(ways)}")
+    show_expired(answer.expired)

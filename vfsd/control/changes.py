@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Final, Literal
 
 import msgspec
@@ -13,10 +14,28 @@ from protocol.backends.overlay.hiding import Hiding
 from protocol.diff import Change, changes
 from protocol.patch import Uncarried, line_stat, write_patch
 from protocol.tree import Tree, TreeEntry
+from protocol.volume import SnapshotInfo
 from vfsd.control.call import InvalidParamsError
-from vfsd.control.messages import CHANGES_LISTED, ChangeCounts, ChangeRecord, ProblemRecord, wire_path
+from vfsd.control.messages import (
+    CHANGES_LISTED,
+    ChangeCounts,
+    ChangeRecord,
+    ExpiredRecord,
+    ProblemRecord,
+    wire_path,
+)
 
-__all__ = ["Differences", "Pieces", "change_record", "differences", "filtered", "hiding", "written_patch"]
+__all__ = [
+    "Differences",
+    "Pieces",
+    "change_record",
+    "created_at",
+    "differences",
+    "expired_records",
+    "filtered",
+    "hiding",
+    "written_patch",
+]
 
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {
@@ -193,3 +212,13 @@ def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> C
     lines = line_stat(old, new, change)
     record.lines_added, record.lines_removed, record.binary = lines.added, lines.removed, lines.binary
     return record
+
+
+def created_at(info: SnapshotInfo) -> str:
+    """When a snapshot was taken."""
+    return datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+
+
+def expired_records(expired: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
+    """What is said of safety snapshots that were dropped."""
+    return [ExpiredRecord(info.name, created_at(info)) for info in expired]

@@ -179,6 +179,8 @@ class SnapshotRecord(msgspec.Struct):
     changes: ChangeCounts | None = None  # against the snapshot before it; None where not asked for
     unstable: list[str] = []  # files that changed while they were read: they may be of more than one moment
     unreadable: list[str] = []  # what could not be read, and is not in it
+    # How many steps `--undo` (below 0) or `--redo` (above 0) is away from that state; 0: the live state came from it.
+    step: int | None = None  # None: no number of steps leads there
 
 
 class SnapshotParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -216,17 +218,18 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
 
 
 class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
-    """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, back to
-    before the last restore or import, or, with `base`, to what is below an overlay.  `of` says that the snapshot
-    is another workspace's, by its key in the store: "host:" and the real path of its directory; `store` is that
-    store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do; `stream` then
-    sends the changes as that of `DiffParams` does."""
+    """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, one restore, import
+    or apply back, or, with `redo`, one forward again, or, with `base`, to what is below an overlay.  `of` says that the
+    snapshot is another workspace's, by its key in the store: "host:" and the real path of its directory; `store` is
+    that store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do;
+    `stream` then sends the changes as that of `DiffParams` does."""
 
     name: str | None = None
     of: str | None = None
     store: str | None = None
     archive: str | None = None
     undo: bool = False
+    redo: bool = False
     base: bool = False
     paths: list[str] = []
     dry_run: bool = False
@@ -240,8 +243,18 @@ class ProblemRecord(msgspec.Struct):
     reason: str
 
 
+class ExpiredRecord(msgspec.Struct):
+    """A safety snapshot that was dropped: no undo or redo led to it any more, and it was too old or one of too many."""
+
+    name: str
+    created_at: str
+
+
 class RestoreResult(msgspec.Struct):
-    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all.  `problems` are of what could not be done."""
+    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all.  `problems` are of what could not be done.
+
+    `safety_snapshot` is None where nothing was changed.  `step` is what an undo or a redo has undone or redone.
+    """
 
     source: str
     safety_snapshot: str | None
@@ -249,6 +262,10 @@ class RestoreResult(msgspec.Struct):
     changes: list[ChangeRecord]
     truncated: bool = False
     problems: list[ProblemRecord] = []
+    step: str | None = None
+    expired: list[ExpiredRecord] = []
+    undo_steps: int = 0  # how many steps can be undone now, and redone
+    redo_steps: int = 0
 
 
 CHANGES_LISTED: Final = 10_000
@@ -328,6 +345,7 @@ class ImportResult(msgspec.Struct):
     safety_snapshot: str | None
     counts: ChangeCounts
     problems: list[ProblemRecord] = []
+    expired: list[ExpiredRecord] = []
 
 
 class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -358,6 +376,8 @@ class ApplyResult(msgspec.Struct):
     conflicts: list[ConflictRecord]
     truncated: bool = False
     recovered: str | None = None  # what an apply that was killed had left, and this one finished or undid first
+    safety_snapshot: str | None = None  # the state that was written: `undo` goes back to that
+    expired: list[ExpiredRecord] = []
 
 
 class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):

@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from typing import Final, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import trio
@@ -25,7 +24,6 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
 from protocol.diff import Counts
-from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
@@ -36,7 +34,9 @@ from vfsd.control.changes import (
     Differences,
     Pieces,
     change_record,
+    created_at,
     differences,
+    expired_records,
     filtered,
     hiding,
     written_patch,
@@ -71,7 +71,7 @@ from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin, archive, snapshot_of
-from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_bytes, is_reserved
+from vfsd.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_bytes, is_reserved, name_at
 
 __all__ = ["Methods"]
 
@@ -125,7 +125,7 @@ class Methods:
             "export": self._export,
             "import": self._import,
             "unmount": self._unmount,
-            "apply": OverlayMethods(self._served, self._options).apply,
+            "apply": OverlayMethods(self._served, self._kept, self._options).apply,
             "check": self._check,
             **FsMethods(self._served, self._options, self._commands).handlers(),
             **ExecMethods(self._commands).handlers(),
@@ -186,7 +186,13 @@ class Methods:
     async def _list(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
         snapshots = self._snapshots
         counts = await snapshots.change_counts() if params.changes else {}
-        return SnapshotsResult([_record(info, counts.get(info.name)) for info in await snapshots.infos()])
+        history = await snapshots.history()
+        records = []
+        for info in await snapshots.infos():
+            at = history.position_of(info.serial)
+            step = None if at is None else at - history.position
+            records.append(_record(info, counts.get(info.name), step))
+        return SnapshotsResult(records)
 
     async def _drop(self, params: DropParams, _call: Call) -> Empty:
         await self._snapshots.drop(params.name)
@@ -194,13 +200,16 @@ class Methods:
 
     # -- restore -------------------------------------------------------------------------------------
     async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
-        if sum((params.name is not None, params.archive is not None, params.undo, params.base)) != 1:
-            raise InvalidParamsError("restore takes one of: name, archive, undo, base")
+        given = (params.name is not None, params.archive is not None, params.undo, params.redo, params.base)
+        if sum(given) != 1:
+            raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
         if not params.dry_run:
             self._check_writable()
         paths = wire_paths_within(params.paths)
         if params.of is not None and params.name is None:
             raise InvalidParamsError("of takes the name of a snapshot")
+        if params.redo and paths:
+            raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
         if params.archive is not None:
             origin = archive(_absolute(params.archive))
             return await self._restore_from(origin, params.archive, paths, call, params)
@@ -209,13 +218,15 @@ class Methods:
                 source = f"{params.name} of {params.of}"
                 origin = snapshot_of(store, _key(params.of), params.name or "", source)
                 return await self._restore_from(origin, source, paths, call, params)
-        name = BASE if params.base else await self._undone() if params.undo else params.name or ""
+        if (params.undo or params.redo) and not (params.dry_run or paths):
+            outcome = await (self._snapshots.undo(call) if params.undo else self._snapshots.redo(call))
+            return _restored(outcome.source, outcome)
+        name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = self._options.backend if params.base else name
         if params.dry_run:
             found = await self._compare(None, name, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
-        outcome = await self._snapshots.restore(name, paths, call)
-        return await self._restored(source, outcome, call)
+        return _restored(source, await self._snapshots.restore(name, paths, call))
 
     def _store(self, directory: str | None) -> Store:
         return Store(self._options.store if directory is None else _absolute(directory))
@@ -229,39 +240,21 @@ class Methods:
                 async with snapshots.tree(None) as live:
                     found = await self._differences(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
-            outcome = await snapshots.put(staged, paths, call, replace=True)
-        return await self._restored(source, outcome, call)
-
-    async def _restored(self, source: str, outcome: Outcome, call: Call) -> RestoreResult:
-        found = await self._changed(outcome, call)
-        return RestoreResult(
-            source, outcome.safety, found.counts, found.records, found.truncated, _problems(outcome.problems)
-        )
-
-    async def _changed(self, outcome: Outcome, call: Call) -> Differences:
-        if outcome.changes is None:
-            try:
-                return await self._compare(outcome.safety, None, [], call)
-            except SnapshotNotFoundError:
-                return Differences()  # dropped since, for lack of memory: the change is made all the same
-        found = Differences()
-        for change in outcome.changes:
-            found.add(change, change_record)
-        return found
+            return _restored(source, await snapshots.put(staged, paths, call, replace=True))
 
     def _check_writable(self) -> None:
         if self._options.read_only:
             raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
 
-    async def _undone(self) -> str:
-        """The snapshot that `--undo` goes back to."""
+    async def _step_to(self, params: RestoreParams) -> str | None:
+        """The snapshot of the state that `--undo` or `--redo` goes to; None where neither was asked for."""
+        if not (params.undo or params.redo):
+            return None
         interrupted = await self._snapshots.interrupted()
-        if interrupted is not None and interrupted.safety is not None:
+        if params.undo and interrupted is not None and interrupted.safety is not None:
             return interrupted.safety
-        for info in reversed(await self._snapshots.infos()):
-            if info.kind == "safety":
-                return info.name
-        raise FileNotFoundError(errno.ENOENT, "nothing was restored or imported, so there is nothing to undo")
+        history = await self._snapshots.history()
+        return name_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1))
 
     # -- diff ------------------------------------------------------------------------------------------
     async def _diff(self, params: DiffParams, call: Call) -> DiffResult:
@@ -353,14 +346,14 @@ class Methods:
         self._check_writable()
         async with self._snapshots.staged(archive(_absolute(params.path)), call) as staged:
             outcome = await self._snapshots.put(staged, (), call, replace=False)
-        found = await self._changed(outcome, call)
         return ImportResult(
             params.path,
             staged.files,
             staged.total_bytes,
             outcome.safety,
-            found.counts,
+            _counts(outcome.listed.counts),
             _problems(outcome.problems),
+            expired_records(outcome.expired),
         )
 
     # -- the end -----------------------------------------------------------------------------------------
@@ -413,20 +406,40 @@ def _counting(call: Call) -> Callable[[], None]:
     return tell
 
 
-def _record(info: SnapshotInfo, changes: Counts | None = None) -> SnapshotRecord:
-    created = datetime.fromtimestamp(info.created_ns / 1e9, UTC)
+def _restored(source: str, outcome: Outcome) -> RestoreResult:
+    found = outcome.listed
+    return RestoreResult(
+        source,
+        outcome.safety,
+        _counts(found.counts),
+        [change_record(change) for change in found.changes],
+        found.truncated,
+        _problems(outcome.problems),
+        outcome.step,
+        expired_records(outcome.expired),
+        outcome.undo_steps,
+        outcome.redo_steps,
+    )
+
+
+def _counts(counts: Counts) -> ChangeCounts:
+    return ChangeCounts(counts.added, counts.modified, counts.removed)
+
+
+def _record(info: SnapshotInfo, changes: Counts | None = None, step: int | None = None) -> SnapshotRecord:
     kind: Literal["user", "safety", "automatic"] = info.kind
     return SnapshotRecord(
         name=info.name,
-        created_at=created.isoformat(timespec="milliseconds"),
+        created_at=created_at(info),
         files=info.files,
         directories=info.directories,
         size_bytes=info.size_bytes,
         kind=kind,
         tag=info.tag,
-        changes=None if changes is None else ChangeCounts(changes.added, changes.modified, changes.removed),
+        changes=None if changes is None else _counts(changes),
         unstable=[wire_path(path) for path in info.unstable] if isinstance(info, StoredSnapshot) else [],
         unreadable=[wire_path(path) for path in info.unreadable] if isinstance(info, StoredSnapshot) else [],
+        step=step,
     )
 
 

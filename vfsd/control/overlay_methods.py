@@ -10,12 +10,13 @@ import trio
 from protocol.backends.overlay.apply import Applied, apply
 from protocol.diff import count
 from vfsd.control.call import Call
-from vfsd.control.changes import Differences, Pieces, change_record
+from vfsd.control.changes import Differences, Pieces, change_record, expired_records
 from vfsd.control.messages import ApplyParams, ApplyResult, ChangeCounts, ConflictRecord, wire_path
 from vfsd.control.paths import wire_paths_within
 from vfsd.options import MountOptions
 from vfsd.served import Served
-from vfsd.snapshots.volume import overlay_of
+from vfsd.snapshots.base import Snapshots
+from vfsd.snapshots.volume import Applying, VolumeSnapshots, overlay_of
 
 __all__ = ["OverlayMethods"]
 
@@ -23,17 +24,19 @@ __all__ = ["OverlayMethods"]
 class OverlayMethods:
     """The verbs that only an overlay has."""
 
-    def __init__(self, served: Served, options: MountOptions) -> None:
+    def __init__(self, served: Served, snapshots: Snapshots | None, options: MountOptions) -> None:
         self._served = served
+        self._snapshots = snapshots
         self._options = options
 
     async def apply(self, params: ApplyParams, call: Call) -> ApplyResult:
         """Write it in a worker thread, from immutable trees; the mount goes on meanwhile."""
         volume = overlay_of(self._served.volume)
+        assert isinstance(self._snapshots, VolumeSnapshots)
         paths = wire_paths_within(params.paths)
         async with self._served.changing:
             await self._served.settle()
-            with volume.base_tree() as base, volume.tree() as live:
+            with self._snapshots.applying("apply") as step, volume.base_tree() as base, volume.tree() as live:
                 run = functools.partial(
                     apply,
                     volume.lower,
@@ -51,15 +54,18 @@ class OverlayMethods:
                 written = not params.dry_run and (params.force or not done.conflicts)
                 if written:
                     volume.applied(live, done)
-                if done.error is not None:
-                    raise done.error
+                    step.wrote = bool(done.changes)
+            if done.error is not None:
+                raise done.error
         stream = Pieces(call.output_from_thread) if params.stream else None
         return await trio.to_thread.run_sync(
-            functools.partial(_result, self._options, done, written=written, stream=stream)
+            functools.partial(_result, self._options, done, step, written=written, stream=stream)
         )
 
 
-def _result(options: MountOptions, done: Applied, *, written: bool, stream: Pieces | None) -> ApplyResult:
+def _result(
+    options: MountOptions, done: Applied, step: Applying, *, written: bool, stream: Pieces | None
+) -> ApplyResult:
     found = Differences(stream)
     for change in done.changes:
         found.add(change, change_record)
@@ -74,4 +80,6 @@ def _result(options: MountOptions, done: Applied, *, written: bool, stream: Piec
         conflicts=[ConflictRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
         truncated=found.truncated,
         recovered=None if done.recovered is None else str(done.recovered),
+        safety_snapshot=step.safety,
+        expired=expired_records(step.expired),
     )

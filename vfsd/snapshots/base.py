@@ -9,8 +9,11 @@ Both keep to this:
 - what programs have written to shared mappings is in a state before it is kept, replaced or left;
 - only one change beside the mount is made at a time (`Served.changing`), and the kernel knows of it when its caller
   is answered: then no program can see the state before;
-- a restore or an import keeps the state before as a safety snapshot.  One that fails leaves that state, and no
-  safety snapshot for what did not happen; where it could not be put back, the error says how to.
+- a restore or an import keeps the state before as a safety snapshot, and is a step of the history (`history`).  One
+  that fails leaves that state, and no safety snapshot for what did not happen; where it could not be put back, the
+  error says how to.  One that changes nothing keeps none and is no step;
+- what is answered is about this change alone, whatever programs write meanwhile.  Once the change is made, nothing
+  turns the answer into an error: what else fails is logged, or named in `Outcome.problems`.
 
 Threading: every method is called, and every context entered and left, on the serving loop.  A `Watch` is asked and told
 in worker threads.  Nobody waiting any more ends the work, where that tears nothing.
@@ -19,6 +22,8 @@ in worker threads.  Nobody waiting any more ends the work, where that tears noth
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,15 +31,16 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from protocol.archive import Progress
-from protocol.diff import Change, Counts
+from protocol.diff import Counts
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.snapshots.archives import Origin
+from vfsd.snapshots.history import History
+from vfsd.snapshots.listed import NOTHING, Listed
 
 __all__ = [
     "BASE",
     "SAFETY_PREFIX",
-    "SAFETY_SNAPSHOTS_KEPT",
     "SNAPSHOT_PREFIX",
     "STAGED_PREFIX",
     "UNWATCHED",
@@ -47,6 +53,8 @@ __all__ = [
     "in_bytes",
     "is_reserved",
     "is_staged",
+    "log_expired",
+    "name_at",
     "nothing_below",
 ]
 
@@ -54,8 +62,8 @@ BASE: Final = ""  # the name of what is below an overlay; no snapshot has an emp
 SAFETY_PREFIX: Final = "safety-"
 STAGED_PREFIX: Final = "archive-"  # the content of an archive on its way into the workspace
 SNAPSHOT_PREFIX: Final = "snap-"
-SAFETY_SNAPSHOTS_KEPT: Final = 10
 _PATHS_SHOWN: Final = 5
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +78,29 @@ class Staged:
     files: int
     total_bytes: int
 
+    def step(self, *, replace: bool) -> str:
+        """What a history calls the step that puts it in place."""
+        return f"{'restore' if replace else 'import'} {os.path.basename(self.name)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A restore or an import that is done: `safety` names the state before.
+    """A restore or an import that is done: `safety` names the state before, None where nothing was changed.
 
-    `changes` is what leads from that to the state now; None where comparing the two costs no more.
-    `problems` says of paths that are not as they were to be why that is.
+    `listed` is what it changed.  `problems` says which paths could not be made what they were to be, and why.
+    `source` is the snapshot that the live state is made from, `step` the step that was undone or redone.
+    `expired` are safety snapshots that were dropped, since nobody could go back to them by steps any more and they
+    were too many or too old.  `undo_steps` and `redo_steps` say how far one can go now.
     """
 
-    safety: str
-    changes: Sequence[Change] | None = None
+    source: str
+    safety: str | None
+    listed: Listed = NOTHING
     problems: Mapping[bytes, str] = field(default_factory=dict)
+    step: str | None = None
+    expired: Sequence[SnapshotInfo] = ()
+    undo_steps: int = 0
+    redo_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +205,21 @@ class Snapshots(Protocol):
         """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
 
+    async def undo(self, watch: Watch) -> Outcome:
+        """Go one step back in the history; the live state is kept there, for `redo`.  ENOENT at its beginning.
+
+        Where a restore was interrupted, the step is to the state before that one.
+        """
+        ...
+
+    async def redo(self, watch: Watch) -> Outcome:
+        """Go one step forward in the history; the live state is kept there, for `undo`.  ENOENT at its end."""
+        ...
+
+    async def history(self) -> History:
+        """The steps, and where the live state is among them."""
+        ...
+
     def staged(self, origin: Origin, watch: Watch) -> AbstractAsyncContextManager[Staged]:
         """What `origin` has, checked and within the workspace's limits.  ArchiveError, OSError."""
         ...
@@ -204,6 +238,23 @@ class Snapshots(Protocol):
     def frozen(self, watch: Watch) -> AbstractAsyncContextManager[Tree]:
         """A tree of the live state at this moment, which nobody changes: for what takes long to read."""
         ...
+
+
+def name_at(history: History, infos: Sequence[SnapshotInfo], position: int) -> str:
+    """The snapshot of the state at `position`, which is to be gone to.  ENOENT where there is no such state."""
+    if not 0 <= position < len(history.states):
+        if position < 0:
+            reason = "there is no restore, import or apply to undo: nothing to go back to"
+        else:
+            reason = "nothing was undone since the last restore, import or apply: there is nothing to redo"
+        raise FileNotFoundError(errno.ENOENT, reason)
+    return next(info.name for info in infos if info.serial == history.states[position].serial)
+
+
+def log_expired(expired: Sequence[SnapshotInfo]) -> None:
+    """Write to the log that these safety snapshots were dropped."""
+    for info in expired:
+        _logger.info("dropped %s, which no step needs any more", info.name, extra={"operation": "restore"})
 
 
 def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:

@@ -9,15 +9,24 @@ gives each its old content in one moment, but who looks meanwhile sees some of i
 the safety snapshot and finds out what is to be changed; of that the volume holds on to what programs have open; the
 store makes the changes, by a journal; the kernel is told.  When it fails, the safety snapshot is restored in turn.
 Where that fails too, and where the daemon dies, the journal stays, and `interrupted` tells of it.
+
+The history (`history`) is a file in the workspace's directory in the store.  It is written when the safety snapshot is
+there and before the first change, under the lock that keeps other restores away.  So, when the daemon is killed:
+
+- before that, there may be a loose safety snapshot of a state that nothing has changed;
+- after that, the history names the safety snapshot.  If the journal is there too, `undo` goes to the state of that
+  snapshot, wherever the history has it, and a restore of the journal's source resumes the same step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import itertools
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -36,7 +45,6 @@ from vfsd.snapshots.archives import Origin
 from vfsd.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
-    SAFETY_SNAPSHOTS_KEPT,
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
     UNWATCHED,
@@ -47,10 +55,15 @@ from vfsd.snapshots.base import (
     free_name,
     in_bytes,
     is_staged,
+    log_expired,
+    name_at,
     nothing_below,
 )
 from vfsd.snapshots.counted import CountedTree
+from vfsd.snapshots.history import History, expired
+from vfsd.snapshots.listed import listed
 from vfsd.snapshots.restoring import Changeable, Restoring, looking
+from vfsd.snapshots.steps import HistoryFile, StepRun, Todo
 
 __all__ = ["StoreSnapshots", "Stored", "interrupted"]
 
@@ -104,6 +117,7 @@ class StoreSnapshots:
         self._key = stored.key
         self._source = stored.source
         self._target = stored.target
+        self._history = HistoryFile(stored.store, stored.key)
         self._counts: dict[tuple[int, int], Counts] = {}
         self._dropped = 0  # since garbage was last collected
 
@@ -192,13 +206,46 @@ class StoreSnapshots:
         async with self._served.changing:
             if is_staged(name):
                 return await self._finish_staged(name, watch)
-            return await self._restore(name, paths, watch, remove=True)
+            return await self._restore(name, paths, watch, Todo(f"restore {name}"))
 
-    async def _restore(self, name: str, paths: Sequence[bytes], watch: Watch, *, remove: bool) -> Outcome:
+    async def undo(self, watch: Watch) -> Outcome:
+        async with self._served.changing:
+            infos, history, half_done = await self.infos(), await self.history(), await self.interrupted()
+            if half_done is None or half_done.safety is None:
+                return await self._move(history, infos, history.position - 1, watch)
+            serial = next((info.serial for info in infos if info.name == half_done.safety), 0)
+            to = history.position_of(serial)
+            if to is None:
+                return await self._restore(half_done.safety, (), watch, Todo(f"restore {half_done.safety}"))
+            return await self._move(history, infos, to, watch)
+
+    async def redo(self, watch: Watch) -> Outcome:
+        async with self._served.changing:
+            history = await self.history()
+            return await self._move(history, await self.infos(), history.position + 1, watch)
+
+    async def _move(self, history: History, infos: Sequence[SnapshotInfo], to: int, watch: Watch) -> Outcome:
+        name = name_at(history, infos, to)
+        return await self._restore(name, (), watch, Todo(history.step_between(to), to=to))
+
+    async def history(self) -> History:
+        return await _in_thread(self._history.read, await self.infos())
+
+    async def _restore(self, name: str, paths: Sequence[bytes], watch: Watch, todo: Todo) -> Outcome:
         await self._served.settle()
-        half_done = await self.interrupted()
+        half_done = await _in_thread(self._store.interrupted, self._key)
         safety = free_name(SAFETY_PREFIX, await self._all())
+        resumes = half_done is not None and (half_done.snapshot, half_done.paths) == (name, tuple(paths))
+        step = await _in_thread(
+            StepRun, self._store, self._key, todo, safety, resumes=resumes, is_half_done=half_done is not None
+        )
         run = Restoring(self._volume, watch, functools.partial(self._touched, safety, name))
+
+        def planned(found: Sequence[Change]) -> None:
+            run.planned(found)
+            if found or todo.to is not None:
+                step.begin()
+
         try:
             done: RestoredChanges = await _in_thread(
                 self._store.restore,
@@ -207,24 +254,57 @@ class StoreSnapshots:
                 self._target,
                 paths,
                 safety=safety,
-                remove=remove,
-                planned=run.planned,
+                safety_tag=step.tag,
+                remove=todo.remove,
+                planned=planned,
                 progress=run.tell,
             )
         except BaseException as error:
             with trio.CancelScope(shield=True):
-                await self._put_back(safety, error, may_put_back=half_done is None or not run.changes)
+                await self._put_back(step, error, may_put_back=half_done is None or not run.changes)
             raise
         finally:
             # The state is what it is: whoever waits, the kernel must know of it.
             with trio.CancelScope(shield=True):
                 await self._served.changed(await run.settled())
-        await self._forget_old_safeties(keep={name, safety})
-        problems: dict[bytes, str] = {}
-        for problem in done.problems:
-            before = problems.get(problem.path)
-            problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
-        return Outcome(safety, done.changes, problems)
+        return await self._outcome(name, step, done)
+
+    async def _outcome(self, name: str, step: StepRun, done: RestoredChanges) -> Outcome:
+        """The answer after a restore that is done, whatever fails of what is left to do."""
+        kept: str | None = step.safety
+        gone: list[SnapshotInfo] = []
+        with trio.CancelScope(shield=True):
+            try:
+                kept = await self._settle_step(step, is_changed=bool(done.changes))
+                gone = await self._drop_expired(step, keep={name, step.safety})
+            except OSError as error:
+                log_failure(_logger, "keeping the history", error, path=self._store.directory, level=logging.WARNING)
+        history = step.after
+        undone = step.todo.step if step.todo.to is not None else None
+        return Outcome(
+            name, kept, listed(done.changes), _problems(done), undone, gone, history.undo_steps, history.redo_steps
+        )
+
+    async def _settle_step(self, step: StepRun, *, is_changed: bool) -> str | None:
+        """Which snapshot keeps the state before; none where nothing was changed (but for the times of directories)."""
+        if not is_changed and step.todo.to is None:
+            await _in_thread(step.revert)
+            await self._drop_if_there(step.safety)
+            return None
+        if await _in_thread(step.keep_earlier):
+            await self._drop_if_there(step.safety)
+            return step.earlier
+        return step.safety
+
+    async def _drop_expired(self, step: StepRun, keep: set[str]) -> list[SnapshotInfo]:
+        half_done = await self.interrupted()
+        if half_done is not None and half_done.safety is not None:
+            keep = {*keep, half_done.safety}
+        gone = expired(await self.infos(), step.after, time.time_ns(), keep)
+        for info in gone:
+            await self._drop_if_there(info.name)
+        log_expired(gone)
+        return gone
 
     def _touched(self, safety: str, name: str) -> list[Change]:
         """What the kernel must be told of beside the changes: directories of which only the times differ."""
@@ -243,17 +323,19 @@ class StoreSnapshots:
                     found.append(Change(path, "metadata", before, after))
         return found
 
-    async def _put_back(self, safety: str, error: BaseException, *, may_put_back: bool) -> None:
+    async def _put_back(self, step: StepRun, error: BaseException, *, may_put_back: bool) -> None:
         """After a restore that failed: the state before, and no safety snapshot for what did not happen.
 
         Where that state was half of another restore, it stays, to be finished or undone.
         """
+        safety = step.safety
         try:
             if may_put_back:
                 half_done = await self.interrupted()
                 if half_done is not None and half_done.safety == safety:
                     done = await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
                     _raise_problem(done)
+                await _in_thread(step.revert)
                 await self._drop_if_there(safety)
         except OSError as again:
             log_failure(_logger, "restore", again, level=logging.ERROR)
@@ -269,13 +351,6 @@ class StoreSnapshots:
         except FileNotFoundError:
             pass
 
-    async def _forget_old_safeties(self, keep: set[str]) -> None:
-        half_done = await self.interrupted()
-        old = [info.name for info in await self._all() if info.kind == "safety"]
-        for name in old[:-SAFETY_SNAPSHOTS_KEPT]:
-            if name not in keep and (half_done is None or name != half_done.safety):
-                await self._drop_if_there(name)
-
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
@@ -290,10 +365,11 @@ class StoreSnapshots:
             what = f"{_RESTORING if replace else _IMPORTING}{staged.name}"
             await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), what, UNWATCHED)
             try:
-                return await self._restore(name, paths, watch, remove=replace)
+                outcome = await self._restore(name, paths, watch, Todo(staged.step(replace=replace), remove=replace))
             finally:
                 with trio.CancelScope(shield=True):
                     await self._forget_staged()
+            return dataclasses.replace(outcome, source=staged.name)
 
     async def _finish_staged(self, name: str, watch: Watch) -> Outcome:
         """What an archive was to do when its daemon died."""
@@ -302,16 +378,19 @@ class StoreSnapshots:
             raise SnapshotNotFoundError(name)
         kept = await _in_thread(self._store.snapshot, self._key, name)
         is_import = (kept.tag or "").startswith(_IMPORTING)
-        outcome = await self._restore(name, half_done.paths, watch, remove=not is_import)
+        outcome = await self._restore(name, half_done.paths, watch, Todo(kept.tag or name, remove=not is_import))
         await self._forget_staged()
         return outcome
 
     async def _forget_staged(self) -> None:
-        """Drop what archives left, but for what is needed to finish."""
-        half_done = await self.interrupted()
-        for info in await self._all():
-            if is_staged(info.name) and (half_done is None or info.name != half_done.source):
-                await self._drop_if_there(info.name)
+        """Drop what archives left, but for what is needed to finish.  A failure is logged: the next one tries again."""
+        try:
+            half_done = await self.interrupted()
+            for info in await self._all():
+                if is_staged(info.name) and (half_done is None or info.name != half_done.source):
+                    await self._drop_if_there(info.name)
+        except OSError as error:
+            log_failure(_logger, "dropping an archive's content", error, path=self._store.directory)
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
@@ -345,6 +424,14 @@ def _raise_problem(done: RestoredChanges) -> None:
     """OSError for the first path that was not restored."""
     for problem in done.problems:
         raise OSError(errno.EIO, f"{os.fsdecode(problem.path)}: {problem.reason}")
+
+
+def _problems(done: RestoredChanges) -> dict[bytes, str]:
+    problems: dict[bytes, str] = {}
+    for problem in done.problems:
+        before = problems.get(problem.path)
+        problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
+    return problems
 
 
 def _counted(name: str, tree: Tree) -> Staged:

@@ -1,28 +1,33 @@
 """VolumeSnapshots: those that the volume itself holds, in memory: each is one step on the serving loop.
 
 So the mount sees a change whole or not at all, and a call that is cancelled before that step has changed nothing.
+What a change did is listed in a worker thread, between two states that are kept for that: the one before it, and the
+one that it made, of the same moment on the loop.  What programs write after that is in neither.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff import Counts
-from protocol.tree import Tree
-from protocol.volume import Coherence, SnapshotInfo, SnapshotKind, Volume
+from protocol.diff import Change, Counts, changes
+from protocol.errors import SnapshotNotFoundError
+from protocol.tree import Tree, TreeEntry
+from protocol.volume import TAG_MAX_BYTES, Coherence, SnapshotInfo, SnapshotKind, Volume
+from vfsd.logs import log_failure
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin, read_origin
 from vfsd.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
-    SAFETY_SNAPSHOTS_KEPT,
     SNAPSHOT_PREFIX,
     UNWATCHED,
     Interrupted,
@@ -31,11 +36,18 @@ from vfsd.snapshots.base import (
     Watch,
     free_name,
     in_bytes,
+    log_expired,
+    name_at,
     nothing_below,
 )
+from vfsd.snapshots.history import History, expired
+from vfsd.snapshots.listed import NOTHING, Listed, listed
 from vfsd.snapshots.prepared import Prepared
 
-__all__ = ["VolumeSnapshots", "overlay_of"]
+__all__ = ["Applying", "VolumeSnapshots", "overlay_of"]
+
+_logger = logging.getLogger(__name__)
+_TAG_CHARACTERS = TAG_MAX_BYTES // 4
 
 
 def overlay_of(volume: Volume) -> OverlayVolume:
@@ -45,11 +57,17 @@ def overlay_of(volume: Volume) -> OverlayVolume:
     raise nothing_below()
 
 
-_logger = logging.getLogger(__name__)
-
-
 def _log_pruned(info: SnapshotInfo) -> None:
     _logger.warning("snapshot %r was dropped to make room: --max-memory is reached", info.name)
+
+
+class Applying:
+    """An apply under way; its caller sets `wrote` once something is written.  `safety` then names the state written."""
+
+    def __init__(self) -> None:
+        self.wrote = False
+        self.safety: str | None = None
+        self.expired: Sequence[SnapshotInfo] = ()
 
 
 class VolumeSnapshots:
@@ -59,6 +77,7 @@ class VolumeSnapshots:
         self._served = served
         self._volume = volume
         volume.on_pruned = _log_pruned
+        self._history = History()  # as it was left; `_known` is without what was dropped since
 
     @property
     def has_base(self) -> bool:
@@ -91,13 +110,19 @@ class VolumeSnapshots:
         async with self._served.changing:
             self._volume.drop_snapshot(name)
 
+    async def history(self) -> History:
+        return self._known()
+
+    def _known(self) -> History:
+        return self._history.among({info.serial for info in self._volume.snapshots()})
+
     # -- what changes the live state -----------------------------------------------------------------
     async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
         volume = self._volume
         if name == BASE:
-            return await self._change(lambda: overlay_of(volume).discard(paths), watch, keep=name)
+            return await self._step(lambda: overlay_of(volume).discard(paths), "discard", name, watch)
         volume.snapshot(name)  # there is one, or it raises
-        return await self._change(lambda: volume.restore_snapshot(name, paths), watch, keep=name)
+        return await self._step(lambda: volume.restore_snapshot(name, paths), f"restore {name}", name, watch)
 
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
@@ -111,49 +136,162 @@ class VolumeSnapshots:
             staged.give_back()
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
-        volume = self._volume
+        volume, step = self._volume, staged.step(replace=replace)
         if isinstance(volume, OverlayVolume):  # whose directories are read from below while they are converged
-            return await self._change(lambda: volume.import_tree(staged.tree, replace=replace, paths=paths), watch)
+            change = functools.partial(volume.import_tree, staged.tree, replace=replace, paths=paths)
+            return await self._step(change, step, staged.name, watch)
         prepared = Prepared(volume, staged, paths, replace=replace)
         try:
-            return await self._change(prepared.put, watch, prepare=functools.partial(prepared.prepare, watch))
+            prepare = functools.partial(prepared.prepare, watch)
+            return await self._step(prepared.put, step, staged.name, watch, prepare)
         finally:
             await prepared.discard()
 
-    async def _change(
+    async def _step(
         self,
         change: Callable[[], Coherence],
+        step: str,
+        source: str,
         watch: Watch,
-        keep: str | None = None,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
+        """Make `change`, as a step of the history unless it changes nothing."""
         async with self._served.changing:
             if prepare is not None:
                 await prepare()
             await self._served.settle()
             watch.commit()
-            safety = self._take_safety(keep)
-            with self._undone_unless_done(safety):
-                coherence = change()
-            await self._served.changed(coherence)
-        return Outcome(safety)
+            before = self._known()
+            with self._volume.keeping(source):
+                safety = self._take_safety(f"before {step}")
+                with self._undone_unless_done(safety):
+                    coherence = change()
+            if not coherence.entries and not coherence.inodes:
+                self._forget(safety.name)
+                return self._outcome(source, None)
+            self._history = before.stepped(safety.serial, step)
+            found, is_kept = await self._made(coherence, safety, before, watch)
+            if not (found or coherence.entries):
+                # Times of directories, or ctimes: no change by `protocol.diff`, and nothing that undo is for.
+                self._history = before
+                self._forget(safety.name)
+                return self._outcome(source, None)
+            kept = safety
+            if is_kept is not None:
+                self._history = before.stepped(is_kept.serial, step)
+                self._forget(safety.name)
+                kept = is_kept
+            return self._outcome(source, kept.name, found, keep={source, kept.name})
 
-    def _take_safety(self, keep: str | None) -> str:
-        """Keep the present state under a name of its own, and let go of the oldest of its kind."""
-        infos = self._volume.snapshots()
-        old = [info.name for info in infos if info.kind == "safety" and info.name != keep]
-        for name in old[: max(0, len(old) + 1 - SAFETY_SNAPSHOTS_KEPT)]:
+    async def undo(self, watch: Watch) -> Outcome:
+        return await self._move(-1, watch)
+
+    async def redo(self, watch: Watch) -> Outcome:
+        return await self._move(+1, watch)
+
+    async def _move(self, by: int, watch: Watch) -> Outcome:
+        async with self._served.changing:
+            await self._served.settle()
+            before = self._known()
+            to = before.position + by
+            source = name_at(before, self._volume.snapshots(), to)
+            step = before.step_between(to)
+            watch.commit()
+            with self._volume.keeping(source):
+                safety = self._take_safety(f"after {step}" if by < 0 else f"before {step}")
+                with self._undone_unless_done(safety):
+                    coherence = self._volume.restore_snapshot(source)
+            self._history = before.moved(to, safety.serial)
+            found, is_kept = await self._made(coherence, safety, before, watch)
+            kept = safety
+            if is_kept is not None:
+                self._history = before.moved(to, None)
+                self._forget(safety.name)
+                kept = is_kept
+            return self._outcome(source, kept.name, found, step, keep={source, kept.name})
+
+    async def _made(
+        self, coherence: Coherence, safety: SnapshotInfo, before: History, watch: Watch
+    ) -> tuple[Listed, SnapshotInfo | None]:
+        """What the change did that was just made; and the snapshot that had the state before it already, if one had.
+
+        To be called right after the change: the loop has served nobody since.
+        """
+        volume = self._volume
+        infos = [info for info in volume.snapshots() if info.serial == before.here.serial]
+        with contextlib.ExitStack() as stack:
+            after = stack.enter_context(volume.tree())
+            try:
+                old = stack.enter_context(volume.tree(safety.name))
+            except SnapshotNotFoundError:  # dropped for lack of memory, by the change itself
+                await self._served.changed(coherence)
+                return _roughly(coherence), None
+            await self._served.changed(coherence)
+            found = await trio.to_thread.run_sync(_find, old, after, watch)
+            if found is None:
+                found = _roughly(coherence)
+            for info in infos:
+                with volume.tree(info.name) as here:
+                    if await trio.to_thread.run_sync(_is_same, here, old):
+                        return found, info
+        return found, None
+
+    def _outcome(
+        self,
+        source: str,
+        safety: str | None,
+        found: Listed = NOTHING,
+        step: str | None = None,
+        keep: Collection[str] = (),
+    ) -> Outcome:
+        """The answer; safety snapshots that have expired are dropped."""
+        history = self._known()
+        gone = expired(self._volume.snapshots(), history, time.time_ns(), keep) if safety is not None else []
+        for info in gone:
+            self._forget(info.name)
+        log_expired(gone)
+        return Outcome(
+            source, safety, found, {}, step, gone, history.undo_steps, history.redo_steps
+        )  # fmt: skip
+
+    def _take_safety(self, tag: str) -> SnapshotInfo:
+        """Keep the present state under a name of its own."""
+        name = free_name(SAFETY_PREFIX, self._volume.snapshots())
+        return self._volume.take_snapshot(name, tag=tag[:_TAG_CHARACTERS], kind="safety")
+
+    def _forget(self, name: str) -> None:
+        """Drop a safety snapshot, unless lack of memory has done so already."""
+        with contextlib.suppress(SnapshotNotFoundError):
             self._volume.drop_snapshot(name)
-        return self._volume.take_snapshot(free_name(SAFETY_PREFIX, infos), kind="safety").name
 
     @contextmanager
-    def _undone_unless_done(self, safety: str) -> Iterator[None]:
+    def _undone_unless_done(self, safety: SnapshotInfo) -> Iterator[None]:
         """A change that fails leaves the state as it was, and no safety snapshot for what did not happen."""
         try:
             yield
         except BaseException:
-            self._volume.drop_snapshot(safety)
+            self._forget(safety.name)
             raise
+
+    @contextmanager
+    def applying(self, step: str) -> Iterator[Applying]:
+        """A block that writes the state of this moment elsewhere: a step of the history, if it has written anything.
+
+        `Served.changing` is held.  The live state stays what it is, so undoing the step goes back to the state that was
+        written, and leaves what was written where it is.
+        """
+        run = Applying()
+        before = self._known()
+        safety = self._take_safety(f"before {step}")
+        try:
+            yield run
+        finally:
+            if run.wrote:
+                self._history = before.stepped(safety.serial, step)
+                outcome = self._outcome("", safety.name, keep={safety.name})
+                run.safety, run.expired = safety.name, outcome.expired
+            else:
+                self._forget(safety.name)
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
@@ -167,3 +305,51 @@ class VolumeSnapshots:
         await self._served.settle()
         with self._volume.tree() as tree:
             yield tree
+
+
+def _find(old: Tree, new: Tree, watch: Watch) -> Listed | None:
+    """What leads from `old` to `new`; None where that cannot be read.  Any thread.
+
+    Raises only what `watch` raises when nobody waits for the answer any more.
+    """
+    for contents in (True, False):
+        try:
+            return listed(_watched(changes(old, new, contents=contents), watch))
+        except Exception as error:  # noqa: BLE001 -- the change is made, and is not to be reported as failed
+            watch.raise_if_cancelled()
+            # A file below an overlay that others change, say: then by sizes and times.
+            log_failure(_logger, "listing what a restore changed", error, level=logging.WARNING)
+    return None
+
+
+def _watched(found: Iterable[Change], watch: Watch) -> Iterator[Change]:
+    for change in found:
+        watch.raise_if_cancelled()
+        yield change
+
+
+def _roughly(coherence: Coherence) -> Listed:
+    """The counts of what the kernel was told: without what is below directories that are new or gone, and no list."""
+    added = sum(not change.old for change in coherence.entries)
+    removed = sum(not change.new for change in coherence.entries)
+    modified = len(coherence.entries) - added - removed + len(coherence.inodes)
+    return Listed(Counts(added, modified, removed), truncated=True)
+
+
+def _is_same(old: Tree, new: Tree) -> bool:
+    """Whether two states of one volume do not differ at all: neither by a change nor in links, inodes or any time."""
+    try:
+        touched = new.touched(old)
+        if touched is None or any(_entry(old, path) != _entry(new, path) for path in touched):
+            return False
+        return next(changes(old, new), None) is None
+    except OSError as error:
+        log_failure(_logger, "comparing two states", error, level=logging.WARNING)
+        return False
+
+
+def _entry(tree: Tree, path: bytes) -> TreeEntry | None:
+    try:
+        return tree.entry(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

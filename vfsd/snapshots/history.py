@@ -1,0 +1,175 @@
+"""History: the steps that `restore --undo` and `--redo` walk, and where the live state is among them.
+
+A step is one restore, import, apply or discard that changed something.  The history is a row of states, oldest first,
+with a step between each state and the next, and a position: the state that the live one came from.
+
+    state 0 --restore r1--> state 1 --restore r2--> state 2
+                               ^ position: `--undo` goes to state 0, `--redo` to state 2
+
+- A step keeps the live state at the position, forgets what follows (the redo branch), and moves to a new last state.
+- `--undo` and `--redo` keep the live state at the position, and move by one.  So what programs wrote since the last
+  step is kept at the position where they wrote it, and is there again when the position comes back.
+
+A state is kept as a safety snapshot, named here by its serial, which is never given twice.  A safety snapshot that the
+history does not name any more (of a redo branch that a new step cut off, of a state that was overwritten after an
+undo, of a step beyond STEPS_KEPT) is a *loose* one: it stays in the list, to be restored by name, until `expired` lists
+it by number or age.
+
+Invariants, which `check` holds:
+
+1. 0 <= position < number of states <= STEPS_KEPT + 1;
+2. every state has a snapshot, but the one at the position may have none: then only the live state has it;
+3. no two states have the same snapshot;
+4. every state but the last has the name of the step that led away from it, the last has none.
+
+A snapshot that a user dropped leaves the history with its state (`among`); the steps on both sides of it become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import msgspec
+
+from protocol.volume import SnapshotInfo
+
+__all__ = [
+    "LOOSE_KEPT",
+    "LOOSE_KEPT_DAYS",
+    "STEPS_KEPT",
+    "History",
+    "State",
+    "expired",
+]
+
+STEPS_KEPT: Final = 50
+LOOSE_KEPT: Final = 20
+LOOSE_KEPT_DAYS: Final = 30
+_DAY_NS: Final = 24 * 3600 * 10**9
+
+Info = TypeVar("Info", bound=SnapshotInfo)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state: the serial of its snapshot (None: it has none), and the step that led away from it ("restore r1")."""
+
+    serial: int | None = None
+    step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """See the module's docstring."""
+
+    states: tuple[State, ...] = (State(),)
+    position: int = 0
+
+    # -- what it says --------------------------------------------------------------------------------
+    @property
+    def undo_steps(self) -> int:
+        """How many times one can go back."""
+        return self.position
+
+    @property
+    def redo_steps(self) -> int:
+        """How many times one can go forward."""
+        return len(self.states) - 1 - self.position
+
+    @property
+    def here(self) -> State:
+        """The state that the live one came from."""
+        return self.states[self.position]
+
+    def step_between(self, position: int) -> str:
+        """The step between here and the neighbouring `position`, in words."""
+        return self.states[min(position, self.position)].step or ""
+
+    def serials(self) -> set[int]:
+        """The snapshots that it needs."""
+        return {state.serial for state in self.states if state.serial is not None}
+
+    def position_of(self, serial: int) -> int | None:
+        """Where the state with that snapshot is."""
+        return next((at for at, state in enumerate(self.states) if state.serial == serial), None)
+
+    # -- what it becomes -----------------------------------------------------------------------------
+    def stepped(self, serial: int, step: str) -> History:
+        """After `step`, before which the live state was kept as `serial`."""
+        states = (*self.states[: self.position], State(serial, step), State())[-(STEPS_KEPT + 1) :]
+        return History(states, len(states) - 1)
+
+    def moved(self, position: int, serial: int | None) -> History:
+        """At `position`, after the live state was kept as `serial`; None where its snapshot here stays what it is."""
+        states = list(self.states)
+        if serial is not None:
+            states[self.position] = replace(self.here, serial=serial)
+        return History(tuple(states), position)
+
+    def among(self, serials: Collection[int]) -> History:
+        """Without the states whose snapshots are not among `serials` any more."""
+        kept: list[State] = []
+        position = 0
+        for at, state in enumerate(self.states):
+            if at == self.position:
+                position = len(kept)
+                kept.append(state if state.serial in serials else replace(state, serial=None))
+            elif state.serial in serials:
+                kept.append(state)
+        kept[-1] = replace(kept[-1], step=None)
+        return History(tuple(kept), position)
+
+    def check(self) -> None:
+        """AssertionError where an invariant does not hold."""
+        assert 0 <= self.position < len(self.states) <= STEPS_KEPT + 1, (self.position, len(self.states))
+        for at, state in enumerate(self.states):
+            assert state.serial is not None or at == self.position, f"state {at} has no snapshot"
+            assert (state.step is None) == (at == len(self.states) - 1), f"the step after state {at}: {state.step!r}"
+        serials = [state.serial for state in self.states if state.serial is not None]
+        assert len(serials) == len(set(serials)), f"a snapshot of two states: {serials}"
+
+    # -- on disk -------------------------------------------------------------------------------------
+    @classmethod
+    def of_snapshots(cls, infos: Sequence[SnapshotInfo]) -> History:
+        """The history that the safety snapshots are by themselves: each was taken before a step.
+
+        For a store that an earlier version wrote, and for one whose history was damaged by a power failure.
+        """
+        kept = [info for info in infos if info.kind == "safety"][-STEPS_KEPT:]
+        return cls((*(State(info.serial, info.tag or "a restore") for info in kept), State()), len(kept))
+
+    def encoded(self) -> bytes:
+        """As bytes; `decoded` is the inverse."""
+        states = tuple((state.serial, state.step) for state in self.states)
+        return msgspec.json.encode(_Written(_VERSION, self.position, states))
+
+    @classmethod
+    def decoded(cls, data: bytes) -> History | None:
+        """None for what is no history."""
+        try:
+            written = msgspec.json.decode(data, type=_Written)
+            history = cls(tuple(State(*state) for state in written.states), written.position)
+            history.check()
+        except (msgspec.DecodeError, AssertionError):
+            return None
+        return history if written.version == _VERSION else None
+
+
+_VERSION: Final = 1
+
+
+class _Written(msgspec.Struct, frozen=True):
+    version: int
+    position: int
+    states: tuple[tuple[int | None, str | None], ...]
+
+
+def expired(infos: Sequence[Info], history: History, now_ns: int, keep: Collection[str] = ()) -> list[Info]:
+    """The loose safety snapshots of `infos` (oldest first) to drop: too many, or too old.  Never those of `keep`."""
+    needed = history.serials()
+    loose = [info for info in infos if info.kind == "safety" and info.serial not in needed]
+    many = loose[: max(0, len(loose) - LOOSE_KEPT)]
+    oldest_ns = now_ns - LOOSE_KEPT_DAYS * _DAY_NS
+    return [info for info in loose if (info in many or info.created_ns < oldest_ns) and info.name not in keep]
