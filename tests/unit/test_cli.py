@@ -317,8 +317,8 @@ def test_snapshots_are_a_line_of_fields_each(daemon: FakeDaemon) -> None:
     ok("snapshot", "two")
     lines = [line.split("\t") for line in ok("snapshots").splitlines()]
     assert lines == [
-        ["one", "2026-01-02T03:04:05Z", "2", "11", "+2 ~0 -0", "user", "the first"],
-        ["two", "2026-01-02T03:04:05Z", "3", "16", "+1 ~0 -0", "user", "-"],
+        ["one", "2026-01-02T03:04:05Z", "2", "11", "+2 ~0 -0", "user", "the first", "-"],
+        ["two", "2026-01-02T03:04:05Z", "3", "16", "+1 ~0 -0", "user", "-", "-"],
     ]
     assert [one["name"] for one in as_json("snapshots")["snapshots"]] == ["one", "two"]
     assert ok("snapshots", "--no-changes").splitlines()[0].split("\t")[4] == "-"
