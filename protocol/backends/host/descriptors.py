@@ -39,6 +39,7 @@ _O_PATH_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
 _O_CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV})
+_ATTEMPTS: Final = 16  # to open something, each after half of the rest was closed: 2**16 are more than there can be
 _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -212,13 +213,15 @@ class Descriptors:
         raise fail(errno.ESTALE)
 
     def _opened(self, parent: Node, name: bytes, flags: int) -> int:
-        while True:
+        for _ in range(_ATTEMPTS):
             try:
                 return open_beneath(self.directory(parent), name, flags, same_mount=True)
             except OSError as error:
                 if error.errno not in _NONE_LEFT or not self._open:
                     raise
-                self._evict(len(self._open) // 2)
+                self._evict((len(self._open) + 1) // 2)
+        # The last one that was closed made room for the directory above, and so on for ever.
+        return open_beneath(self.directory(parent), name, flags, same_mount=True)
 
     # -- content -----------------------------------------------------------------------------
     def file(self, node: Node, *, write: bool = False) -> int:
