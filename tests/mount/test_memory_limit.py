@@ -36,7 +36,8 @@ def check_bounded(kind: str, workspace: Workspace, limit: int) -> None:
     status = workspace.status()
     filled = peak_rss(pid)
     taken = (status.live_bytes or 0) + (status.snapshot_bytes or 0) + (status.overhead_bytes or 0)
-    assert limit // 4 < taken, "it was refused long before the limit"
+    # The files without names are closed by now.
+    assert kind == "orphans" or limit // 4 < taken, "it was refused long before the limit"
     assert taken <= limit * 1.05
     named = [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "user"]
     if named:
