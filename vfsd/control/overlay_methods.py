@@ -48,9 +48,9 @@ class OverlayMethods:
                     dry_run=params.dry_run,
                     keep_going=call.raise_if_cancelled,
                 )
-                # Shielded: once it has written, a request to cancel comes too late.
-                with trio.CancelScope(shield=True):
-                    done = await trio.to_thread.run_sync(run)
+                if not params.dry_run:
+                    call.commit()  # what follows the writing must not be cancelled as if nothing was written
+                done = await trio.to_thread.run_sync(run)
                 written = not params.dry_run and (params.force or not done.conflicts)
                 if written:
                     volume.applied(live, done)
