@@ -8,10 +8,14 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import getpass
 import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -19,11 +23,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.leaks import TAG, Leaks, mounts
+from tests.progress import ProgressPlugin
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
 _FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"
 # A short path: what lies below may hold a Unix socket, whose address has 108 bytes (unix(7)).
 _SESSION_DIR = pytest.StashKey[str]()
+_PYTEST_ROOT = "PYTEST_DEBUG_TEMPROOT"  # where pytest puts its own temporary directories
+_REMOVALS = 10
+_REMOVAL_PAUSE_S = 0.2
 
 # A deadline measures the machine; each profile reports how to reproduce what it found.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -49,9 +57,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile", None):
         usual = "long" if _is_long(config) else "ci" if os.environ.get("CI") else "dev"
         settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or usual)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ProgressPlugin(config))
+    # pytest's own directories stay outside of the session's, where those of failed tests can be looked at.  Workers
+    # inherit the variable.
+    root = os.environ.setdefault(_PYTEST_ROOT, tempfile.gettempdir())
     # Before collection: no module of vfsd may see the user's workspaces, nor git the user's settings.
-    directory = tempfile.mkdtemp(prefix="vfsd-test-")
+    directory = tempfile.mkdtemp(prefix="vfsd-test-", dir=root)
     config.stash[_SESSION_DIR] = directory
+    os.chmod(directory, 0o711)  # tests act as other users, too
+    # Temporary files of tests, daemons and programs: what one leaves is found, and gone after the session.
+    os.mkdir(f"{directory}/tmp")
+    os.chmod(f"{directory}/tmp", 0o1777)
+    os.environ["TMPDIR"] = f"{directory}/tmp"
+    tempfile.tempdir = None
     os.mkdir(f"{directory}/run", 0o700)
     os.mkdir(f"{directory}/work")
     os.environ[TAG] = directory
@@ -66,8 +85,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     directory = config.stash.get(_SESSION_DIR, None)
     # What could not be unmounted was reported; deleting through it would touch what is not ours.
-    if directory is not None and not any(mount.mountpoint.startswith(directory) for mount in mounts()):
+    if directory is not None and not any(mount.mountpoint.startswith(f"{directory}/") for mount in mounts()):
+        _remove(directory)
+    if directory is not None and not hasattr(config, "workerinput"):
+        # Empty when no test failed (tmp_path_retention_policy) and no other session runs.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(os.environ[_PYTEST_ROOT], f"pytest-of-{getpass.getuser()}"))
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory, although a process that ends may still write there."""
+    for _ in range(_REMOVALS):
         shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.lexists(directory):
+            return
+        time.sleep(_REMOVAL_PAUSE_S)
+    shutil.rmtree(directory)  # says what is in the way
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -133,6 +166,10 @@ def no_leaks_of_the_session(session_dir: str, tmp_path_factory: pytest.TempPathF
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
     yield
     _check(leaks)
+    gc.collect()  # some directories go with the object that made them
+    left = sorted(os.listdir(f"{session_dir}/tmp"))
+    if left:
+        pytest.fail(f"temporary files left behind by some test of this session (prefixes tell whose): {left}")
 
 
 @pytest.fixture(autouse=True)

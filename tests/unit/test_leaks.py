@@ -29,6 +29,7 @@ def run_pytest(directory: Path, source: str, **env: str) -> subprocess.Completed
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(directory), "-c", os.devnull, str(directory / "test_inner.py")]
     inherited = {key: value for key, value in os.environ.items() if key not in ("VFSD_NO_SKIP", "VFSD_LONG")}
+    inherited["PYTEST_DEBUG_TEMPROOT"] = str(directory)
     return subprocess.run(
         command, cwd=REPOSITORY, env=inherited | env, capture_output=True, text=True, check=False, timeout=120
     )
@@ -151,3 +152,21 @@ def test_long_tests_run_when_asked_for(tmp_path: Path) -> None:
 def test_the_users_workspaces_are_out_of_sight(session_dir: str) -> None:
     assert os.environ["VFSD_RUNTIME_DIR"] == f"{session_dir}/run"
     assert "VFSD_WORKSPACE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "how", ["tempfile.mkdtemp(prefix='mine-')", "__import__('subprocess').run(['mktemp', '-t', 'mine-XXX'])"]
+)
+def test_a_temporary_file_left_behind_is_named_and_removed(tmp_path: Path, how: str) -> None:
+    done = run_pytest(tmp_path, f"import os, tempfile\ndef test_it():\n    {how}\n")
+    assert done.returncode == 1
+    assert "temporary files left behind" in done.stdout
+    assert "mine-" in done.stdout
+    assert list(tmp_path.glob("vfsd-test-*")) == []
+
+
+def test_a_run_without_failures_leaves_no_temporary_directory(tmp_path: Path) -> None:
+    source = "import os\ndef test_it(tmp_path, workdir):\n    (workdir / 'x').touch()\n    (tmp_path / 'y').touch()\n"
+    done = run_pytest(tmp_path, source, PYTEST_ADDOPTS="-o tmp_path_retention_policy=failed")
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["test_inner.py"]
