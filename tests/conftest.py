@@ -14,6 +14,7 @@ import getpass
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -88,19 +89,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if directory is not None and not any(mount.mountpoint.startswith(f"{directory}/") for mount in mounts()):
         _remove(directory)
     if directory is not None and not hasattr(config, "workerinput"):
-        # Empty when no test failed (tmp_path_retention_policy) and no other session runs.
+        # Empty where pytest kept nothing of this session, and no other one runs.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.join(os.environ[_PYTEST_ROOT], f"pytest-of-{getpass.getuser()}"))
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory, although a process that ends may still write there."""
+    """Remove a directory, although a process that ends may still write there.
+
+    By rm: before Python 3.13 shutil.rmtree fails with RecursionError on trees as deep as some tests make, which left
+    the session's directory behind.
+    """
     for _ in range(_REMOVALS):
-        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
         if not os.path.lexists(directory):
             return
         time.sleep(_REMOVAL_PAUSE_S)
-    shutil.rmtree(directory)  # says what is in the way
+    subprocess.run(["rm", "-rf", "--", directory], check=True)  # says what is in the way
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

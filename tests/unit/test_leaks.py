@@ -166,7 +166,10 @@ def test_a_temporary_file_left_behind_is_named_and_removed(tmp_path: Path, how: 
 
 
 def test_a_run_without_failures_leaves_no_temporary_directory(tmp_path: Path) -> None:
-    source = "import os\ndef test_it(tmp_path, workdir):\n    (workdir / 'x').touch()\n    (tmp_path / 'y').touch()\n"
+    source = (
+        "import os\ndef test_it(tmp_path, workdir):\n    (tmp_path / 'y').touch()\n    os.chdir(workdir)\n"
+        "    for _ in range(1500):\n        os.mkdir('d')\n        os.chdir('d')\n    os.chdir('/')\n"
+    )
     done = run_pytest(tmp_path, source, PYTEST_ADDOPTS="-o tmp_path_retention_policy=failed")
     assert done.returncode == 0, done.stdout
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["test_inner.py"]
