@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -96,7 +97,18 @@ def running_service(place: Path, *, default_ulimits: bool = False, http_registry
         for mount in sorted(mounts(), key=lambda mount: -len(mount.mountpoint)):
             if mount.mountpoint.startswith(f"{place}/"):
                 subprocess.run(["umount", "-l", mount.mountpoint], check=True)
-        shutil.rmtree(place)
+        _remove(place)
+
+
+def _remove(place: Path) -> None:
+    """Remove the directory; Podman's monitors may still be cleaning up after commands in it."""
+    deadline_s = time.monotonic() + SERVICE_TIMEOUT_S
+    while place.exists():
+        try:
+            shutil.rmtree(place)
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY} or time.monotonic() > deadline_s:
+                raise
 
 
 def _wait_for(path: Path, service: subprocess.Popen[bytes], log: Path) -> None:

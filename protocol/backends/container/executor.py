@@ -21,6 +21,7 @@ from protocol.backends.container.exec_stream import STDERR, ExecStream, open_exe
 from protocol.backends.container.marked import Marked, kill_abandoned
 from protocol.backends.container.monitors import let_go
 from protocol.backends.container.podman import Container
+from protocol.backends.container.raw_words import is_utf8, through_shell
 from protocol.backends.container.target import DEFAULT_WORKDIR
 from protocol.backends.container.with_input import WithInput
 from protocol.errors import fail, only_error
@@ -89,21 +90,22 @@ class ContainerPlace:
 
     async def _start(self, container: Container, command: Command) -> ContainerProcess:
         terminal = command.terminal
-        with_input = None
-        with _helpful(container):
-            if command.has_input and terminal is None and await self._has_shell(container):
-                with_input = WithInput(command.argv)
         marked = Marked(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
+        with_input = None
+        with _helpful(container):
+            request = await self._request(container, command, directory)
+            if command.has_input and terminal is None and await self._has_shell(container):
+                with_input = WithInput(request.argv)
         # Shielded: what was started must be known.  It has a time limit of its own.
         with trio.CancelScope(shield=True), _helpful(container):
             try:
                 stream = await open_exec(
                     container.service,
                     container.id,
-                    command.argv if with_input is None else with_input.argv,
-                    env={**command.env, **marked.env},
-                    cwd=directory,
+                    request.argv if with_input is None else with_input.argv,
+                    env={**request.env, **marked.env},
+                    cwd=request.cwd,
                     tty=terminal is not None,
                     user=command.user,
                     stdin=command.has_input,
@@ -122,6 +124,20 @@ class ContainerPlace:
             lambda: self._running == 1,
             is_local=container.service.is_local,
         )
+
+    async def _request(self, container: Container, command: Command, directory: str) -> Command:
+        """The command as Podman can carry it.  OSError (EILSEQ): it is not UTF-8, and no shell can decode it."""
+        raw = {name: value for name, value in command.env.items() if not is_utf8(name, value)}
+        if not raw and is_utf8(*command.argv, directory, command.user or ""):
+            return Command(command.argv, cwd=directory, env=command.env)
+        if command.user is not None and not is_utf8(command.user):
+            raise OSError(errno.EILSEQ, "a user's name that is not valid UTF-8", command.user)
+        if not await self._has_shell(container):
+            raise OSError(
+                errno.EILSEQ, "a command that is not valid UTF-8 needs /bin/sh in the container", command.argv[0]
+            )
+        env = {name: value for name, value in command.env.items() if name not in raw}
+        return Command(through_shell(command.argv, raw, directory), cwd="/", env=env)
 
     async def _has_shell(self, container: Container) -> bool:
         """Whether there is a /bin/sh in it."""
@@ -180,16 +196,15 @@ class ContainerProcess:
                 await self._flush()
 
     async def _pass_error(self, data: bytes) -> None:
-        if not self._has_begun and self._may_be_refusal(data):
-            self._refusal += data
-            return
-        await self._flush()
         if self._with_input is not None:
             had_ended = self._with_input.has_ended
             data = self._with_input.errors(data)
             if self._with_input.has_ended and not had_ended:
                 await self.end_input()
-        if data:
+        if not self._has_begun and self._may_be_refusal(data):
+            self._refusal += data
+        elif data:
+            await self._flush()
             await self._channel.send(("stderr", data))
 
     def _may_be_refusal(self, data: bytes) -> bool:
