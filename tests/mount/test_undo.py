@@ -161,7 +161,7 @@ def test_the_command_line_says_which_way_one_can_go(workspace: Workspace, root: 
     assert succeeded(vfsd("restore", "--undo", *picked)) == (
         "undid restore one: 1 modified\nthe state left is safety-2; `vfsd restore --redo` goes forward\n"
     )
-    assert "nothing to go back to" in failed(vfsd("restore", "--undo", *picked))
+    assert "nothing to undo" in failed(vfsd("restore", "--undo", *picked))
     rows = [line.split("\t") for line in succeeded(vfsd("snapshots", *picked)).splitlines()]
     assert [(row[0], *row[5:]) for row in rows] == [
         ("one", "user", "-", "-"),

@@ -244,7 +244,7 @@ def name_at(history: History, infos: Sequence[SnapshotInfo], position: int) -> s
     """The snapshot of the state at `position`, which is to be gone to.  ENOENT where there is no such state."""
     if not 0 <= position < len(history.states):
         if position < 0:
-            reason = "there is no restore, import or apply to undo: nothing to go back to"
+            reason = "there is no earlier restore, import or apply: there is nothing to undo"
         else:
             reason = "nothing was undone since the last restore, import or apply: there is nothing to redo"
         raise FileNotFoundError(errno.ENOENT, reason)
