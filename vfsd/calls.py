@@ -309,6 +309,7 @@ def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
         unstable=tuple(map(_path, record.unstable)),
         unreadable=tuple(map(_path, record.unreadable)),
         step=record.step,
+        expired=_expired(record.expired),
     )
 
 

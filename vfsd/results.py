@@ -68,6 +68,8 @@ class Snapshot:
 
     `changes` is what changed since the snapshot before it, None where that was not asked for.  Of a directory of the
     host, `unstable` are files that changed while they were read, `unreadable` what it lacks for want of permission.
+
+    `expired`, which only `snapshot` sets, is as in `Restored`.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Snapshot:
     unstable: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     step: int | None = None
+    expired: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,9 @@ class Restored:
 
     `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run and where there
     was nothing to change.  `step` is what `undo` or `redo` has undone or redone ("restore turn-1"), `undo_steps` and
-    `redo_steps` say how many times one can go on in each direction (0 for a dry run).  `expired` maps safety snapshots
-    that were dropped to when they were taken: no undo or redo led to them any more, and they were too old or too many.
+    `redo_steps` say how many times one can go on in each direction (0 for a dry run).  `expired` maps snapshots that
+    were dropped to when they were taken: safety snapshots to which no undo or redo led any more, and which were too old
+    or too many; and those that no user named and that were dropped since the last answer, because memory was needed.
     `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
     `problems` maps paths that are not as they were to be to the reason:
     what others changed at the same moment is left to them, say.

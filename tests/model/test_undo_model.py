@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store, Watch
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence, SnapshotInfo
 from vfsd.snapshots.base import UNWATCHED, Outcome, Snapshots
 from vfsd.snapshots.history import STEPS_KEPT
 from vfsd.snapshots.stored import Stored, StoreSnapshots
@@ -91,6 +91,16 @@ class InVolume:
         with self.volume.tree() as tree:
             return {name.decode(): tree.read(name, 0, 100) for name in tree.children(b"")}
 
+    def prune(self, count: int) -> list[SnapshotInfo]:
+        """What the volume does where memory is short: drop the oldest snapshots that no user named."""
+        volume = self.volume
+        pruned = [info for info in volume.snapshots() if info.kind != "user"][:count]
+        for info in pruned:
+            volume.drop_snapshot(info.name)
+            assert volume.on_pruned is not None
+            volume.on_pruned(info)
+        return pruned
+
     def check(self) -> None:
         self.volume.check_invariants()
 
@@ -126,6 +136,10 @@ class InStore:
     def content(self) -> Content:
         return {path.name: path.read_bytes() for path in self.place.iterdir()}
 
+    def prune(self, count: int) -> list[SnapshotInfo]:
+        """A store is on disk."""
+        return []
+
     def check(self) -> None:
         pass
 
@@ -147,6 +161,15 @@ class Model:
         self.position = len(self.states) - 1
         self.live = dict(target)
         return True
+
+    def cut(self, lost: Collection[int]) -> None:
+        """Without the states at these positions and those beyond them; the live state stays."""
+        first = max((at + 1 for at in lost if at < self.position), default=0)
+        after = min((at for at in lost if at > self.position), default=len(self.states))
+        if self.position in lost:
+            self.states[self.position] = None
+        self.states, self.position = self.states[first:after], self.position - first
+        self.lost.clear()
 
     def move(self, by: int) -> bool:
         to = self.position + by
@@ -232,6 +255,16 @@ class UndoMachine(RuleBasedStateMachine):
         assert outcome.step
         assert outcome.safety
         self.agrees_on_changes(outcome, before)
+
+    @rule(count=st.integers(1, 3))
+    def run_short_of_memory(self, count: int) -> None:
+        snapshots = self.subject.snapshots
+        before = trio.run(snapshots.history)
+        pruned = {info.serial for info in self.subject.prune(count)}
+        if pruned:
+            self.model.cut({at for at, state in enumerate(before.states) if state.serial in pruned})
+            assert {info.serial for info in snapshots.collect_pruned()} == pruned
+        assert not snapshots.collect_pruned()
 
     @rule()
     def serve_again(self) -> None:

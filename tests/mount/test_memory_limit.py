@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.mount.filling import KINDS, fill, remove_all
-from tests.mount.programs import succeeded, vfsd
+from tests.mount.programs import failed, succeeded, vfsd
 from vfsd.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
@@ -88,6 +90,42 @@ def test_at_the_limit_a_snapshot_is_refused_with_what_to_do_and_removing_makes_r
     workspace.restore("named")
     assert (root / "kept").stat().st_size == 6 * MIB
     assert {"named", "another"} <= {snapshot.name for snapshot in workspace.snapshots()}
+
+
+@pytest.mark.parametrize("backend", ["memory", "overlay"])
+@pytest.mark.parametrize("engine", ["native"])
+def test_what_was_dropped_for_lack_of_memory_is_named_and_no_undo_goes_over_two_steps(
+    mount: MountIt, workdir: Path, backend: str
+) -> None:
+    (workdir / "below").mkdir()
+    workspace = mount(max_memory=16 * MIB, backend="memory" if backend == "memory" else f"overlay:{workdir}/below")
+    picked = ("-w", workspace.name)
+    file = Path(workspace.path) / "file"
+    file.touch()
+    workspace.snapshot("empty")
+    named: list[str] = []
+    for number in range(6):
+        file.write_bytes(b"%d" % number + os.urandom(3 * MIB))
+        named += re.findall(
+            r"^dropped (safety-\d+), taken .* ago: memory was needed$",
+            succeeded(vfsd("restore", "empty", *picked)),
+            re.MULTILINE,
+        )
+    file.write_bytes(os.urandom(8 * MIB))  # which makes some more go, and the next answer names them
+    record = json.loads(succeeded(vfsd("snapshot", "last", "--json", *picked)))
+    assert {each["reason"] for each in record["expired"]} == {"memory"}
+    named += [each["name"] for each in record["expired"]]
+    assert named == [f"safety-{number}" for number in range(1, len(named) + 1)]
+    assert len(named) < 6
+    assert workspace.snapshot("another").expired == {}
+    assert workspace.status().pruned == len(named)
+    assert re.search(rf"^pruned\t{len(named)}$", succeeded(vfsd("status", *picked)), re.MULTILINE)
+    file.write_bytes(b"")
+    for number in reversed(range(len(named), 6)):
+        assert workspace.undo().step == "restore empty"
+        assert file.read_bytes()[:1] == b"%d" % number
+    said = failed(vfsd("restore", "--undo", *picked))
+    assert "the earlier states were dropped because memory was needed (--max-memory)" in said
 
 
 def test_an_archive_larger_than_the_memory_left_is_refused_before_anything_changes(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.volume import SnapshotInfo
+from vfsd.snapshots.base import name_at
 from vfsd.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, History, State, expired
 
 _DAY_NS = 24 * 3600 * 10**9
@@ -22,7 +26,9 @@ def stepped(count: int) -> History:
     return history
 
 
-actions = st.lists(st.tuples(st.sampled_from(["step", "step", "undo", "undo", "redo", "drop"]), st.integers(0, 1000)))
+actions = st.lists(
+    st.tuples(st.sampled_from(["step", "step", "undo", "undo", "redo", "drop", "prune"]), st.integers(0, 1000))
+)
 
 
 @given(actions)
@@ -53,10 +59,21 @@ def test_it_goes_where_a_list_of_states_and_a_cursor_go(chosen: list[tuple[str, 
             else:
                 del states[at]
                 cursor -= at < cursor
+        elif action == "prune" and (kept := [at for at, state in enumerate(states) if state is not None]):
+            at = kept[number % len(kept)]
+            history = history.cut({states[at]})  # type: ignore[arg-type]
+            if at == cursor:
+                states[at] = None
+            elif at < cursor:
+                states, cursor = states[at + 1 :], cursor - at - 1
+                assert history.is_cut_before
+            else:
+                states = states[:at]
+                assert history.is_cut_after
         history.check()
         assert [state.serial for state in history.states] == states
         assert history.position == cursor
-        assert History.decoded(history.encoded()) == history
+        assert History.decoded(history.encoded()) == replace(history, is_cut_before=False, is_cut_after=False)
 
 
 def test_the_step_between_two_states_is_named_from_both_sides() -> None:
@@ -71,6 +88,20 @@ def test_at_most_fifty_steps_are_kept() -> None:
     history.check()
     assert history.undo_steps == STEPS_KEPT
     assert history.states[0] == State(8, "restore r8")
+
+
+def test_no_step_goes_over_a_state_that_was_dropped_for_lack_of_memory() -> None:
+    history = stepped(4).moved(3, 5).moved(2, 6)  # states 1, 2, 3 (here), 6, 5
+    cut = history.cut({1, 6})
+    assert [state.serial for state in cut.states] == [2, 3]
+    assert (cut.undo_steps, cut.redo_steps, cut.is_cut_before, cut.is_cut_after) == (1, 0, True, True)
+    with pytest.raises(FileNotFoundError, match="the later states were dropped because memory was needed"):
+        name_at(cut, [], cut.position + 1)
+    further = cut.stepped(7, "restore r").moved(1, 8).moved(0, 9)
+    with pytest.raises(FileNotFoundError, match="the earlier states were dropped because memory was needed"):
+        name_at(further, [], -1)
+    assert not further.is_cut_after
+    assert stepped(2).cut({99}) == stepped(2)
 
 
 def test_what_is_no_history_is_none() -> None:

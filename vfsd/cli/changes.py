@@ -15,6 +15,7 @@ from vfsd.control.messages import ChangeCounts, ChangeRecord, ExpiredRecord, Pro
 __all__ = [
     "LETTERS",
     "count_words",
+    "note_expired",
     "plain_change",
     "show_changes",
     "show_expired",
@@ -30,6 +31,7 @@ LETTERS_HELP: Final = (
 )
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
+_REASONS: Final = {"unneeded": "no undo or redo led to it any more", "memory": "memory was needed"}
 _PROBLEMS_SHOWN: Final = 20
 _PATH_END_SHOWN: Final = 100  # characters
 
@@ -69,9 +71,19 @@ def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
 
 
 def show_expired(expired: Sequence[ExpiredRecord]) -> None:
-    """The safety snapshots that were dropped, a line each."""
+    """The snapshots that were dropped, a line each."""
     for record in expired:
-        output.say(f"dropped {record.name}, taken {_age(record.created_at)} ago: no undo or redo led to it any more")
+        output.say(_dropped(record))
+
+
+def note_expired(expired: Sequence[ExpiredRecord]) -> None:
+    """The same on standard error, for a command whose output is a value."""
+    for record in expired:
+        output.note(_dropped(record))
+
+
+def _dropped(record: ExpiredRecord) -> str:
+    return f"dropped {record.name}, taken {_age(record.created_at)} ago: {_REASONS[record.reason]}"
 
 
 def _age(created_at: str) -> str:

@@ -381,6 +381,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("max-memory", "size"), status.max_memory),
             (output.Column("max-inodes", "count"), status.max_inodes),
             (output.Column("snapshots", "count"), status.snapshots),
+            *([(output.Column("pruned", "count"), status.pruned)] if status.pruned else []),
             (output.Column("requests", "count"), status.requests),
             *([(output.Column("changed-below", "count"), status.changed_below)] if status.changed_below else []),
             *([(output.Column("commands"), status.commands)] if status.commands else []),

@@ -110,6 +110,7 @@ def _show_would(_answer: messages.RestoreResult, changes: ChangeSpool) -> None:
 def _show_discarded(answer: messages.RestoreResult) -> None:
     if answer.safety_snapshot is None:
         output.say("nothing to discard")
+        show_expired(answer.expired)
         return
     output.say(f"discarded: {count_words(answer.counts)}")
     show_safety(answer.safety_snapshot, answer.expired)

@@ -11,7 +11,7 @@ import click
 from vfsd.calls import origin_of
 from vfsd.cli import output
 from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_changes, show_expired, show_problems, show_safety
+from vfsd.cli.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
 from vfsd.cli.names import complete_restore, complete_snapshot
 from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
@@ -42,6 +42,8 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     params = messages.SnapshotParams(name=name, tag=tag)
     record = app.call(app.record(), "snapshot", params, label="taking a snapshot")
     app.emit(record, _say_snapshot)
+    if not app.json:
+        note_expired(record.expired)
     for paths, what in ((record.unreadable, "could not be read, and is not in it"), (record.unstable, _UNSTABLE)):
         if paths and not app.json:
             more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
@@ -245,6 +247,7 @@ def _show_restore(answer: messages.RestoreResult) -> None:
     source = output.show_path(answer.source)
     if answer.safety_snapshot is None and not answer.problems:
         output.say(f"nothing to restore: everything is as in {source}")
+        show_expired(answer.expired)
         return
     output.say(f"restored {source}: {count_words(answer.counts)}")
     show_safety(answer.safety_snapshot, answer.expired)
@@ -260,5 +263,5 @@ def _show_step(verb: str, answer: messages.RestoreResult) -> None:
         for way, steps, direction in (("undo", answer.undo_steps, "back"), ("redo", answer.redo_steps, "forward"))
         if steps
     ]
-    output.say(f"the state left is {answer.safety_snapshot}; {', '.join(ways)}")
+    output.say("; ".join(filter(None, (f"the state left is {answer.safety_snapshot}", ", ".join(ways)))))
     show_expired(answer.expired)

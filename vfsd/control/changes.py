@@ -219,6 +219,9 @@ def created_at(info: SnapshotInfo) -> str:
     return datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
-def expired_records(expired: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
-    """What is said of safety snapshots that were dropped."""
-    return [ExpiredRecord(info.name, created_at(info)) for info in expired]
+def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
+    """What an answer says of the snapshots that were dropped: those not needed, and those for lack of memory."""
+    return [
+        *(ExpiredRecord(info.name, created_at(info)) for info in expired),
+        *(ExpiredRecord(info.name, created_at(info), "memory") for info in pruned),
+    ]

@@ -168,6 +168,18 @@ class ChangeCounts(msgspec.Struct):
     removed: int = 0
 
 
+class ExpiredRecord(msgspec.Struct):
+    """A snapshot that was dropped without a command to do so.
+
+    "unneeded": a safety snapshot to which no undo or redo led any more, too old or one of too many.  "memory": one that
+    no user named, since the last answer that said so, because --max-memory was reached.
+    """
+
+    name: str
+    created_at: str
+    reason: Literal["unneeded", "memory"] = "unneeded"
+
+
 class SnapshotRecord(msgspec.Struct):
     name: str
     created_at: str
@@ -181,6 +193,7 @@ class SnapshotRecord(msgspec.Struct):
     unreadable: list[str] = []  # what could not be read, and is not in it
     # How many steps `--undo` (below 0) or `--redo` (above 0) is away from that state; 0: the live state came from it.
     step: int | None = None  # None: no number of steps leads there
+    expired: list[ExpiredRecord] = []  # in the answer of `snapshot` alone
 
 
 class SnapshotParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -241,13 +254,6 @@ class ProblemRecord(msgspec.Struct):
 
     path: str
     reason: str
-
-
-class ExpiredRecord(msgspec.Struct):
-    """A safety snapshot that was dropped: no undo or redo led to it any more, and it was too old or one of too many."""
-
-    name: str
-    created_at: str
 
 
 class RestoreResult(msgspec.Struct):

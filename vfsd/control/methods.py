@@ -181,7 +181,10 @@ class Methods:
     async def _snapshot(self, params: SnapshotParams, call: Call) -> SnapshotRecord:
         if params.name is not None:
             _check_snapshot_name(params.name)
-        return _record(await self._snapshots.take(params.name, params.tag, call))
+        snapshots = self._snapshots
+        record = _record(await snapshots.take(params.name, params.tag, call))
+        record.expired = expired_records((), snapshots.collect_pruned())
+        return record
 
     async def _list(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
         snapshots = self._snapshots
@@ -220,13 +223,13 @@ class Methods:
                 return await self._restore_from(origin, source, paths, call, params)
         if (params.undo or params.redo) and not (params.dry_run or paths):
             outcome = await (self._snapshots.undo(call) if params.undo else self._snapshots.redo(call))
-            return _restored(outcome.source, outcome)
+            return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = self._options.backend if params.base else name
         if params.dry_run:
             found = await self._compare(None, name, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
-        return _restored(source, await self._snapshots.restore(name, paths, call))
+        return self._restored(source, await self._snapshots.restore(name, paths, call))
 
     def _store(self, directory: str | None) -> Store:
         return Store(self._options.store if directory is None else _absolute(directory))
@@ -240,7 +243,22 @@ class Methods:
                 async with snapshots.tree(None) as live:
                     found = await self._differences(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
-            return _restored(source, await snapshots.put(staged, paths, call, replace=True))
+            return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
+
+    def _restored(self, source: str, outcome: Outcome) -> RestoreResult:
+        found = outcome.listed
+        return RestoreResult(
+            source,
+            outcome.safety,
+            _counts(found.counts),
+            [change_record(change) for change in found.changes],
+            found.truncated,
+            _problems(outcome.problems),
+            outcome.step,
+            expired_records(outcome.expired, self._snapshots.collect_pruned()),
+            outcome.undo_steps,
+            outcome.redo_steps,
+        )
 
     def _check_writable(self) -> None:
         if self._options.read_only:
@@ -353,7 +371,7 @@ class Methods:
             outcome.safety,
             _counts(outcome.listed.counts),
             _problems(outcome.problems),
-            expired_records(outcome.expired),
+            expired_records(outcome.expired, self._snapshots.collect_pruned()),
         )
 
     # -- the end -----------------------------------------------------------------------------------------
@@ -404,22 +422,6 @@ def _counting(call: Call) -> Callable[[], None]:
         call.progress_nowait(next(paths), 0, "files")
 
     return tell
-
-
-def _restored(source: str, outcome: Outcome) -> RestoreResult:
-    found = outcome.listed
-    return RestoreResult(
-        source,
-        outcome.safety,
-        _counts(found.counts),
-        [change_record(change) for change in found.changes],
-        found.truncated,
-        _problems(outcome.problems),
-        outcome.step,
-        expired_records(outcome.expired),
-        outcome.undo_steps,
-        outcome.redo_steps,
-    )
 
 
 def _counts(counts: Counts) -> ChangeCounts:

@@ -58,9 +58,12 @@ class OverlayMethods:
             if done.error is not None:
                 raise done.error
         stream = Pieces(call.output_from_thread) if params.stream else None
-        return await trio.to_thread.run_sync(
+        result = await trio.to_thread.run_sync(
             functools.partial(_result, self._options, done, step, written=written, stream=stream)
         )
+        if written:
+            result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
+        return result
 
 
 def _result(
@@ -81,5 +84,4 @@ def _result(
         truncated=found.truncated,
         recovered=None if done.recovered is None else str(done.recovered),
         safety_snapshot=step.safety,
-        expired=expired_records(step.expired),
     )

@@ -201,6 +201,10 @@ class Snapshots(Protocol):
         """Forget one; the others stay, and who reads it goes on."""
         ...
 
+    def collect_pruned(self) -> Sequence[SnapshotInfo]:
+        """The snapshots that were dropped for lack of memory since the last call, for the next answer to name."""
+        ...
+
     async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
         """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
@@ -243,7 +247,13 @@ class Snapshots(Protocol):
 def name_at(history: History, infos: Sequence[SnapshotInfo], position: int) -> str:
     """The snapshot of the state at `position`, which is to be gone to.  ENOENT where there is no such state."""
     if not 0 <= position < len(history.states):
-        if position < 0:
+        if history.is_cut_before if position < 0 else history.is_cut_after:
+            way = "earlier" if position < 0 else "later"
+            reason = (
+                f"the {way} states were dropped because memory was needed (--max-memory): `vfsd snapshots` lists the"
+                " snapshots that are left, to be restored by name"
+            )
+        elif position < 0:
             reason = "there is no earlier restore, import or apply: there is nothing to undo"
         else:
             reason = "nothing was undone since the last restore, import or apply: there is nothing to redo"

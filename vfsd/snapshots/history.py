@@ -23,6 +23,8 @@ Invariants, which `check` holds:
 4. every state but the last has the name of the step that led away from it, the last has none.
 
 A snapshot that a user dropped leaves the history with its state (`among`); the steps on both sides of it become one.
+A snapshot that was dropped for lack of memory cuts the history (`cut`): the states beyond it, seen from the position,
+leave the history too, so that no undo or redo goes over more than one step.  Their snapshots stay as loose ones.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class History:
 
     states: tuple[State, ...] = (State(),)
     position: int = 0
+    is_cut_before: bool = False  # there were steps before the first state, and memory was needed for something else
+    is_cut_after: bool = False  # there were steps after the last one
 
     # -- what it says --------------------------------------------------------------------------------
     @property
@@ -99,14 +103,30 @@ class History:
     def stepped(self, serial: int, step: str) -> History:
         """After `step`, before which the live state was kept as `serial`."""
         states = (*self.states[: self.position], State(serial, step), State())[-(STEPS_KEPT + 1) :]
-        return History(states, len(states) - 1)
+        return History(states, len(states) - 1, self.is_cut_before)
 
     def moved(self, position: int, serial: int | None) -> History:
         """At `position`, after the live state was kept as `serial`; None where its snapshot here stays what it is."""
         states = list(self.states)
         if serial is not None:
             states[self.position] = replace(self.here, serial=serial)
-        return History(tuple(states), position)
+        return replace(self, states=tuple(states), position=position)
+
+    def cut(self, serials: Collection[int]) -> History:
+        """Without the states whose snapshots `serials` were dropped for lack of memory, and those beyond them."""
+        lost = [at for at, state in enumerate(self.states) if state.serial in serials]
+        first = max((at + 1 for at in lost if at < self.position), default=0)
+        after = min((at for at in lost if at > self.position), default=len(self.states))
+        states = list(self.states)
+        if self.position in lost:
+            states[self.position] = replace(self.here, serial=None)
+        states[after - 1] = replace(states[after - 1], step=None)
+        return History(
+            tuple(states[first:after]),
+            self.position - first,
+            self.is_cut_before or first > 0,
+            self.is_cut_after or after < len(states),
+        )
 
     def among(self, serials: Collection[int]) -> History:
         """Without the states whose snapshots are not among `serials` any more."""
@@ -119,7 +139,7 @@ class History:
             elif state.serial in serials:
                 kept.append(state)
         kept[-1] = replace(kept[-1], step=None)
-        return History(tuple(kept), position)
+        return replace(self, states=tuple(kept), position=position)
 
     def check(self) -> None:
         """AssertionError where an invariant does not hold."""

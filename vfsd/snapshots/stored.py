@@ -228,6 +228,9 @@ class StoreSnapshots:
         name = name_at(history, infos, to)
         return await self._restore(name, (), watch, Todo(history.step_between(to), to=to))
 
+    def collect_pruned(self) -> Sequence[SnapshotInfo]:
+        return ()
+
     async def history(self) -> History:
         return await _in_thread(self._history.read, await self.infos())
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -48,6 +49,7 @@ __all__ = ["Applying", "VolumeSnapshots", "overlay_of"]
 
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS = TAG_MAX_BYTES // 4
+_PRUNED_NAMED = 1000  # in one answer at most: the newest of them
 
 
 def overlay_of(volume: Volume) -> OverlayVolume:
@@ -55,10 +57,6 @@ def overlay_of(volume: Volume) -> OverlayVolume:
     if isinstance(volume, OverlayVolume):
         return volume
     raise nothing_below()
-
-
-def _log_pruned(info: SnapshotInfo) -> None:
-    _logger.warning("snapshot %r was dropped to make room: --max-memory is reached", info.name)
 
 
 class Applying:
@@ -76,8 +74,10 @@ class VolumeSnapshots:
     def __init__(self, served: Served, volume: MemoryVolume) -> None:
         self._served = served
         self._volume = volume
-        volume.on_pruned = _log_pruned
+        volume.on_pruned = self._note_pruned
         self._history = History()  # as it was left; `_known` is without what was dropped since
+        self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
+        self._lost: set[int] = set()  # the serials of pruned safety snapshots, since `_history` was last cut
 
     @property
     def has_base(self) -> bool:
@@ -113,8 +113,19 @@ class VolumeSnapshots:
     async def history(self) -> History:
         return self._known()
 
+    def collect_pruned(self) -> Sequence[SnapshotInfo]:
+        pruned = list(self._pruned)
+        self._pruned.clear()
+        return pruned
+
+    def _note_pruned(self, info: SnapshotInfo) -> None:
+        _logger.info("dropped %s: memory was needed (--max-memory)", info.name)
+        self._pruned.append(info)
+        if info.kind == "safety":
+            self._lost.add(info.serial)
+
     def _known(self) -> History:
-        return self._history.among({info.serial for info in self._volume.snapshots()})
+        return self._history.cut(self._lost).among({info.serial for info in self._volume.snapshots()})
 
     # -- what changes the live state -----------------------------------------------------------------
     async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
@@ -245,7 +256,8 @@ class VolumeSnapshots:
         keep: Collection[str] = (),
     ) -> Outcome:
         """The answer; safety snapshots that have expired are dropped."""
-        history = self._known()
+        history = self._history = self._known()
+        self._lost.clear()
         gone = expired(self._volume.snapshots(), history, time.time_ns(), keep) if safety is not None else []
         for info in gone:
             self._forget(info.name)
