@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
+from protocol.backends.memory.ledger import Ledger
 
+LEDGER = Ledger()  # whose figures are checked elsewhere
 EDGES = (0, 1, PAGE_BYTES, BLOCK_BYTES - PAGE_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
 offsets = st.builds(lambda edge, by: max(0, edge + by), st.sampled_from(EDGES), st.sampled_from((-1, 0, 1, 2048, 9000)))
 lengths = st.sampled_from((1, 2, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 20_000, BLOCK_BYTES, BLOCK_BYTES + 1))
@@ -94,7 +96,7 @@ class ContentMachine(RuleBasedStateMachine):
         data = bytes([self.stamp]) * length
         growth = content.growth(offset, length)
         model.write(offset, data)
-        done = content.write_plainly(offset, offset + length, memoryview(data)) if plainly else -1
+        done = content.write_plainly(offset, offset + length, memoryview(data), LEDGER) if plainly else -1
         assert done in {-1, growth}
         if done < 0:
             content.write(offset, data, growth)
@@ -202,12 +204,14 @@ def test_a_block_is_copied_once_for_many_writes() -> None:
 
 def test_what_most_writes_are_is_done_in_one_step() -> None:
     content = Content()
-    assert content.write_plainly(0, 1024, memoryview(bytes(1024))) == 1  # a new file
-    assert content.write_plainly(1024, 5120, b"x" * 4096) == 1  # its end
-    assert content.write_plainly(100, 200, b"y" * 100) == 0  # within
-    assert content.write_plainly(0, 8192, b"z" * 8192) == 0  # over all of it
-    assert content.write_plainly(8193, 8194, b"z") == -1  # would leave a gap
-    assert content.write_plainly(BLOCK_BYTES - 1, BLOCK_BYTES + 1, b"zz") == -1  # two blocks
+    assert content.write_plainly(0, 1024, memoryview(bytes(1024)), LEDGER) == 1  # a new file
+    assert content.write_plainly(1024, 5120, b"x" * 4096, LEDGER) == 1  # its end
+    assert content.write_plainly(100, 200, b"y" * 100, LEDGER) == 0  # within
+    assert content.write_plainly(0, 8192, b"z" * 8192, LEDGER) == 0  # over all of it
+    assert content.write_plainly(8193, 8194, b"z", LEDGER) == -1  # would leave a gap
+    assert content.write_plainly(BLOCK_BYTES - 1, BLOCK_BYTES + 1, b"zz", LEDGER) == -1  # two blocks
     assert content.read(0, 8192) == b"z" * 8192
     twin = content.share()
-    assert content.write_plainly(0, 1, b"a") == twin.write_plainly(0, 1, b"a") == -1  # somebody else's block
+    assert (
+        content.write_plainly(0, 1, b"a", LEDGER) == twin.write_plainly(0, 1, b"a", LEDGER) == -1
+    )  # somebody else's block

@@ -16,8 +16,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES, UNLIMITED, version_bytes, xattrs_bytes
@@ -26,12 +26,19 @@ from protocol.backends.memory.state import State
 from protocol.errors import fail
 from protocol.volume import NAME_MAX
 
+if TYPE_CHECKING:
+    from protocol.backends.memory.undo import Epoch
+    from protocol.volume import Coherence
+
 __all__ = ["PAGE_BYTES", "Base", "missing", "shown"]
 
 PAGE_BYTES: Final = 4096
 FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds just as many pages as with tmpfs
-_UNCHECKED_METADATA_BYTES: Final = 2 * SLACK_BYTES
-_UNCHECKED_CONTENT_BYTES: Final = 512 * 1024
+# What has to be free so that this much metadata, and half of it in content and an eighth more, need no check.
+_FAR_BYTES: Final = 512 * 1024
+_UNCHECKED_METADATA_BYTES: Final = 128 * 1024
+# Pages: of a write within one block, of metadata made without a check, and what both are rounded up by.
+_FAR_PAGES: Final = 32 + (_UNCHECKED_METADATA_BYTES + SLACK_BYTES) // PAGE_BYTES + 3
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 
 
@@ -60,8 +67,8 @@ class Base(Snapshots):
         self.max_bytes = max_bytes
         self.max_inodes = max_inodes
         self.read_only = read_only
-        # Up to these figures nothing has to be checked: set where it was, so that most calls compare one number.
-        self._checked_metadata = self._checked_content = 0
+        # Up to these figures nothing has to be checked: set where it was, so that most calls compare one number or two.
+        self._checked_metadata = self._checked_content = self._checked_pages = 0
         self._max_pages = UNLIMITED if max_bytes is None else max_bytes // PAGE_BYTES
 
     def getattr(self, inode: int) -> Inode:
@@ -108,6 +115,7 @@ class Base(Snapshots):
             raise fail(errno.ENOSPC)
         if memory:
             self._require(memory)
+        self._checked_content = 0
 
     def _check_room(self, pages: int, inodes: int) -> None:
         """ENOSPC where `pages` and `inodes` more are over the quota, or the metadata is."""
@@ -120,19 +128,29 @@ class Base(Snapshots):
         if metadata_pages and state.pages + metadata_pages >= self._max_pages:
             raise fail(errno.ENOSPC)
 
+    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> Coherence:
+        self._checked_content = 0
+        return super()._restore_epoch(target, paths)
+
     def _check_entry(self) -> None:
         """ENOSPC where there is no room for one more entry; else there is for some more, which need no check."""
         self._check_room(0, 0)
-        self._require(_UNCHECKED_METADATA_BYTES)
-        self._checked_metadata = self._ledger.metadata + _UNCHECKED_METADATA_BYTES - SLACK_BYTES
+        ledger = self._ledger
+        unchecked = _UNCHECKED_METADATA_BYTES
+        if ledger.used + _FAR_BYTES > ledger.ceiling or self._state.pages + _FAR_PAGES > self._page_room():
+            unchecked = SLACK_BYTES
+            self._require(2 * SLACK_BYTES)
+        self._checked_metadata = ledger.metadata + unchecked
+        self._checked_content = 0  # what was free for content then may be taken by metadata now
 
     def _has_room_for(self, length: int) -> bool:
-        """Whether `length` bytes of content fit, and some more, which need no check."""
+        """Whether `length` bytes of content fit, in a block, and some more, which need no check."""
         ledger = self._ledger
-        if ledger.used + length + _UNCHECKED_CONTENT_BYTES > ledger.ceiling:
+        pages = self._page_room() - _FAR_PAGES
+        if ledger.used + length + _FAR_BYTES > ledger.ceiling or self._state.pages > pages:
             return False
-        # An eighth may be allocated beyond what is written.
-        self._checked_content = ledger.content + length + _UNCHECKED_CONTENT_BYTES // 2
+        self._checked_pages = pages
+        self._checked_content = ledger.content + length + _FAR_BYTES // 2
         return True
 
     def _require(self, count: int) -> None:
@@ -146,6 +164,7 @@ class Base(Snapshots):
         state = self._state
         if extra:
             self._check_room(0, 0)
+            self._checked_content = 0
         if node.epoch != state.epoch and node.nlink and state.log.newest is not None:
             extra += version_bytes(node)
         if extra:

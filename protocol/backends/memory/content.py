@@ -281,10 +281,11 @@ class Content:
         if self.reserved:
             self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
 
-    def write_plainly(self, offset: int, end: int, data: Buffer) -> int:
+    def write_plainly(self, offset: int, end: int, data: Buffer, ledger: Ledger) -> int:
         """`growth` and `write` in one step for what most writes are; returns the growth, or -1: nothing was done.
 
         Within one block that only this version has and that has no holes, at its end at most; or a new block's start.
+        What it allocates is charged to `ledger` as a live file's: once here costs less than a comparison around it.
         """
         if self.holes is not None or self.owned is not None or self.reserved or (offset ^ (end - 1)) >> _BLOCK_SHIFT:
             return -1
@@ -298,23 +299,31 @@ class Content:
             blocks[index] = bytes(data)
             length = end - offset
             growth = (length + PAGE_BYTES - 1) >> _PAGE_SHIFT
-            self.allocated += length + (length >> 5) + BLOCK_CHARGE_BYTES  # as `block_bytes`
+            charge = length + (length >> 5) + BLOCK_CHARGE_BYTES  # as `block_bytes`
+            self.allocated += charge
+            ledger.content += charge
         else:
             length = len(block)
             if start > length:
                 return -1
             stop = start + end - offset
             if not start and stop >= length:
-                self.allocated += stop + (stop >> 5) + BLOCK_CHARGE_BYTES - block_bytes(block)
+                charge = stop + (stop >> 5) + BLOCK_CHARGE_BYTES - block_bytes(block)
+                self.allocated += charge
+                ledger.content += charge
                 blocks[index] = bytes(data)
+            elif type(block) is bytearray:
+                if stop > length:
+                    charge = stop + (stop >> 3) - length - (length >> 3)
+                    self.allocated += charge
+                    ledger.content += charge
+                block[start:stop] = data
             else:
-                if type(block) is bytearray:
-                    if stop > length:
-                        self.allocated += stop + (stop >> 3) - length - (length >> 3)
-                else:
-                    now = max(stop, length)
-                    self.allocated += now + (now >> 3) - length - (length >> 5)
-                    block = blocks[index] = bytearray(block)  # type: ignore[arg-type]  # no holes: none is sparse
+                now = max(stop, length)
+                charge = now + (now >> 3) - length - (length >> 5)
+                self.allocated += charge
+                ledger.content += charge
+                block = blocks[index] = bytearray(block)  # type: ignore[arg-type]  # no holes: none is sparse
                 block[start:stop] = data
             growth = ((stop - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT) if stop > length else 0
         self.pages += growth

@@ -130,14 +130,16 @@ class Entries(Base):
             raise fail(errno.EEXIST, shown(new_name))
         if target.nlink == 0:
             raise missing(new_name)
-        self._check_not_below(node, target)
+        if node.children is not None:
+            self._check_not_below(node, target)
         if victim is node:
             return  # two names of one file: rename(2) does nothing
         if victim is not None:
             self._check_replaceable(node, victim, new_name)
         if flags & RENAME_WHITEOUT and victim is None:
             self._check_room(0, 1)
-        self._require_versions(node, source, target)
+        if self._ledger.metadata > self._checked_metadata or self._state.log.newest is not None:
+            self._require_versions(node, source, target)
         self._move(source, name, node, target, new_name, victim)
         if flags & RENAME_WHITEOUT:
             self._leave_whiteout(parent, name, caller)
@@ -185,7 +187,8 @@ class Entries(Base):
             state.release(victim)
         state.move_entry(source, name, target, new_name, node)
         _modified(source, now)
-        _modified(target, now)
+        if target is not source:
+            _modified(target, now)
         node.ctime_ns = now
 
     def _leave_whiteout(self, parent: int, name: bytes, caller: Caller) -> None:

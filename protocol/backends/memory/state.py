@@ -203,25 +203,24 @@ class State:
             number = inode.inode
             del self.inodes[number]
             content = inode.content
-            if inode.xattrs is None and not inode.links and inode.children is None and inode.target is None:
-                # As `Ledger.leave`, for most inodes: 6 % of what forgetting a removed file takes.
-                ledger = self.ledger
-                ledger.metadata -= INODE_BYTES
-                if content is not None:
-                    self.pages -= content.pages
-                    ledger.metadata -= CONTENT_BYTES
-                    if content.owned is None and not content.reserved:
-                        ledger.content -= content.allocated
-                    else:
-                        ledger.drop_content(content)
+            ledger = self.ledger
+            if content is not None:
+                self.pages -= content.pages
+            # As `Ledger.leave`, spelled out for most inodes: 6 % of what forgetting a removed file takes.
+            if inode.xattrs is not None or (content is not None and (content.owned is not None or content.reserved)):
+                ledger.leave(inode)
+            elif content is not None:
+                ledger.metadata -= INODE_BYTES + CONTENT_BYTES
+                ledger.content -= content.allocated
+            elif inode.children is not None:
+                ledger.metadata -= INODE_BYTES + DIRECTORY_BYTES
             else:
-                self.pages -= inode.pages
-                self.ledger.leave(inode)
+                ledger.metadata -= INODE_BYTES if inode.target is None else INODE_BYTES + len(inode.target)
             newest = self.log.newest
             # What came and went within an epoch leaves no trace.
             if newest is not None and not self.log.pins and newest.inodes.get(number, inode) is None:
                 del newest.inodes[number]
-                self.ledger.kept -= RECORD_BYTES
+                ledger.kept -= RECORD_BYTES
 
     def open_epoch(self, info: SnapshotInfo | None) -> Epoch:
         """Begin an epoch: from now on the first change of an inode works on a clone."""
@@ -304,7 +303,8 @@ class State:
         self.set_name(new, new_name, inode.inode)
         old.size -= DIRECTORY_ENTRY_BYTES
         new.size += DIRECTORY_ENTRY_BYTES
-        inode.links = (*_without(inode.links, (old.inode, old_name)), (new.inode, new_name))
+        link = (new.inode, new_name)
+        inode.links = (link,) if len(inode.links) == 1 else (*_without(inode.links, (old.inode, old_name)), link)
         self.ledger.metadata += len(new_name) - len(old_name)
         if inode.children is not None:
             old.nlink -= 1
@@ -340,8 +340,9 @@ class State:
     def content(self, inode: Inode) -> Content:
         """The content of an owned regular file, to be written to."""
         if inode.content is None:
-            inode.content = Content(self.ledger)
-            self.ledger.metadata += CONTENT_BYTES
+            ledger = self.ledger
+            inode.content = Content(ledger)
+            ledger.metadata += CONTENT_BYTES
         return inode.content
 
     def swap_content(self, inode: Inode, content: Content | None, *, shared: bool) -> None:

@@ -268,24 +268,21 @@ class MemoryVolume(Entries):
         content = node.content
         if content is None:
             content = state.content(node)
-        room = self._max_pages
         growth = -1
-        before = content.allocated
         # Of the class itself: one that has content from elsewhere has a `write` of its own.
-        if (
-            type(content) is Content
-            and state.pages + (length + ledger.metadata >> 12) + 2 <= room
-            and (ledger.content + length <= self._checked_content or self._has_room_for(length))
+        if type(content) is Content and (
+            (state.pages <= self._checked_pages and ledger.content + length <= self._checked_content)
+            or self._has_room_for(length)
         ):
-            growth = content.write_plainly(offset, end, data)
-        if growth >= 0:
-            ledger.content += content.allocated - before
-        else:
+            growth = content.write_plainly(offset, end, data, ledger)
+        if growth < 0:
             length, growth = self._write_fitting(node, content, offset, data)
             end = offset + length
         state.pages += growth
-        if end > node.size:
-            state.resize(node, end)
+        if end > node.size:  # as `State.resize`, whose call takes 3 % of an appending write
+            if node.nlink:
+                state.size_bytes += end - node.size
+            node.size = end
         node.mtime_ns = node.ctime_ns = self._clock()
         if kill_privileges:
             node.mode = _without_privileges(node.mode)
