@@ -9,16 +9,27 @@ already differ.  `protocol.patch` turns changes into line counts and into a patc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from protocol.errors import fail
 from protocol.tree import Tree, TreeEntry, unfiltered
 
-__all__ = ["Change", "ChangeKind", "ComparesContent", "Counts", "changes", "count", "is_below", "outermost"]
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "ComparesContent",
+    "Counted",
+    "Counts",
+    "changes",
+    "count",
+    "is_below",
+    "outermost",
+    "summary",
+]
 
 ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
 _Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
@@ -48,6 +59,10 @@ class Counts:
     added: int = 0
     modified: int = 0
     removed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.added + self.modified + self.removed
 
 
 @runtime_checkable
@@ -83,6 +98,55 @@ def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool
         else _candidates(old, new, sorted(touched, key=_order), scopes)
     )
     return _compared(old, new, pairs, contents=contents)
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A tree that counts what is below a path in a fraction of the time of a walk."""
+
+    def count_below(self, path: bytes) -> int:
+        """The number of entries at `path` and below it.  FileNotFoundError, NotADirectoryError."""
+        ...
+
+
+def summary(
+    old: Tree, new: Tree, most: int, *, contents: bool = True, tell: Callable[[], None] = lambda: None
+) -> tuple[Counts, list[Change]]:
+    """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
+
+    A subtree that only one of them has is counted as a whole, where that tree is `Counted`.  `tell` is called often;
+    what it raises ends the work.
+    """
+    touched = new.touched(old)
+    first: list[Change] = []
+    added = modified = removed = 0
+    walked: bytes | None = None
+    for path in [b""] if touched is None else sorted(touched, key=_order):
+        if walked is not None and is_below(path, walked):
+            continue
+        tell()
+        left, right = _pair(old, new, path)
+        if left is None and right is None:
+            continue
+        pairs: Iterable[_Pair] = [(left, right)]
+        if touched is None or not _is_same_inode(left, right):
+            walked = path
+            pairs = _merged_walk(old, new, path)
+        found = _compared(old, new, pairs, contents=contents)
+        only: object = new if left is None else old if right is None else None
+        if isinstance(only, Counted):
+            first += islice(found, most - len(first))
+            below = only.count_below(path)
+            added, removed = (added + below, removed) if left is None else (added, removed + below)
+            continue
+        for change in found:
+            tell()
+            added += change.kind == "added"
+            removed += change.kind == "removed"
+            modified += change.kind not in {"added", "removed"}
+            if len(first) < most:
+                first.append(change)
+    return Counts(added, modified, removed), first
 
 
 def count(changed: Iterable[Change]) -> Counts:
@@ -121,6 +185,11 @@ def _entry(tree: Tree, path: bytes) -> TreeEntry | None:
         return None
 
 
+def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
+    # Inode 0 says nothing; and a number may be used again for another type.
+    return left is not None and right is not None and left.inode == right.inode != 0 and left.is_dir == right.is_dir
+
+
 def _pair(old: Tree, new: Tree, path: bytes) -> _Pair:
     return _entry(old, path), _entry(new, path)
 
@@ -149,8 +218,7 @@ def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence
         if walked is not None and is_below(path, walked):
             continue
         left, right = pair = _pair(old, new, path)
-        # Inode 0 says nothing; and a number may be used again for another type.
-        same_inode = left and right and left.inode == right.inode != 0 and left.is_dir == right.is_dir
+        same_inode = _is_same_inode(left, right)
         if same_inode and any(is_below(path, scope) for scope in scopes):
             yield pair
         elif not same_inode:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.prepare import Preparation
+from protocol.diff import Change, changes, count, summary
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Caller
 
@@ -113,13 +115,42 @@ def attempt(work: Callable[[], object]) -> int | None:
     return None
 
 
+def staged_for(volume: MemoryVolume, tree: Tree) -> MemoryVolume:
+    """A volume with the content of `tree`, filled so that `volume` can take its inodes over."""
+    staged = MemoryVolume()
+    staged.fill(tree, volume.reserve_inodes(sum(1 for _ in tree.walk())))
+    staged.check_invariants()
+    assert state(staged) == facts(tree)
+    return staged
+
+
+class Staging:
+    """What makes the tree that `live` imports: a view of another volume, or one of a volume filled for it."""
+
+    def __init__(self, *, taken_over: bool) -> None:
+        self.taken_over = taken_over
+
+    @contextmanager
+    def tree(self, live: MemoryVolume, tree: Tree) -> Iterator[Tree]:
+        if not self.taken_over:
+            yield tree
+            return
+        with staged_for(live, tree).tree() as view:
+            yield view
+
+
+@pytest.fixture(params=[False, True], ids=["copied", "taken over"])
+def staging(request: pytest.FixtureRequest) -> Staging:
+    return Staging(taken_over=request.param)
+
+
 @pytest.mark.parametrize("replace", [False, True])
-def test_it_ends_as_a_single_step_does_whatever_happens_between_the_steps(replace: bool) -> None:
+def test_it_ends_as_a_single_step_does_whatever_happens_between_the_steps(replace: bool, staging: Staging) -> None:
     for seed in range(400):
-        compare_with_a_single_step(seed, replace=replace)
+        compare_with_a_single_step(seed, staging, replace=replace)
 
 
-def compare_with_a_single_step(seed: int, *, replace: bool) -> None:
+def compare_with_a_single_step(seed: int, staging: Staging, *, replace: bool) -> None:
     draw = random.Random(seed)
     paths = draw.choice([(), (), (b"a",), (b"b/c", b"d")])
     live, twin = made(seed, 12), made(seed, 12)
@@ -135,7 +166,8 @@ def compare_with_a_single_step(seed: int, *, replace: bool) -> None:
             change(live, random.Random(log[-1]))
 
     with made(seed + 5000, 30).tree() as tree:
-        failed = attempt(lambda: imported_in_steps(live, tree, between, replace=replace, paths=paths))
+        with staging.tree(live, tree) as staged:
+            failed = attempt(lambda: imported_in_steps(live, staged, between, replace=replace, paths=paths))
         for each in log:
             change(twin, random.Random(each))
         before = state(twin)
@@ -154,28 +186,30 @@ def compare_with_a_single_step(seed: int, *, replace: bool) -> None:
         assert state(live) == first, seed
 
 
-def test_what_was_prepared_and_given_up_leaves_nothing() -> None:
+def test_what_was_prepared_and_given_up_leaves_nothing(staging: Staging) -> None:
     for seed in range(100):
         live = made(seed, 12)
         before = (state(live), live.files, live.directories, live.size_bytes, live.used_bytes)
-        with made(seed + 5000, 30).tree() as tree, live.tree():
-            preparation = live.preparation(tree, replace=True)
+        with made(seed + 5000, 30).tree() as tree, staging.tree(live, tree) as staged, live.tree():
+            wanted = facts(tree)
+            preparation = live.preparation(staged, replace=True)
             for count, _ in enumerate(preparation.steps()):
                 assert (live.files, live.directories, live.size_bytes) == before[1:4]
                 if count == seed % 20:
                     break
             for _ in preparation.discard():
                 pass
+            assert facts(staged) == wanted
         live.check_invariants()
         assert (state(live), live.files, live.directories, live.size_bytes, live.used_bytes) == before
 
 
-def test_what_does_not_fit_leaves_nothing() -> None:
+def test_what_does_not_fit_leaves_nothing(staging: Staging) -> None:
     live = made(1, 12, max_inodes=30)
     before = state(live)
-    with MemoryVolume().tree() as _, made(5001, 300).tree() as tree:
+    with MemoryVolume().tree() as _, made(5001, 300).tree() as tree, staging.tree(live, tree) as staged:
         live.max_inodes = len(before) + 2
-        preparation = live.preparation(tree, replace=False)
+        preparation = live.preparation(staged, replace=False)
         with live.tree(), pytest.raises(OSError, match="No space"):
             prepare_and_put(live, preparation)
         for _ in preparation.discard():
@@ -196,3 +230,59 @@ def test_what_is_already_there_is_left_alone() -> None:
         assert (list(coherence.entries), list(coherence.inodes)) == ([], [])
         with live.tree() as now:
             assert {entry.path: entry.inode for entry in now.walk()} == seen
+
+
+def test_inodes_that_were_taken_over_can_be_changed_and_undone_as_others() -> None:
+    for seed in range(100):
+        live = made(seed, 12)
+        with made(seed + 5000, 30).tree() as tree, staged_for(live, tree).tree() as staged:
+            imported_in_steps(live, staged, lambda: None, replace=True, paths=())
+            wanted = facts(tree)
+        live.check_invariants()
+        live.take_snapshot("imported")
+        for each in range(30):
+            change(live, random.Random(seed * 1000 + each))
+        live.check_invariants()
+        live.restore_snapshot("imported")
+        live.check_invariants()
+        assert state(live) == wanted
+        live.restore_snapshot("before")
+        live.drop_snapshot("imported")
+        live.check_invariants()
+        live.drop_snapshot("before")
+        live.check_invariants()
+
+
+def test_the_summary_of_two_states_is_that_of_their_changes() -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        volume = made(seed, 12)
+        with volume.tree() as first, made(seed + 5000, 20).tree() as tree, staged_for(volume, tree).tree() as staged:
+            imported_in_steps(volume, staged, lambda: None, replace=bool(seed % 2), paths=())
+            with volume.tree() as second:
+                for _ in range(12):
+                    change(volume, draw)
+                with volume.tree() as third:
+                    for old, new in ((first, second), (second, third), (first, third), (third, first)):
+                        found = list(changes(old, new))
+                        most = draw.randrange(8)
+                        assert summary(old, new, most) == (count(found), found[:most]), seed
+                        assert found == walked(old, new), seed
+
+
+class Unknowing:
+    """A tree that does not know what was touched."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tree, name)
+
+    def touched(self, other: Tree) -> None:
+        """Nothing is known."""
+
+
+def walked(old: Tree, new: Tree) -> list[Change]:
+    """The changes as a walk over both trees finds them."""
+    return list(changes(cast(Tree, Unknowing(old)), cast(Tree, Unknowing(new))))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from protocol.archive import Progress, open_archive, untold
-from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory import MemoryVolume, ReservedInodes
 from protocol.store import Store
 from protocol.tree import Tree
 from vfsd.snapshots.counted import CountedTree
@@ -38,16 +38,24 @@ def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
     return Origin(shown, lambda _, _check: store.tree(key, name))
 
 
-def read_origin(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> MemoryVolume:
+def read_origin(
+    origin: Origin,
+    volume: MemoryVolume,
+    progress: Progress = untold,
+    reserve_inodes: Callable[[int], ReservedInodes] | None = None,
+) -> MemoryVolume:
     """What `origin` has, unpacked into a volume of its own, within the limits of `volume`.  See `unpack`.
 
     So the serving loop has only to put it in place.  Memory is lent by `volume`, which has less of it until the content
-    is put there, or the caller gives it back (`MemoryVolume.give_back`).
+    is put there, or the caller gives it back (`MemoryVolume.give_back`).  With `reserve_inodes`, which calls that of
+    `volume` on its loop, a preparation takes the inodes over instead of copying them.
     """
     staged = MemoryVolume(volume.max_bytes, volume.max_inodes)
     staged.borrow_from(volume)
     try:
-        unpack(origin, staged, progress)
+        with _told_of_space(origin, staged), origin.opened(untold, False) as tree:
+            counted = CountedTree(tree, progress)
+            staged.fill(counted, reserve_inodes(counted.entries) if reserve_inodes is not None else None)
     except BaseException:
         staged.give_back()
         raise
@@ -55,16 +63,22 @@ def read_origin(origin: Origin, volume: MemoryVolume, progress: Progress = untol
 
 
 def unpack(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> None:
-    """Put what `origin` has, validated, into `volume`, which is empty.  Any thread.  ArchiveError, OSError.
+    """Put what `origin` has, validated, into `volume`, which is new.  Any thread.  ArchiveError, OSError.
 
     What it may take is what `volume` may: an archive that unpacks to more than the machine has would otherwise end the
     daemon, and the workspace with it.
-    `progress` is told how much of it is unpacked.
+    `progress` is told how much of it is unpacked.  On an error the volume is half filled.
     """
+    # Content is checked while it is read, into a place that is thrown away if it turns out to be damaged.
+    with _told_of_space(origin, volume), origin.opened(untold, False) as tree:
+        volume.fill(CountedTree(tree, progress))
+
+
+@contextmanager
+def _told_of_space(origin: Origin, volume: MemoryVolume) -> Iterator[None]:
+    """ENOSPC with the limits that were reached."""
     try:
-        # All of it is read, into a place that is thrown away if its content turns out to be damaged.
-        with origin.opened(untold, False) as tree:
-            volume.import_tree(CountedTree(tree, progress), replace=True)
+        yield
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -16,13 +16,21 @@ _TELL_EVERY_BYTES: Final = 256 * 1024
 
 
 class CountedTree:
-    """`tree`, which is to be walked and read once, in chunks; `told` is called with (bytes done, bytes in all)."""
+    """`tree`, which is to be walked and read once, in chunks; `told` is called with (bytes done, bytes in all).
+
+    `entries` are in it.
+    """
 
     def __init__(self, tree: Tree, told: Callable[[int, int], None]) -> None:
         self._tree = tree
         self._told = told
         self._done = self._last_told = 0
-        self._total = sum(_ENTRY_BYTES + (entry.size if entry.is_file else 0) for entry in tree.walk())
+        self.entries = 0
+        size = 0
+        for entry in tree.walk():
+            self.entries += 1
+            size += entry.size if entry.is_file else 0
+        self._total = size + _ENTRY_BYTES * self.entries
 
     def entry(self, path: bytes) -> TreeEntry:
         """See `protocol.tree.Tree`, as for all that follow."""

@@ -66,9 +66,11 @@ class Prepared:
             with trio.CancelScope(shield=True):
                 await _in_slices(self._preparation.discard())
 
-    def _told(self, steps: Iterator[None], watch: Watch) -> Iterator[None]:
+    def _told(self, steps: Iterator[int], watch: Watch) -> Iterator[None]:
         total = self._staged.files
-        for done, _ in enumerate(steps):
+        done = 0
+        for count in steps:
+            done += count
             watch.raise_if_cancelled()
             watch.progress_nowait(min(done, total), total, "files")
             yield

@@ -12,17 +12,18 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory import MemoryVolume, ReservedInodes
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff import Change, Counts, changes
+from protocol.diff import Counts, changes, summary
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import TAG_MAX_BYTES, Coherence, SnapshotInfo, SnapshotKind, Volume
+from vfsd.control.messages import CHANGES_LISTED
 from vfsd.logs import log_failure
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin, read_origin
@@ -42,7 +43,7 @@ from vfsd.snapshots.base import (
     nothing_below,
 )
 from vfsd.snapshots.history import History, expired
-from vfsd.snapshots.listed import NOTHING, Listed, listed
+from vfsd.snapshots.listed import NOTHING, Listed
 from vfsd.snapshots.prepared import Prepared
 
 __all__ = ["Applying", "VolumeSnapshots", "overlay_of"]
@@ -138,13 +139,17 @@ class VolumeSnapshots:
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
         # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
-        read = functools.partial(read_origin, origin, self._volume, in_bytes(watch))
+        read = functools.partial(read_origin, origin, self._volume, in_bytes(watch), self._reserve_inodes)
         staged = await trio.to_thread.run_sync(read)
         try:
             with staged.tree() as tree:
                 yield Staged(origin.name, tree, staged.files, staged.size_bytes)
         finally:
             staged.give_back()
+
+    def _reserve_inodes(self, count: int) -> ReservedInodes:
+        """`MemoryVolume.reserve_inodes`, from a thread of `trio.to_thread`."""
+        return trio.from_thread.run_sync(self._volume.reserve_inodes, count)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
         volume, step = self._volume, staged.step(replace=replace)
@@ -326,18 +331,13 @@ def _find(old: Tree, new: Tree, watch: Watch) -> Listed | None:
     """
     for contents in (True, False):
         try:
-            return listed(_watched(changes(old, new, contents=contents), watch))
+            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, tell=watch.raise_if_cancelled)
+            return Listed(counts, first, counts.total > len(first))
         except Exception as error:  # noqa: BLE001 -- the change is made, and is not to be reported as failed
             watch.raise_if_cancelled()
             # A file below an overlay that others change, say: then by sizes and times.
             log_failure(_logger, "listing what a restore changed", error, level=logging.WARNING)
     return None
-
-
-def _watched(found: Iterable[Change], watch: Watch) -> Iterator[Change]:
-    for change in found:
-        watch.raise_if_cancelled()
-        yield change
 
 
 def _roughly(coherence: Coherence) -> Listed:

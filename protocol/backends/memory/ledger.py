@@ -60,6 +60,7 @@ __all__ = [
     "VERSION_BYTES",
     "VERSION_LINK_BYTES",
     "Ledger",
+    "live_bytes",
     "metadata_bytes",
     "version_bytes",
     "xattrs_bytes",
@@ -103,6 +104,14 @@ def metadata_bytes(inode: Inode) -> int:
     elif inode.content is not None:
         charge += CONTENT_BYTES
     return charge
+
+
+def live_bytes(inode: Inode) -> int:
+    """The charge of a live inode that shares nothing."""
+    charge = metadata_bytes(inode)
+    if inode.content is not None:
+        charge += inode.content.charge
+    return charge if inode.xattrs is None else charge + xattrs_bytes(inode.xattrs)
 
 
 def version_bytes(version: Inode) -> int:

@@ -12,6 +12,10 @@ opened.
 If a name that is prepared appears meanwhile, or its directory goes, `is_valid` is False.  Then `discard` removes the
 islands, and a `Converger` does everything.
 
+Where the tree is a view of a volume that was filled for this one (`Snapshots.fill`), its inodes are taken over, not
+copied: each has the number that it will have here.  Until `run`, `discard` gives them back as they were; after that the
+tree must not be used any more.
+
 Files that are already as the tree says are noted on the way, and left out of the one step if they have not changed
 until then.  To make that visible, the caller keeps a view of the volume open: then a change makes a new version.
 
@@ -22,19 +26,21 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.converge import Converger
-from protocol.backends.memory.ledger import RECORD_BYTES
+from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
 from protocol.errors import fail
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.inode import Inode, Link
     from protocol.backends.memory.state import State
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Preparation"]
+
+_TAKEN_AT_ONCE: Final = 64  # inodes in a step
 
 
 class Preparation(Converger):
@@ -56,13 +62,20 @@ class Preparation(Converger):
         self._same: dict[bytes, Inode] = {}  # path -> live version that is as the tree says
         self._numbers: list[range] = []  # of the inodes on the islands
         self._counted = (0, 0, 0)  # files, directories and bytes on the islands
+        self._moving = self._view.inodes_for(state) if self._view is not None else None
+        self._moved: list[tuple[Inode, tuple[Link, ...], int]] = []  # tops that were taken over, links and nlink before
 
-    def steps(self) -> Iterator[None]:
-        """Build the islands.  Between two steps, of an entry each, the loop may do other work.  ENOSPC."""
+    def steps(self) -> Iterator[int]:
+        """Build the islands; each step gives the number of entries that it was for.  ENOSPC.
+
+        Between two steps the loop may do other work.
+        """
         for scope in self._paths:
             for top in self._new_tops(scope):
                 if top is None:
-                    yield
+                    yield 1
+                elif self._moving is not None:
+                    yield from self._taken_over(top, self._moving)
                 else:
                     yield from self._built(top)
 
@@ -79,6 +92,9 @@ class Preparation(Converger):
 
     def discard(self) -> Iterator[None]:
         """Remove the islands, in steps.  Until the last the counters of the state are too high."""
+        if self._moving is not None:
+            yield from self._given_back()
+            return
         state = self._state
         self._count_islands(+1)
         tops, self._tops, self._numbers, self._counted = self._tops, {}, [], (0, 0, 0)
@@ -158,8 +174,66 @@ class Preparation(Converger):
                 if below not in self._tops:
                     waiting.append(below)
 
-    def _built(self, top: TreeEntry) -> Iterator[None]:
-        """Build the island of `top`, a few entries in a step."""
+    def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
+        """Make what is below `top` an island of the inodes of the view, whose numbers are consecutive."""
+        if len(top.name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
+        node = last = nodes[top.inode]
+        while last.children:
+            last = nodes[next(reversed(last.children.values()))]
+        self._moved.append((node, node.links, node.nlink))
+        if node.children is not None:
+            self._subdirectories[node.inode] = node.nlink - 2
+        node.links, node.lookups, node.nlink = (), 1, 0
+        self._tops[top.path] = node.inode
+        end = last.inode + 1
+        for first in range(node.inode, end, _TAKEN_AT_ONCE):
+            numbers = range(first, min(first + _TAKEN_AT_ONCE, end))
+            self._take_over([nodes[number] for number in numbers])
+            self._numbers.append(numbers)
+            yield len(numbers)
+
+    def _take_over(self, nodes: Sequence[Inode]) -> None:
+        state = self._state
+        ledger = state.ledger
+        pages = sum(node.pages for node in nodes)
+        self._check_growth(pages, len(nodes), sum(map(live_bytes, nodes)))
+        files, directories, size = self._counted
+        for node in nodes:
+            state.inodes[node.inode] = node
+            ledger.enter_new(node)
+            if node.content is not None:
+                node.content.ledger = ledger
+            if not node.nlink:
+                continue  # the top: counted when it gets its name
+            if node.children is not None:
+                directories += 1
+            else:
+                files += 1
+                if node.is_file:
+                    size += node.size
+        state.pages += pages
+        self._counted = (files, directories, size)
+
+    def _given_back(self) -> Iterator[None]:
+        """Undo `_taken_over`."""
+        assert self._view is not None
+        state = self._state
+        numbers, self._numbers = self._numbers, []
+        for each in numbers:
+            for number in each:
+                node = state.inodes.pop(number)
+                state.pages -= node.pages
+                state.ledger.leave(node)
+                if node.content is not None:
+                    node.content.ledger = self._view.ledger
+            yield
+        for node, links, nlink in self._moved:
+            node.links, node.lookups, node.nlink = links, 0, nlink
+        self._tops, self._moved, self._counted = {}, [], (0, 0, 0)
+
+    def _built(self, top: TreeEntry) -> Iterator[int]:
+        """Build the island of `top`, an entry in a step."""
         if top.inode in self._linked and top.nlink > 1:
             return  # another name of a file on an island
         if len(top.name) > NAME_MAX:
@@ -173,7 +247,7 @@ class Preparation(Converger):
             self._finish(node, top)
         self._ended(first, before)
         if not top.is_dir:
-            yield
+            yield 1
             return
         directories = {top.path: node.inode}
         finished = [top]
@@ -191,10 +265,10 @@ class Preparation(Converger):
             else:
                 self._leaf(above, entry)
             self._ended(first, before)
-            yield
+            yield 1
         for entry in reversed(finished):
             self._set_metadata(self._inode(directories[entry.path]), entry)
-            yield
+            yield 1
 
     def _finish(self, node: Inode, entry: TreeEntry) -> None:
         if entry.inode and entry.nlink > 1:

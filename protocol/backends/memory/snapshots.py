@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.converge import Converger
+from protocol.backends.memory.fill import Filler
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
 from protocol.backends.memory.prepare import Preparation
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import State
     from protocol.tree import Tree
 
-__all__ = ["Changes", "Snapshots", "count_changes", "restore_epoch"]
+__all__ = ["Changes", "ReservedInodes", "Snapshots", "count_changes", "restore_epoch"]
 
 # Snapshots are refused this long before changes are: a sixteenth of the limit, at most so many bytes.
 _SNAPSHOT_MARGIN_BYTES: Final = 8 << 20
@@ -40,6 +42,14 @@ class Changes:
 
     def __init__(self) -> None:
         self.coherence = Coherence()
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedInodes:
+    """Inode numbers of `state`, from `first` on, that are free for inodes made elsewhere."""
+
+    state: State
+    first: int
 
 
 class Snapshots:
@@ -161,6 +171,27 @@ class Snapshots:
         with self.keeping(*newest), self._transaction() as transaction:
             Converger(self._state, tree, replace=replace, check_quota=self._check_quota).run(paths or (b"",))
             return _coherence(self._state, transaction)
+
+    def fill(self, tree: Tree, reserved: ReservedInodes | None = None) -> None:
+        """Put `tree` into this volume, which is new and has no snapshot.  An error leaves it half filled.
+
+        With numbers that another volume has `reserved` for the entries of `tree`, a `preparation` there takes the
+        inodes over as they are, unless there are hard links.  ENOSPC, ENAMETOOLONG.
+        """
+        filler = Filler(self._state, self._check_quota)
+        if reserved is None:
+            filler.run(tree)
+            return
+        self._state.next_inode = reserved.first
+        filler.run(tree)
+        if not filler.has_links:
+            self._state.destination = reserved.state
+
+    def reserve_inodes(self, count: int) -> ReservedInodes:
+        """Reserve `count` inode numbers, for another volume to `fill`."""
+        first = self._state.next_inode
+        self._state.next_inode += count
+        return ReservedInodes(self._state, first)
 
     def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
         """What makes the new files of an `import_tree` beforehand, in small steps; for `import_prepared`."""

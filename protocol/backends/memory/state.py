@@ -56,6 +56,7 @@ class State:
         self.files = 0  # with links, no directories
         self.directories = 0  # with links
         self.size_bytes = 0  # of regular files with links
+        self.destination: State | None = None  # whose inode numbers the inodes here have, so that they can go there
         self.revived: dict[int, Inode] = {}  # in this transaction, though still open: what they were before it
         root = self.create(_DIRECTORY_MODE, uid, gid)
         root.lookups = 1  # the kernel's, never forgotten

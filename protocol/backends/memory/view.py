@@ -47,6 +47,10 @@ class SnapshotTree:
         """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
         return self._state is state
 
+    def inodes_for(self, state: State) -> dict[int, Inode] | None:
+        """The inodes, if they can become inodes of `state` as they are: see `Snapshots.fill`."""
+        return self._state.inodes if self._state.destination is state else None
+
     @property
     def ledger(self) -> Ledger:
         """The ledger of the state that this is a view of."""
@@ -196,6 +200,21 @@ class SnapshotTree:
         """See `protocol.search.NodeTree`."""
         return _read(node, offset, size)
 
+    def count_below(self, path: bytes) -> int:
+        """See `protocol.diff.Counted`."""
+        total = 0
+        waiting = [self.find(path)]
+        while waiting:
+            node = waiting.pop()
+            total += 1
+            if node.children is not None:
+                for _, child in self.child_nodes(node):
+                    if child.children is None:
+                        total += 1
+                    else:
+                        waiting.append(child)
+        return total
+
     def same_content(self, path: bytes, other: Tree) -> bool | None:
         """Whether the regular file at `path` has the same bytes in `other`; None where only reading can tell."""
         if not isinstance(other, SnapshotTree):
@@ -213,10 +232,12 @@ class SnapshotTree:
                 break
             between.append(epoch)
         inodes, names = merged(between)
-        self._state.find_links(inodes)
+        # What was made since is named by its name, or lies below a name that is new.
+        numbers = [number for number, version in inodes.items() if version is not None]
+        self._state.find_links(numbers)
         paths: set[bytes] = set()
         for tree in (self, other):
-            for number in inodes:
+            for number in numbers:
                 paths.update(tree.paths_of(number))
             for directory, entries in names.items():
                 for prefix in tree.paths_of(directory):

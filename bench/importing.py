@@ -1,0 +1,186 @@
+"""What taking an archive in costs the daemon of a memory workspace: CPU, memory, and how long others wait meanwhile.
+
+    python -m bench.importing [--entries N] [--rounds N] [--shapes REGEX]
+
+For each shape of archive, and each way to take it in (`vfsd import`, `vfsd restore FILE.zip`, `vfsd mount --from`):
+
+- `CPU`: user and system time of the daemon, in seconds (utime and stime of /proc/PID/stat).  For `--from` that of its
+  whole life so far, without that of a daemon that mounted nothing;
+- `overhead`: bytes for an entry that the daemon held at most beyond what it holds afterwards (VmHWM against VmRSS);
+- `longest stat`: the longest time that another process waited for a stat of a new name in the mount meanwhile.
+
+CPU time is not independent of what else runs: hyperthreads and caches are shared.  Compare versions in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from bench._filesystems import end_cleanly
+from protocol.archive import write_archive
+from protocol.tree import TreeEntry
+from vfsd.workspace import Workspace
+
+_MTIME_NS: Final = 1_700_000_000_123_456_789
+_TEXT: Final = b"".join(b"word%d_%d " % (number % 97, number * 7919 % 1000) for number in range(5000))
+_VFSD: Final = Path(sys.executable).with_name("vfsd")
+Row = dict[str, float]
+
+
+class Made:
+    """A tree of `files` files of `size` bytes in `directories` directories.  Implements `protocol.tree.Tree`."""
+
+    def __init__(self, files: int, directories: int, size: int) -> None:
+        self._files = files
+        self._directories = directories
+        self._size = size
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        assert not path
+        yield TreeEntry(b"", 0o40755, 0, _MTIME_NS)
+        inside = self._files // self._directories
+        for number in range(self._directories):
+            above = b"directory%06d" % number
+            yield TreeEntry(above, 0o40755, 0, _MTIME_NS)
+            for each in range(inside):
+                yield TreeEntry(b"%b/file%07d.txt" % (above, each), 0o100644, self._size, _MTIME_NS + each)
+
+    def entry(self, path: bytes) -> TreeEntry:
+        raise NotImplementedError
+
+    def children(self, path: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        at = hash(path) % (len(_TEXT) - self._size)
+        return _TEXT[at + offset : at + offset + size]
+
+    def chunks(self, path: bytes, size: int = 1 << 16) -> Iterator[bytes]:
+        del size
+        yield self.read(path, 0, self._size)
+
+    def touched(self, other: object) -> Collection[bytes] | None:
+        del other
+
+
+def shapes(entries: int) -> dict[str, Made]:
+    return {
+        "500 B in 100s": Made(entries, max(1, entries // 100), 500),
+        "500 B, one dir": Made(entries, 1, 500),
+        "empty in 100s": Made(entries, max(1, entries // 100), 0),
+    }
+
+
+# -- what a daemon took ------------------------------------------------------------------------
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # proc(5): fields 14 and 15
+
+
+def status_bytes(pid: int, key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _stats(place: str, told: Connection) -> None:
+    """Ask for new names until told to stop, then tell the longest time that one took."""
+    longest = 0.0
+    number = 0
+    while not told.poll():
+        began = time.perf_counter()
+        os.path.lexists(f"{place}/absent{number}")
+        longest = max(longest, time.perf_counter() - began)
+        number += 1
+        time.sleep(0.0005)
+    told.send(longest)
+
+
+@contextmanager
+def asking(place: str) -> Iterator[list[float]]:
+    """A process that stats new names in `place`; after the block the list has the longest time, in seconds."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_stats, args=(place, theirs))
+    process.start()
+    found: list[float] = []
+    try:
+        yield found
+        ours.send(None)
+        found.append(ours.recv())
+    finally:
+        process.terminate()
+        process.join()
+
+
+def of_command(scratch: Path, archive: Path, entries: int, *command: str) -> Row:
+    with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
+        pid = workspace.pid
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): VmHWM begins anew
+        before = cpu_s(pid)
+        with asking(str(workspace.path)) as longest:
+            run = [_VFSD, *command, "-w", workspace.name, archive]
+            subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        used = cpu_s(pid) - before
+        overhead = (status_bytes(pid, "VmHWM") - status_bytes(pid, "VmRSS")) / entries
+        return {"CPU": used, "overhead": overhead, "longest stat": longest[0]}
+
+
+def of_mount(scratch: Path, archive: Path, entries: int) -> Row:
+    with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
+        empty = cpu_s(workspace.pid)
+    with Workspace.mount(scratch / "mount", name="bench-importing", archive=archive) as workspace:
+        pid = workspace.pid
+        overhead = (status_bytes(pid, "VmHWM") - status_bytes(pid, "VmRSS")) / entries
+        return {"CPU": cpu_s(pid) - empty, "overhead": overhead, "longest stat": 0.0}
+
+
+WAYS: Final[dict[str, Callable[[Path, Path, int], Row]]] = {
+    "import": lambda scratch, archive, entries: of_command(scratch, archive, entries, "import"),
+    "restore": lambda scratch, archive, entries: of_command(scratch, archive, entries, "restore"),
+    "mount --from": of_mount,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", default="", metavar="REGEX")
+    options = parser.parse_args()
+    end_cleanly()
+    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
+    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
+    print(f"{'medians':16}{'':14}{'CPU':>10}{'overhead':>14}{'longest stat':>16}   load {os.getloadavg()[0]:.1f}")
+    try:
+        for shape, tree in shapes(options.entries).items():
+            if not re.search(options.shapes, shape):
+                continue
+            archive = scratch / "archive.zip"
+            with archive.open("wb") as file:
+                write_archive(tree, file, created_ns=_MTIME_NS)
+            for way, measure in WAYS.items():
+                rows = [measure(scratch, archive, options.entries) for _ in range(options.rounds)]
+                cpu, overhead, stat = (statistics.median(row[key] for row in rows) for key in rows[0])
+                print(f"{shape:16}{way:14}{cpu:8.2f} s{overhead:12.0f} B{stat * 1e3:13.0f} ms", flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
