@@ -6,7 +6,8 @@ For each shape of archive, and each way to take it in (`vfsd import`, `vfsd rest
 
 - `CPU`: user and system time of the daemon, in seconds (utime and stime of /proc/PID/stat).  For `--from` that of its
   whole life so far, without that of a daemon that mounted nothing;
-- `overhead`: bytes for an entry that the daemon held at most beyond what it holds afterwards (VmHWM against VmRSS);
+- `peak`, `after`: bytes for an entry by which the daemon's memory grew, at most and in the end (VmHWM and VmRSS of
+  /proc/PID/status).  In the end the allocator may hold some of it that is free;
 - `longest stat`: the longest time that another process waited for a stat of a new name in the mount meanwhile.
 
 CPU time is not independent of what else runs: hyperthreads and caches are shared.  Compare versions in turn.
@@ -132,22 +133,25 @@ def of_command(scratch: Path, archive: Path, entries: int, *command: str) -> Row
     with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
         pid = workspace.pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): VmHWM begins anew
-        before = cpu_s(pid)
+        before, base = cpu_s(pid), status_bytes(pid, "VmRSS")
         with asking(str(workspace.path)) as longest:
             run = [_VFSD, *command, "-w", workspace.name, archive]
             subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         used = cpu_s(pid) - before
-        overhead = (status_bytes(pid, "VmHWM") - status_bytes(pid, "VmRSS")) / entries
-        return {"CPU": used, "overhead": overhead, "longest stat": longest[0]}
+        return {"CPU": used, **grown(pid, base, entries), "longest stat": longest[0]}
+
+
+def grown(pid: int, base: int, entries: int) -> Row:
+    """The memory of process `pid` beyond `base` bytes, at most and now, for each of `entries`."""
+    return {key: (status_bytes(pid, of) - base) / entries for key, of in (("peak", "VmHWM"), ("after", "VmRSS"))}
 
 
 def of_mount(scratch: Path, archive: Path, entries: int) -> Row:
     with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
-        empty = cpu_s(workspace.pid)
+        empty, base = cpu_s(workspace.pid), status_bytes(workspace.pid, "VmRSS")
     with Workspace.mount(scratch / "mount", name="bench-importing", archive=archive) as workspace:
         pid = workspace.pid
-        overhead = (status_bytes(pid, "VmHWM") - status_bytes(pid, "VmRSS")) / entries
-        return {"CPU": cpu_s(pid) - empty, "overhead": overhead, "longest stat": 0.0}
+        return {"CPU": cpu_s(pid) - empty, **grown(pid, base, entries), "longest stat": 0.0}
 
 
 WAYS: Final[dict[str, Callable[[Path, Path, int], Row]]] = {
@@ -166,7 +170,9 @@ def main() -> None:
     end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
-    print(f"{'medians':16}{'':14}{'CPU':>10}{'overhead':>14}{'longest stat':>16}   load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{'medians':16}{'':14}{'CPU':>10}{'peak':>10}{'after':>10}{'longest stat':>16}   load {os.getloadavg()[0]:.1f}"
+    )
     try:
         for shape, tree in shapes(options.entries).items():
             if not re.search(options.shapes, shape):
@@ -176,8 +182,9 @@ def main() -> None:
                 write_archive(tree, file, created_ns=_MTIME_NS)
             for way, measure in WAYS.items():
                 rows = [measure(scratch, archive, options.entries) for _ in range(options.rounds)]
-                cpu, overhead, stat = (statistics.median(row[key] for row in rows) for key in rows[0])
-                print(f"{shape:16}{way:14}{cpu:8.2f} s{overhead:12.0f} B{stat * 1e3:13.0f} ms", flush=True)
+                cpu, peak, after, stat = (statistics.median(row[key] for row in rows) for key in rows[0])
+                cells = f"{cpu:8.2f} s{peak:8.0f} B{after:8.0f} B{stat * 1e3:13.0f} ms"
+                print(f"{shape:16}{way:14}{cells}", flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
