@@ -81,6 +81,7 @@ def _memory(options: MountOptions, progress: Progress) -> Backend:
     volume = MemoryVolume(options.max_bytes or limit, options.max_inodes, max_memory=limit)
     if options.archive is not None:
         unpack(archive(options.archive), volume, progress)
+    volume.mark_saved()
     volume.read_only = options.read_only
     return Backend(volume)
 
@@ -168,6 +169,7 @@ def _overlay(options: MountOptions, directory: str, progress: Progress) -> Backe
     if options.archive is not None:
         with read_origin(archive(options.archive), volume, progress).tree() as tree:
             volume.import_tree(tree, replace=False)
+    volume.mark_saved()
     volume.read_only = options.read_only
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
 

@@ -256,10 +256,10 @@ def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
 
 
 def unmount(*, lazy: bool) -> Call[results.Unmounted]:
-    """Unmount, and end the daemon."""
+    """Unmount, and end the daemon; what only it holds is discarded."""
     return Call(
         "unmount",
-        messages.UnmountParams(lazy=lazy),
+        messages.UnmountParams(lazy=lazy, discard=True),
         lambda answer: results.Unmounted(_path(answer.mountpoint), answer.lazy, tuple(answer.holders)),
     )
 

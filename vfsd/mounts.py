@@ -25,6 +25,7 @@ __all__ = [
     "VFSD_TYPE",
     "Holder",
     "Mount",
+    "busy_error",
     "check_mountpoint",
     "clear_dead_mount",
     "find_mount",
@@ -164,6 +165,11 @@ def unmount(path: str, *, lazy: bool = False) -> None:
     _detach(mount.mountpoint, lazy=lazy)
 
 
+def busy_error(mountpoint: str) -> OSError:
+    """EBUSY, naming who holds the mount."""
+    return OSError(errno.EBUSY, _busy_reason(mountpoint), mountpoint)
+
+
 def _detach(mountpoint: str, *, lazy: bool) -> None:
     command = _unmount_command(lazy=lazy)
     try:
@@ -183,7 +189,7 @@ def _detach(mountpoint: str, *, lazy: bool) -> None:
         return
     said = done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
     if "busy" in said.lower():
-        raise OSError(errno.EBUSY, _busy_reason(mountpoint), mountpoint)
+        raise busy_error(mountpoint)
     code = errno.EPERM if "permi" in said.lower() else errno.EIO
     raise OSError(code, f"{command[0]}: {said.splitlines()[-1]}", mountpoint)
 

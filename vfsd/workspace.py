@@ -321,6 +321,8 @@ class Workspace(_Base):
     def unmount(self, *, lazy: bool = False) -> Unmounted:
         """Unmount, and wait for the daemon's end; what only a memory workspace held is gone.
 
+        It does not ask, as the end of a `with` block does not: changes that were not exported, or not applied by
+        `vfsd apply`, are discarded.
         A workspace that was unmounted already is left at that.
 
         OSError(EBUSY) names who has files open in it; `lazy` detaches it all the same.

@@ -38,7 +38,7 @@ def place(user: Rootless, request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"w{abs(hash(request.node.name)) % 10**6}"
     user.run("mkdir", name)
     yield name
-    user.vfsd("-w", name, "unmount", check=False)
+    user.vfsd("-w", name, "unmount", "--discard", check=False)
     assert name not in user.vfsd("list").stdout
     assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
 

@@ -246,7 +246,7 @@ def test_a_daemon_that_is_told_to_end_during_an_export_ends_and_leaves_no_file(w
 
         def unmount(_: object) -> None:
             if not asked:
-                asked.append(vfsd("unmount", workspace.name, "--lazy"))
+                asked.append(vfsd("unmount", workspace.name, "--lazy", "--discard"))
 
         with pytest.raises(ConnectionError):
             workspace.export(out / "a.zip", on_progress=unmount)

@@ -48,7 +48,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
     answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
     answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
-    answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", str(second))))
+    answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", "--discard", str(second))))
     key = f"host:{workdir / 'kept'}"
     (workdir / "kept").mkdir()
     Store(workdir / "store").take(key, "s", DirectorySource(workdir / "kept"))

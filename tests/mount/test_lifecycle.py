@@ -90,7 +90,7 @@ def test_mount_returns_when_the_mount_answers_and_unmount_when_all_is_gone(mount
     listed = json.loads(succeeded(vfsd("list", "--json")))["workspaces"]
     assert [(it["name"], it["mountpoint"], it["state"]) for it in listed] == [("work", str(place), "alive")]
 
-    succeeded(vfsd("unmount", "work"))
+    succeeded(vfsd("unmount", "work", "--discard"))
     assert not is_mounted(place)
     assert os.listdir(place) == []
     assert left_behind("work") == []
@@ -292,7 +292,7 @@ def test_a_busy_mount_is_not_unmounted_and_the_error_names_who_holds_it(
 
     opened("os.close(fd)")
     standing("os.chdir('/')")
-    succeeded(vfsd("unmount", "work"))
+    succeeded(vfsd("unmount", "work", "--discard"))
     assert not is_mounted(place)
 
 
@@ -303,7 +303,7 @@ def test_a_lazy_unmount_lets_programs_go_on_with_what_they_have_open(
     (place / "file").write_text("content")
     holder = program()
     holder("fd = os.open(path, os.O_RDWR)", path=str(place / "file"))
-    done = vfsd("unmount", "work", "--lazy")
+    done = vfsd("unmount", "work", "--lazy", "--discard")
     succeeded(done)
     assert f"pid {holder.pid} (python" in done.stderr
     assert not is_mounted(place)

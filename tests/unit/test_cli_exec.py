@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -36,8 +37,11 @@ class ExecDaemon(FakeDaemon):
     def __init__(self, name: str, mountpoint: str) -> None:
         super().__init__(name, mountpoint)
         self.tags_taken: list[str] = []
+        self.snapshots_fail_with: Exception | None = None
 
     async def _take_snapshot(self, tag: str) -> str:
+        if self.snapshots_fail_with is not None:
+            raise self.snapshots_fail_with
         self.tags_taken.append(tag)
         return f"exec-{len(self.tags_taken)}"
 
@@ -158,6 +162,18 @@ def test_a_command_outside_of_the_workspace_is_refused(where: Where) -> None:
     assert b"not in the workspace" in done.stderr
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), ValueError("no room")], ids=["OSError", "other"])
+def test_a_snapshot_that_fails_is_named_and_the_command_has_its_exit_status(
+    where: Where, daemon: ExecDaemon, error: Exception
+) -> None:
+    daemon.snapshots_fail_with = error
+    done = run(where, "--json", "--", "sh", "-c", "exit 3")
+    assert done.returncode == 3
+    ended = json.loads(done.stdout)
+    assert (ended["exit_status"], ended["snapshot"], ended["snapshot_error"]) == (3, None, "no room")
+    assert b"the snapshot after it failed: no room" in run(where, "--", "true").stderr
+
+
 def test_a_snapshot_follows_each_command_that_ran(where: Where, daemon: ExecDaemon) -> None:
     run(where, "--", "sh", "-c", "echo 'a  b'\nfalse")
     run(where, "--", "no-such-program")
@@ -201,6 +217,7 @@ def test_json_is_one_document_with_what_it_wrote(where: Where) -> None:
         "timed_out": False,
         "truncated": False,
         "snapshot": "exec-1",
+        "snapshot_error": None,
     }
     assert done.stderr == b""
     cut = json.loads(run(where, "--json", "--output-limit", "3", "--", "printf", "12345").stdout)

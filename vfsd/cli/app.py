@@ -242,7 +242,7 @@ NO_ARGUMENTS: Final[tuple[type[Exception], ...]] = tuple(
 )
 
 
-def _report(record: dict[str, str | None], line: str, *, as_json: bool) -> None:
+def _report(record: dict[str, Any], line: str, *, as_json: bool) -> None:
     output.report(line)
     if as_json:
         with contextlib.suppress(OSError):  # standard output may be what failed; the line has been written
@@ -275,10 +275,11 @@ class SuggestingGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def error_record(error: Exception) -> dict[str, str | None]:
-    """An error as --json has it; `errno` is the errno's name."""
+def error_record(error: Exception) -> dict[str, Any]:
+    """An error as --json has it; `errno` is the errno's name, and `facts` of the error come with it."""
     name = errno.errorcode.get(getattr(error, "errno", None) or 0)
-    return {"message": _printable(describe(error)), "errno": name, "path": _path(error)}
+    facts = getattr(error, "facts", {})
+    return {"message": _printable(describe(error)), "errno": name, "path": _path(error), **facts}
 
 
 def describe(error: Exception) -> str:

@@ -162,6 +162,7 @@ def _document(ended: ExecEnded, collected: Mapping[str, bytes]) -> dict[str, Any
         "timed_out": ended.timed_out,
         "truncated": ended.truncated,
         "snapshot": ended.snapshot,
+        "snapshot_error": ended.snapshot_error,
     }
 
 
@@ -170,6 +171,8 @@ def _say(ended: ExecEnded, timeout_s: Any) -> None:
         output.note(f"its time was over after {timeout_s:g} s: it was killed")
     if ended.truncated:
         output.note("it wrote more than --output-limit; the rest was thrown away")
+    if ended.snapshot_error is not None:
+        output.note(f"the command has run, but the snapshot after it failed: {ended.snapshot_error}")
     # To people only: a program that reads standard error wants the command's.
     if ended.snapshot is not None and sys.stderr.isatty():
         output.note(f"snapshot {ended.snapshot}")

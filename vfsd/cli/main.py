@@ -35,7 +35,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 # name -> (module, the first line of its help; a test holds the two equal)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mount": ("mount", "Make a directory a workspace."),
-    "unmount": ("mount", "Unmount a workspace; what only it held is gone."),
+    "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
     "list": ("mount", "List the running workspaces."),
     "status": ("mount", "Show what a workspace is and holds."),
     "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),

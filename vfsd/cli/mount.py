@@ -1,8 +1,7 @@
-"""`vfsd mount`, `unmount`, `list` and `status`."""
+"""`vfsd mount`, `list` and `status`."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -11,24 +10,21 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
-from msgspec import structs, to_builtins
+from msgspec import structs
 
 from vfsd import launch
 from vfsd.cli import output
-from vfsd.cli.app import App, Command, describe, error_record
+from vfsd.cli.app import App, Command
 from vfsd.cli.names import complete_workspace
 from vfsd.cli.values import BACKEND, NAME, SIZE, Seconds
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
-from vfsd.control.sockets import remove_dead_socket
-from vfsd.ending import daemon_end
 from vfsd.mounting import mount_options
-from vfsd.mounts import clear_dead_mount, is_dead, mount_at
 from vfsd.option_rules import SCOPES, OptionError
 from vfsd.options import ENGINES, TRANSPORTS, MountOptions
-from vfsd.runtime import WorkspaceRecord, read_records, remove_record
+from vfsd.runtime import WorkspaceRecord, read_records
 
-__all__ = ["list_command", "mount_command", "status_command", "unmount_command"]
+__all__ = ["list_command", "mount_command", "status_command"]
 
 
 class _MountOption(click.Option):
@@ -207,78 +203,6 @@ def _emit_ready(app: App, ready: launch.Ready) -> None:
     )
     if ready.recovered and not app.json:
         output.note(ready.recovered)
-
-
-@click.command(
-    "unmount",
-    cls=Command,
-    examples="""
-    vfsd unmount                           # the one that the current directory is in, or the only one
-    vfsd unmount demo
-    vfsd unmount --all --lazy
-    """,
-)
-@click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
-@click.option("--lazy", is_flag=True, help="Detach it also when programs have files open in it.")
-@click.option("--all", "every", is_flag=True, help="Every workspace of this user.")
-@click.pass_obj
-def unmount_command(app: App, workspace_argument: str | None, lazy: bool, every: bool) -> None:
-    """Unmount a workspace; what only it held is gone.
-
-    WORKSPACE is a name, or a path in it.  A workspace that programs are using is not unmounted; the error names
-    them.  One whose daemon is dead is cleared away.
-    """
-    if every and (workspace_argument or app.workspace):
-        raise click.UsageError("--all leaves no choice: give it or a workspace, not both")
-    app.workspace = workspace_argument or app.workspace
-    records = read_records() if every else [app.record()]
-    done, failed = [], None
-    os.chdir("/")  # the workspaces are chosen; this process shall not be what keeps one busy
-    for record in records:
-        try:
-            answer = _unmount(app, record, lazy=lazy)
-        except OSError as error:
-            if not every:
-                raise
-            failed = error
-            output.report(f"{record.name}: {describe(error)}")
-            continue
-        done.append({"name": record.name, **to_builtins(answer)})
-        if not app.json:
-            _say_unmounted(record, answer)
-    if app.json:
-        output.print_json({"unmounted": done, **({"error": error_record(failed)} if failed else {})})
-    if failed:
-        click.get_current_context().exit(1)
-
-
-def _unmount(app: App, record: WorkspaceRecord, *, lazy: bool) -> messages.UnmountResult:
-    """Ask the daemon; where it is dead, take away what it left."""
-    if record.alive:
-        with daemon_end(record.pid) as wait_ended:
-            try:
-                result: messages.UnmountResult = app.call(record, "unmount", messages.UnmountParams(lazy=lazy))
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                advice = "end it or leave the directory, or detach the workspace all the same: `vfsd unmount --lazy`"
-                raise OSError(errno.EBUSY, f"{describe(error)}; {advice}") from None
-            if not result.holders:  # else it serves them until they are done
-                wait_ended()
-        return result
-    if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
-        clear_dead_mount(record.mountpoint)
-    remove_record(record)
-    with contextlib.suppress(FileExistsError):  # a new daemon of that name was faster
-        remove_dead_socket(record.socket)
-    output.note(f"the daemon of {record.name} was dead: {record.what_a_death_costs}, its mount is cleared away")
-    return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
-
-
-def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult) -> None:
-    output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
-    if answer.holders:
-        output.note(f"it is still in use by {', '.join(answer.holders)}")
 
 
 _COLUMNS = (

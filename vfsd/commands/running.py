@@ -40,12 +40,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended; `snapshot` names the one that was taken after it."""
+    """How a command ended; `snapshot` names the one that was taken after it, `snapshot_error` why there is none."""
 
     exit_status: int
     timed_out: bool = False
     truncated: bool = False
     snapshot: str | None = None
+    snapshot_error: str | None = None
 
 
 class Commands:
@@ -91,8 +92,8 @@ class Commands:
             if has_run:
                 await self._snapshot(command)  # what it has changed is changed
             raise
-        snapshot = await self._snapshot(command)
-        return Ended(exit_status, clock.timed_out, passing.truncated, snapshot)
+        snapshot, snapshot_error = await self._snapshot(command)
+        return Ended(exit_status, clock.timed_out, passing.truncated, snapshot, snapshot_error)
 
     @property
     def where(self) -> str | None:
@@ -116,16 +117,17 @@ class Commands:
         if isinstance(self._place, Leaving):
             await self._place.leave()
 
-    async def _snapshot(self, command: Command) -> str | None:
+    async def _snapshot(self, command: Command) -> tuple[str | None, str | None]:
+        """Take it; its name, or else why it could not be taken.  Raises nothing: the command has run."""
         if self._take_snapshot is None:
-            return None
-        name = None
+            return None, None
         with trio.CancelScope(shield=True):
             try:
-                name = await self._take_snapshot(_tag(command))
-            except OSError as error:  # the command has run: that is what the caller must know
+                return await self._take_snapshot(_tag(command)), None
+            except Exception as error:  # noqa: BLE001 -- with its traceback in the log, where it is no OSError
                 log_failure(_logger, "snapshot after a command", error, level=logging.WARNING)
-        return name
+                return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return None, None
 
     def _nowhere(self) -> OSError:
         return OSError(

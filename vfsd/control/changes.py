@@ -34,6 +34,7 @@ __all__ = [
     "expired_records",
     "filtered",
     "hiding",
+    "time_text",
     "written_patch",
 ]
 
@@ -216,7 +217,12 @@ def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> C
 
 def created_at(info: SnapshotInfo) -> str:
     """When a snapshot was taken."""
-    return datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    return time_text(info.created_ns)
+
+
+def time_text(time_ns: int) -> str:
+    """A time as the wire has it."""
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
 def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:

@@ -97,13 +97,15 @@ class ExecOutput(msgspec.Struct):
 class ExecEnded(msgspec.Struct, omit_defaults=True):
     """How it ended; `exit_status` is negative for what a signal killed, where that is known.
 
-    `truncated`: it wrote more than the limit, which was thrown away.  `snapshot` was taken after it.
+    `truncated`: it wrote more than the limit, which was thrown away.  `snapshot` was taken after it;
+    `snapshot_error` says why a snapshot that was to be taken is missing.
     """
 
     exit_status: int
     timed_out: bool = False
     truncated: bool = False
     snapshot: str | None = None
+    snapshot_error: str | None = None
 
 
 class ExecInputParams(_Params):

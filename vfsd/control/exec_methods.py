@@ -83,7 +83,7 @@ class ExecMethods:
         finally:
             del self._sessions[name]
             session.end()
-        return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot)
+        return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot, ended.snapshot_error)
 
     async def _input(self, params: ExecInputParams, _call: Call) -> Nothing:
         await self._session(params.session).take_input(params.data, end=params.end)

@@ -387,15 +387,41 @@ class ApplyResult(msgspec.Struct):
 
 
 class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):
-    """unmount: `lazy` detaches a busy mount at once; without it a busy mount is EBUSY, naming who holds it."""
+    """unmount: `lazy` detaches a busy mount at once; without it a busy mount is EBUSY, naming who holds it.
+
+    Where only the daemon holds changes (`unsaved`), it is ENOTEMPTY without `discard`, unless `token` is that of an
+    answer of `unsaved` and nothing was changed since.
+    """
 
     lazy: bool = False
+    discard: bool = False
+    token: str | None = None
 
 
 class UnmountResult(msgspec.Struct):
     mountpoint: str
     lazy: bool
     holders: list[str]  # "pid 12 (bash)", ...
+    snapshots: int = 0  # that a user named, and that went with the daemon's memory
+    changed_late: bool = False  # changed between the check for unsaved changes and the unmount: that change is lost
+
+
+class UnsavedResult(msgspec.Struct):
+    """What only the daemon's memory holds, and an unmount loses.
+
+    `unsaved`: whether the live state has changes since the mount, the last complete export of it, or the last complete
+    apply; none where it is empty and no snapshot was named.  Of a memory workspace `files` and `size_bytes` are of the
+    whole live state; of an overlay `changes` counts what was not applied (`truncated`: at least so many).
+    """
+
+    unsaved: bool
+    token: str  # for `unmount`: of this state
+    files: int | None = None
+    size_bytes: int | None = None
+    changes: ChangeCounts | None = None
+    truncated: bool = False
+    snapshots: int = 0  # that a user named
+    saved_at: str | None = None
 
 
 # method name -> (parameters, result): the one table that server and client share.
@@ -411,6 +437,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "export": (ExportParams, ExportResult),
     "import": (ImportParams, ImportResult),
     "apply": (ApplyParams, ApplyResult),
+    "unsaved": (Empty, UnsavedResult),
     "unmount": (UnmountParams, UnmountResult),
     # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
     "check": (Empty, Empty),

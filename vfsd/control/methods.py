@@ -27,7 +27,6 @@ from protocol.diff import Counts
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
-from vfsd import holders, mounts
 from vfsd.commands.running import Commands
 from vfsd.control.call import Call, Handler, InvalidParamsError
 from vfsd.control.changes import (
@@ -61,13 +60,12 @@ from vfsd.control.messages import (
     SnapshotsParams,
     SnapshotsResult,
     StatusResult,
-    UnmountParams,
-    UnmountResult,
     from_wire_path,
     wire_path,
 )
 from vfsd.control.overlay_methods import OverlayMethods
 from vfsd.control.paths import wire_paths_within
+from vfsd.control.unmount_methods import UnmountMethods
 from vfsd.options import MountOptions
 from vfsd.served import Served
 from vfsd.snapshots.archives import Origin, archive, snapshot_of
@@ -103,7 +101,7 @@ class Methods:
         self._kept = snapshots
         self._options = options
         self._started_at = started_at
-        self.answering_unmount = 0
+        self._unmount = UnmountMethods(served, options, commands)
 
     @property
     def _snapshots(self) -> Snapshots:
@@ -111,6 +109,11 @@ class Methods:
         if self._kept is None:
             raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots yet, nor what is built on them")
         return self._kept
+
+    @property
+    def answering_unmount(self) -> int:
+        """Unmounts that were made and whose answers are on their way."""
+        return self._unmount.answering
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
@@ -124,7 +127,8 @@ class Methods:
             "diff": self._diff,
             "export": self._export,
             "import": self._import,
-            "unmount": self._unmount,
+            "unsaved": self._unmount.unsaved,
+            "unmount": self._unmount.unmount,
             "apply": OverlayMethods(self._served, self._kept, self._options).apply,
             "check": self._check,
             **FsMethods(self._served, self._options, self._commands).handlers(),
@@ -356,9 +360,15 @@ class Methods:
                 progress=in_bytes(call),
                 skip_too_long=True,
             )
+            if not (summary.skipped or params.changes_only or params.include or params.exclude):
+                self._note_saved(tree)
         return ExportResult(
             params.path, summary.files, summary.total_bytes, summary.archive_bytes, _problems(summary.skipped)
         )
+
+    def _note_saved(self, tree: Tree) -> None:
+        if isinstance(self._served.volume, MemoryVolume):
+            self._served.volume.mark_saved(tree)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()
@@ -373,26 +383,6 @@ class Methods:
             _problems(outcome.problems),
             expired_records(outcome.expired, self._snapshots.collect_pruned()),
         )
-
-    # -- the end -----------------------------------------------------------------------------------------
-    async def _unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
-        mountpoint = self._options.mountpoint
-        await self._served.left()
-        call.commit()
-        found = await _in_thread(holders.holders, mountpoint)
-        if not params.lazy:
-            self._commands.check_idle()
-        held = [holder.describe() for holder in found if holder.pid != os.getpid()]
-        # The daemon ends as soon as the mount has gone; it waits for this answer (see `vfsd.daemon`).
-        self.answering_unmount += 1
-        call.after_answer(self._unmount_answered)
-        if params.lazy or not held:  # else the kernel refuses it, and nothing shall have changed
-            await self._commands.leave()
-        await _in_thread(mounts.unmount, mountpoint, lazy=params.lazy)
-        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held)
-
-    def _unmount_answered(self) -> None:
-        self.answering_unmount -= 1
 
 
 async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -53,7 +53,10 @@ class OverlayMethods:
                 done = await trio.to_thread.run_sync(run)
                 written = not params.dry_run and (params.force or not done.conflicts)
                 if written:
+                    is_all = not (paths or done.error or volume.changed_since(live.epoch.serial))
                     volume.applied(live, done)
+                    if is_all:
+                        volume.mark_saved()
                     step.wrote = bool(done.changes)
             if done.error is not None:
                 raise done.error

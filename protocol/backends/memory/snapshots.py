@@ -60,6 +60,8 @@ class Snapshots:
         self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # told of each snapshot dropped to make room
         self.pruned = 0  # how many those were
         self._not_to_prune: frozenset[str] = frozenset()
+        self._saved_at = 0  # the moment of the newest state that is known to be kept elsewhere
+        self.saved_ns: int | None = None  # the time when that was noted
 
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
         """Keep the state as it is now under `name`.  O(1).  SnapshotExistsError, ENAMETOOLONG (tag), ENOSPC.
@@ -136,6 +138,34 @@ class Snapshots:
         info = self._state.log.find(name).info
         assert info is not None
         return info
+
+    # -- what is kept elsewhere --------------------------------------------------------------------
+    def mark(self) -> int:
+        """A number for the live state of now, for `changed_since`.  O(1)."""
+        return self._state.moment()
+
+    def changed_since(self, mark: int) -> bool:
+        """Whether anything that has a name was changed since `mark`, if only to what it was already.  O(1).
+
+        Reading and access times are no changes, nor is what is done to a file without a name.
+        """
+        return self._state.changed_at >= mark
+
+    def mark_saved(self, tree: Tree | None = None) -> None:
+        """Note that the state in `tree`, a view of this volume, is kept elsewhere as a whole; None: the live state."""
+        if tree is None:
+            at = self.mark()
+        elif isinstance(tree, SnapshotTree) and tree.belongs_to(self._state):
+            at = tree.epoch.serial
+        else:
+            return
+        if at >= self._saved_at:
+            self._saved_at, self.saved_ns = at, self._state.clock()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the live state is one that was noted by `mark_saved`: nothing was changed since."""
+        return not self.changed_since(self._saved_at)
 
     def drop_snapshot(self, name: str) -> None:
         """Forget snapshot `name`: O(what changed until the next one).  SnapshotNotFoundError."""

@@ -51,6 +51,7 @@ class State:
         self.ledger = Ledger()
         self.log = UndoLog(self.ledger)
         self.epoch = 0  # serial of the newest epoch: what an inode must be stamped with to be changed
+        self.changed_at = 0  # the newest epoch in which anything that has a name was changed
         self.next_inode = ROOT_INODE
         self.pages = 0  # of all live inodes, unlinked ones too
         self.files = 0  # with links, no directories
@@ -74,6 +75,9 @@ class State:
         if inode.epoch == self.epoch:
             return inode
         assert self.inodes[inode.inode] is inode, "an old version is not to be changed"
+        if inode.nlink:
+            # Here, where an inode comes once in each epoch: an entry is made or removed in a directory that is owned.
+            self.changed_at = self.epoch
         newest = self.log.newest
         if newest is None or inode.nlink == 0:
             # Nobody else has this version: there is no snapshot, or a snapshot does not hold it.
@@ -228,6 +232,12 @@ class State:
         epoch = self.log.open(info)
         self.epoch = epoch.serial
         return epoch
+
+    def moment(self) -> int:
+        """A number for the present state: it was changed after that where `changed_at` is no smaller."""
+        epoch = self.open_epoch(None)
+        self.log.close(epoch)
+        return epoch.serial
 
     # -- counters ------------------------------------------------------------------------------
     def count(self, inode: Inode, sign: int) -> None:

@@ -148,6 +148,11 @@ class OverlayVolume(MemoryVolume):
         with self._view(self._base) as tree:
             yield tree
 
+    def mark(self) -> int:
+        """See `MemoryVolume.mark`."""
+        with self._lock:
+            return super().mark()
+
     def discard(self, paths: Sequence[bytes] = ()) -> Coherence:
         """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
         with self._lock:
@@ -171,6 +176,7 @@ class OverlayVolume(MemoryVolume):
             if done.error is not None:
                 return
             generations = {number: inode.generation for number, inode in state.table.items()}
+            changed_at = state.changed_at
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
             present = [path for path in _outermost(paths) if _is_in(tree, path) or _is_live(state, path)]
@@ -183,6 +189,7 @@ class OverlayVolume(MemoryVolume):
                 inode = state.table.known(number)
                 if inode is not None:
                     inode.generation = generation
+            state.changed_at = changed_at
             state.log.close(live)
             state.log.close(self._base)
             self._base = base
