@@ -112,6 +112,13 @@ class Terminal:
     def answer(self, keys: bytes) -> None:
         os.write(self._ours, keys)
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C, again where it comes just before the program reads: Python then waits for the next key."""
+        while self._process.poll() is None:
+            self.answer(b"\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+
     def end(self) -> tuple[int, str]:
         """The exit status, and the rest of what it shows."""
         shown = b""
@@ -273,7 +280,7 @@ def test_a_terminal_is_asked_and_only_yes_unmounts(workspace: Workspace, root: P
         assert is_mounted(workspace)
     terminal = Terminal(workspace.name)
     terminal.question()
-    terminal.answer(b"\x03")
+    terminal.interrupt()
     ended, shown = terminal.end()
     assert ended == 130
     assert f"{workspace.name} is still mounted" in shown
