@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,83 @@ def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, re
     assert (repository / "new").read_text() == "new\n"
     assert workspace.apply(force=True).applied
     assert (repository / "src" / "sum.c").read_text() == "mine\n"
+
+
+def _truncate(place: Path) -> None:
+    place.write_text("mine\n")
+
+
+def _write(place: Path) -> None:
+    with place.open("r+") as file:
+        file.write("mine")
+
+
+def _rename_over(place: Path) -> None:
+    other = place.with_name("other")
+    other.write_text("mine\n")
+    other.rename(place)
+
+
+CHANGES = {
+    "truncate": _truncate,
+    "write": _write,
+    "over": _rename_over,
+    "unlink": Path.unlink,
+    "chmod": lambda place: place.chmod(0o600),
+    "xattr": lambda place: os.setxattr(place, "user.x", b"1"),
+}
+
+
+@pytest.mark.parametrize("read_before", [True, False], ids=["read", "unread"])
+def test_apply_protects_what_others_wrote_after_the_workspace_changed_the_file_however_it_did(
+    engine: str, workdir: Path, read_before: bool
+) -> None:
+    place = workdir / "below"
+    place.mkdir()
+    for name in CHANGES:
+        (place / name).write_text("first\n")
+    daemon = f"{workdir.name}-p"
+    with Workspace.mount(workdir / "m", engine=engine, name=daemon, backend=f"overlay:{place}") as workspace:
+        root = Path(workspace.path)
+        with contextlib.ExitStack() as held:
+            files = [held.enter_context((root / name).open()) for name in CHANGES]  # the daemon keeps the inodes
+            if read_before:
+                assert {file.read() for file in files} == {"first\n"}
+            for name, change in CHANGES.items():
+                change(root / name)
+            (root / "new").write_text("new\n")
+            for name in CHANGES:
+                (place / name).write_text("others\n")
+            deadline = time.monotonic() + 20
+            while (workspace.status().changed_below or 0) < len(CHANGES):  # the daemon has looked at each of them
+                assert time.monotonic() < deadline, "never seen"
+                time.sleep(0.05)
+            refused = workspace.apply()
+            assert not refused.applied
+            assert refused.conflicts == dict.fromkeys(CHANGES, "was changed there since")
+            assert {(place / name).read_text() for name in CHANGES} == {"others\n"}
+            assert not (place / "new").exists()
+        assert workspace.apply(force=True).applied
+        assert (place / "over").read_text() == "mine\n"
+        assert not (place / "unlink").exists()
+        check_invariants(workspace)
+    assert ["changed below" in line for line in complaints(daemon)] == [True] * len(CHANGES)
+
+
+def test_apply_refuses_to_remove_a_directory_to_which_others_added_a_file(mount: MountIt, workdir: Path) -> None:
+    place = workdir / "below"
+    (place / "d").mkdir(parents=True)
+    (place / "d" / "old").write_text("old\n")
+    workspace = mount(backend=f"overlay:{place}")
+    root = Path(workspace.path)
+    (root / "a").write_text("new\n")
+    shutil.rmtree(root / "d")
+    (place / "d" / "theirs").write_text("theirs\n")
+    refused = workspace.apply()
+    assert not refused.applied
+    assert list(refused.conflicts) == ["d/theirs"]
+    assert sorted(os.listdir(place)) == ["d"]
+    assert sorted(os.listdir(place / "d")) == ["old", "theirs"]
 
 
 def test_mounting_looks_at_no_file_whatever_is_below(mount: MountIt, workdir: Path) -> None:

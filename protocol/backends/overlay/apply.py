@@ -9,6 +9,12 @@ into their places, what has another type makes room, then goes what is to go, an
 directories.  So each path is at any moment what it was or what it is to be; and whenever this is killed, the directory
 is made wholly one or the other by whoever looks at the journal next (see `journal`).
 
+Invariant, without `force`: no content that was written below after the workspace first changed a path is replaced or
+removed.  The base holds the identity that the workspace had shown at that moment (see `OverlayState.refresh` and
+`OverlayState.own`).  A run takes it once, before it reads anything, and compares it with what is there when it looks
+for conflicts and when it plans the step; the step compares with what was planned just before it renames or removes.
+A directory goes only when it holds nothing that the base does not hold.
+
 What snapshots still need of a file below is kept before it is replaced (`LowerFile.keep`).
 
 Threading: any one thread, on immutable trees; nobody else applies meanwhile.
@@ -42,6 +48,7 @@ _CHUNK_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 64  # are synced one by one, more by syncfs(2)
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
+_SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # equals the identity of no file
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,13 @@ def _write(run: _Run, begun: Journal, found: Sequence[Change], result: Applied) 
         run.write(found, begun)
     except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
         result.error = error
-    finally:
+    try:
         begun.clear()
+    except BaseException as error:  # noqa: BLE001 -- the same: what this run wrote is known either way
+        result.error = result.error or error
     for change in found:
         if result.error is None or change.path in run.done:
-            result.identities[change.path] = run.identity_of(change.path)
+            result.identities[change.path] = run.identity_of(change)
     result.renewed = run.renewed()
 
 
@@ -136,8 +145,10 @@ class _Run:
         self._force = force
         self._keep_going = keep_going
         self._changed: set[bytes] = set()
+        self._expectations: _Identities = {}
         self.done: set[bytes] = set()
-        self._touched: dict[tuple[int, int], Handle] = {}  # of which this run itself moves the ctime
+        self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}  # whose ctime this run moves; before that
+        self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
         self._staged: dict[bytes, bytes] = {}  # where what is to be at a path is
 
     # -- what is there -----------------------------------------------------------------------------
@@ -150,6 +161,12 @@ class _Run:
             raise
 
     def _expected(self, path: bytes) -> Identity | None:
+        """What was at `path` when this run first asked: the base may follow a change below while the run goes on."""
+        if path not in self._expectations:
+            self._expectations[path] = self._identity_in_base(path)
+        return self._expectations[path]
+
+    def _identity_in_base(self, path: bytes) -> Identity | None:
         if path in self._known:
             return self._known[path]
         try:
@@ -178,17 +195,33 @@ class _Run:
             return Conflict(change.path, "was made there since")
         if there is None:
             return Conflict(change.path, "was removed there since")
-        if self._is_unchanged(there, expected):
-            return None
-        return Conflict(change.path, "was changed there since")
+        if not self._is_unchanged(change, there):
+            return Conflict(change.path, "was changed there since")
+        if stat.S_ISDIR(there.st_mode) and (change.new is None or not change.new.is_dir):
+            others = self._others_in(change.path)
+            if others:
+                return Conflict(others[0], "is there, in a directory that is to go, and the workspace never showed it")
+        return None
 
-    def _is_unchanged(self, there: os.stat_result, expected: Identity | None) -> bool:
+    def _others_in(self, path: bytes) -> list[bytes]:
+        """The paths in a directory below that neither the base nor an earlier run put there, sorted."""
+        try:
+            shown = set(self._base.children(path))
+        except (FileNotFoundError, NotADirectoryError):
+            shown = set()
+        found = (path + b"/" + entry.name for entry in self._lower.scan(path)[1] if entry.name not in shown)
+        return sorted(each for each in found if self._known.get(each) is None)
+
+    def _is_unchanged(self, change: Change, there: os.stat_result) -> bool:
         now = identity(there)
+        expected = self._expected(change.path)
         if expected is None:
             return False
-        if stat.S_ISDIR(there.st_mode) or now[:2] in self._touched:
-            return now[:2] == expected[:2]
-        return now == expected
+        if stat.S_ISDIR(there.st_mode):
+            # The inode number of a removed file may be given to a new directory.
+            was_directory = change.old is None or change.old.is_dir or change.path in self._known
+            return was_directory and now[:2] == expected[:2]
+        return now == expected or (now[:2] in self._touched and now[:4] == expected[:4])
 
     def _is_done(self, change: Change, there: os.stat_result | None) -> bool:
         """Whether what is below is what it is to be: left by a run that was interrupted."""
@@ -245,6 +278,8 @@ class _Run:
                     # Last: the other steps want to see the file as it was, under its other names.
                     if step.do == "attributes":
                         in_place.append(step)
+                        if step.seen is not None and step.attributes is not None:
+                            self._times[step.seen[:2]] = step.attributes.mtime_ns
                     else:
                         yield step
         yield from self._removals(todo)
@@ -284,7 +319,7 @@ class _Run:
 
     def _check_again(self, change: Change, there: os.stat_result) -> None:
         """Nobody shall have changed it since it was looked at first."""
-        if self._force or self._is_unchanged(there, self._expected(change.path)):
+        if self._force or self._is_unchanged(change, there):
             return
         raise ChangedBelowError(change.path)
 
@@ -356,14 +391,26 @@ class _Run:
         """The inode's ctime is about to move: it is looked at once more at the end."""
         handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
         there = os.fstat(handle.fd)
-        self._touched[there.st_dev, there.st_ino] = handle
+        self._touched.setdefault((there.st_dev, there.st_ino), (handle, identity(there)))
         self._lower.moving.add((there.st_dev, there.st_ino))
 
     def renewed(self) -> dict[tuple[int, int], Identity]:
-        """What the inodes are now of which this run moved the ctime."""
-        return {key: identity(os.fstat(handle.fd)) for key, handle in self._touched.items()}
+        """Current identities of the inodes whose ctime this run moved, without those that others have changed."""
+        found = {}
+        for key, (handle, before) in self._touched.items():
+            now = identity(os.fstat(handle.fd))
+            if now[:3] == before[:3] and now[3] in (before[3], self._times.get(key)):
+                found[key] = now
+        return found
 
-    def identity_of(self, path: bytes) -> Identity | None:
-        """What is at a path below now."""
-        there = self._stat(path)
-        return None if there is None else identity(there)
+    def identity_of(self, change: Change) -> Identity | None:
+        """What this run left at a path; `_SOMETHING_ELSE` where others have changed it since."""
+        there = self._stat(change.path)
+        new = change.new
+        if there is None:
+            return None
+        if new is None or stat.S_IFMT(there.st_mode) != stat.S_IFMT(new.mode):
+            return _SOMETHING_ELSE
+        if not new.is_dir and there.st_mtime_ns != new.mtime_ns:
+            return _SOMETHING_ELSE
+        return _SOMETHING_ELSE if new.is_file and there.st_size != new.size else identity(there)

@@ -31,6 +31,7 @@ def check(state: OverlayState) -> None:
         assert inode.epoch <= state.epoch
         check_inode(inode)
         _check_links(known, inode)
+        _check_base(state, inode)
         if inode.children is not None and not isinstance(inode.children, UnfilledChildren):
             _check_directory(state, known, inode)
     linked = [inode for inode in known.values() if inode.nlink]
@@ -42,6 +43,17 @@ def check(state: OverlayState) -> None:
     assert state.table.below == below, "inodes from below"
     check_log(state)
     check_ledger(state, known.values())
+
+
+def _check_base(state: OverlayState, inode: Inode) -> None:
+    """All versions of an inode have one identity below: the one that the live version showed last.
+
+    So the base says what the workspace knew of a file when it first changed it, and `apply` can compare.
+    """
+    if isinstance(inode, OverlayInode):
+        for version in state.versions(inode.inode):
+            if isinstance(version, OverlayInode):
+                assert version.lower.identity == inode.lower.identity, f"inode {inode.inode}: identities below"
 
 
 def _check_links(known: dict[int, Inode], inode: Inode) -> None:

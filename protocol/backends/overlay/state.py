@@ -24,6 +24,7 @@ import functools
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -44,6 +45,8 @@ __all__ = ["OverlayState"]
 
 _Place = tuple[int, bytes]  # directory, name
 _KIND: Final = 0o170000
+_TICK_MS: Final = 10  # of the kernel's clock for timestamps, at its slowest (CONFIG_HZ=100)
+_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; what the kernel takes timestamps of files from
 _LOWER_NAME_BYTES: Final = 640  # of a name below that was listed: its entry, number and kind
 _LOWER_INODE_BYTES: Final = 640  # of an inode below that was looked at, beside what every inode takes
 
@@ -274,8 +277,10 @@ class OverlayState(State):
     def refresh(self, number: int) -> tuple[bool, bool]:
         """Look once more at a file that changed below.
 
-        Returns whether the live version follows what is below, and whether anything is different now.  Versions that
-        were changed above do not follow: what they took from below is gone.
+        Returns whether the live version follows what is below, and whether anything is different now.  A live version
+        that was changed above does not follow: what it took from below is gone.  Then no other version follows
+        either, and least of all the base's: its identity is the one that the workspace had shown when it first
+        changed the file, and `apply` compares with that.
         """
         with self.lock:
             live = self.table.known(number)
@@ -292,7 +297,7 @@ class OverlayState(State):
                 return False, True
             if self.lower.is_same(identity(seen), old.identity):
                 return True, False
-            if seen.st_mode & _KIND != live.mode & _KIND:
+            if seen.st_mode & _KIND != live.mode & _KIND or not live.nlink or not _follows(live, old.identity):
                 return False, True
             new = LowerFile(self.lower, old.path, seen)
             xattrs = self.lower.xattrs(old.path)
@@ -337,10 +342,8 @@ class OverlayState(State):
 
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
         """We ourselves moved the ctime of these inodes below, by (st_dev, st_ino): by a link or an attribute."""
-        if not renewed:
-            return
         with self.lock:
-            for number in list(self.table):
+            for number in list(self.table) if renewed else ():
                 for version in self.versions(number):
                     if isinstance(version, OverlayInode):
                         now = renewed.get(version.lower.identity[:2])
@@ -351,9 +354,16 @@ class OverlayState(State):
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:
-        """See `State.own`."""
-        if inode.epoch != self.epoch and isinstance(inode.children, UnfilledChildren):
-            inode.children.fill()
+        """See `State.own`.
+
+        Every change of an inode comes through here first.  Afterwards its `lower` does not move (see `refresh`), and
+        any change of the file below has a ctime other than the one in its identity.
+        """
+        if inode.epoch != self.epoch and isinstance(inode, OverlayInode):
+            if isinstance(inode.children, UnfilledChildren):
+                inode.children.fill()
+            elif inode.children is None:
+                _outlast_tick(inode.lower.identity[4])
         return super().own(inode)
 
     def revive(self, version: Inode) -> Inode:
@@ -386,6 +396,19 @@ class OverlayState(State):
         above = self.path(directory)
         if above is not None and self.hiding.hides(above + b"/" + name if above else name, is_directory=is_directory):
             raise fail(1, name.decode("utf-8", "backslashreplace"))
+
+
+def _outlast_tick(ctime_ns: int) -> None:
+    """Wait until the kernel's clock for timestamps has gone beyond `ctime_ns`, if that was within its last tick.
+
+    A later change of the file then gets another ctime, also when it leaves the size as it was.  Not longer than a
+    tick: a ctime further ahead is that of another machine's clock.
+    """
+    for _ in range(_TICK_MS):
+        ahead = ctime_ns - time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
+        if not 0 <= ahead < _TICK_MS * 1_000_000:
+            return
+        time.sleep(0.001)
 
 
 def _count_entries(directory: Inode) -> None:
