@@ -87,7 +87,8 @@ def rootless_podman() -> Iterator[Rootless]:
     for program, package in (("podman", "podman"), *PACKAGES.items()):
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             raise NoPodmanError(f"{program} is missing: install {package}")
-    home = Path(tempfile.mkdtemp(prefix="vfsd-rootless-"))
+    # Not in TMPDIR: its path is private to root, and Podman wants at most 50 characters for its run directory.
+    home = Path(tempfile.mkdtemp(prefix="vfsd-rootless-", dir="/tmp"))
     name = f"vfsdt{os.getpid()}"
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, home)

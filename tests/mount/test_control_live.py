@@ -293,7 +293,9 @@ def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path,
         assert read == sorted(read)
         # The figures between are sampled; of 80 MiB to go through some are caught.
         assert any(done > 0 for done in read)
-        assert {step.total for step in told if step.unit == "bytes"} == {40 << 20}
+        # One figure from start to end: the content, and a little for each entry, so that empty files show too.
+        (total,) = {step.total for step in told if step.unit == "bytes"}
+        assert 40 << 20 <= total < 41 << 20
 
 
 # -- names --------------------------------------------------------------------------------------------

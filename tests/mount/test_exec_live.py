@@ -51,7 +51,9 @@ def test_each_command_is_followed_by_a_snapshot_where_that_is_asked_for(mount: M
     assert (root / "src" / "f").read_text() == "one\n"
     workspace.snapshot("exec-3")  # a name that is taken is left to its owner
     assert workspace.executor.run(["true"]).exit_status == 0
-    assert [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "user"][-1] == "exec-4"
+    assert [snapshot.name for snapshot in workspace.snapshots() if snapshot.kind == "automatic"][-1] == "exec-4"
+    (root / "new").write_text("")
+    assert workspace.diff().a == "exec-4", "without a name, diff compares with the newest snapshot, whoever took it"
 
 
 def test_a_command_does_not_inherit_the_daemon_s_precise_waits(mount: MountIt) -> None:

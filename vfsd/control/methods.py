@@ -315,7 +315,7 @@ class Methods:
 
     async def _newest_snapshot(self) -> str:
         for info in reversed(await self._snapshots.infos()):
-            if info.kind == "user":
+            if info.kind != "safety":
                 return info.name
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
