@@ -180,6 +180,25 @@ def test_an_import_borrows_what_it_unpacks_and_gives_it_back() -> None:
     volume.check_invariants()
 
 
+def test_what_an_import_unpacked_is_charged_while_it_is_prepared() -> None:
+    volume = MemoryVolume(24 * MIB, max_memory=24 * MIB)
+    file(volume, b"mine", b"x")
+    staged = MemoryVolume(16 * MIB)
+    staged.borrow_from(volume)
+    for number in range(10):
+        file(staged, b"large%d" % number, os.urandom(MIB))
+    with staged.tree() as tree, volume.tree():
+        preparation = volume.preparation(tree, replace=True)
+        for _ in preparation.steps():
+            assert 10 * MIB < sum(volume.memory) < 13 * MIB
+        assert preparation.is_valid
+        volume.import_prepared(preparation)
+    staged.give_back()
+    assert volume.lookup(1, b"large9").size == MIB
+    assert sum(volume.memory) < 11 * MIB
+    volume.check_invariants()
+
+
 def test_an_overlay_charges_what_it_remembers_of_below(tmp_path: Path) -> None:
     for number in range(500):
         (tmp_path / f"name{number}").touch()

@@ -291,6 +291,8 @@ class Converger:
         if version.same_content(node) and version.pages == node.pages:
             return
         needed = version.content.allocated if version.content is not None else 0
+        if self._own_view is None:
+            self._view.ledger.repay(needed)  # charged here from now on; the rest of a loan stays until the end
         self._check_growth(version.pages - node.pages, memory=needed + SLACK_BYTES)
         content = version.content.share() if version.content else None
         if content is not None and self._own_view is None:

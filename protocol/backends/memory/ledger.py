@@ -188,6 +188,13 @@ class Ledger:
                 return True
         return False
 
+    def repay(self, count: int) -> None:
+        """Give back a part of the loan, at most all: so much of what was unpacked becomes the lender's own."""
+        if self._lender is not None:
+            count = min(count, self._loan)
+            self._lender.charge_overhead(-count)
+            self._loan -= count
+
     def give_back(self) -> None:
         """End the loan: what was unpacked is gone, or is charged to the lender as its own."""
         if self._lender is not None:

@@ -226,8 +226,6 @@ class Snapshots:
     def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
         """What makes the new files of an `import_tree` beforehand, in small steps; for `import_prepared`."""
         scopes = paths or (b"",)
-        if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
-            tree.ledger.give_back()  # what is prepared is charged here
         return Preparation(self._state, tree, replace=replace, check_quota=self._check_quota, paths=scopes)
 
     def import_prepared(self, preparation: Preparation) -> Coherence:
