@@ -57,8 +57,8 @@ def _large_xattrs(root: Path, _: Workspace) -> Iterator[None]:
 
 
 def _small_xattrs(root: Path, _: Workspace) -> Iterator[None]:
-    for number in range(1 << 20):
-        path = root / f"x{number // 400}"
+    for number in range(1 << 22):
+        path = root / f"x{number // 100}"  # a change copies all attributes of a file
         path.touch()
         os.setxattr(path, f"user.{number}", b"%d" % number)
         yield
