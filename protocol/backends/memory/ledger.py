@@ -31,7 +31,7 @@ objects, and set above it because dicts double and integers differ:
     one attribute, 12 and 9 bytes          370     XATTRS_BYTES + XATTR_BYTES + 21 = 469
     version of an empty file               387     VERSION_BYTES = 448; of a file of one block: 692
     file removed under a snapshot          183     RECORD_BYTES and the version replace the live inode
-    snapshot                               570     SNAPSHOT_BYTES = 1,024, with a tag of 1 KiB 1,633
+    snapshot                               570     SNAPSHOT_BYTES = 6,144: listing it takes 4 KiB more for a while
 
 Threading: the serving loop (or the one thread that unpacks an import) changes the figures.  `borrow` and `give_back`
 change `ceiling` and `overhead` of another thread's ledger, under a lock.
@@ -79,7 +79,7 @@ VERSION_LINK_BYTES: Final = 64
 VERSION_BLOCK_BYTES: Final = 256  # of each block of a version: its place in two dicts
 RECORD_BYTES: Final = 160  # of a name, without its length, or of an inode that did not exist
 NAMES_BYTES: Final = 320  # of the records of one directory
-SNAPSHOT_BYTES: Final = 1024
+SNAPSHOT_BYTES: Final = 6 * 1024
 # More than making one entry takes, and more than a block that becomes a bytearray grows by beyond what is written.
 SLACK_BYTES: Final = 16 * 1024
 _LOAN_BYTES: Final = 1 << 20
