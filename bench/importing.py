@@ -16,6 +16,7 @@ CPU time is not independent of what else runs: hyperthreads and caches are share
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import re
@@ -39,6 +40,7 @@ from vfsd.workspace import Workspace
 _MTIME_NS: Final = 1_700_000_000_123_456_789
 _TEXT: Final = b"".join(b"word%d_%d " % (number % 97, number * 7919 % 1000) for number in range(5000))
 _VFSD: Final = Path(sys.executable).with_name("vfsd")
+_numbers: Final = itertools.count()
 Row = dict[str, float]
 
 
@@ -129,8 +131,14 @@ def asking(place: str) -> Iterator[list[float]]:
         process.join()
 
 
+def mounted(scratch: Path, archive: Path | None = None) -> Workspace:
+    """A memory workspace of its own, whatever became of the one before."""
+    name = f"importing{next(_numbers)}"
+    return Workspace.mount(scratch / name, name=name, archive=archive)
+
+
 def of_command(scratch: Path, archive: Path, entries: int, *command: str) -> Row:
-    with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
+    with mounted(scratch) as workspace:
         pid = workspace.pid
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): VmHWM begins anew
         before, base = cpu_s(pid), status_bytes(pid, "VmRSS")
@@ -147,9 +155,9 @@ def grown(pid: int, base: int, entries: int) -> Row:
 
 
 def of_mount(scratch: Path, archive: Path, entries: int) -> Row:
-    with Workspace.mount(scratch / "mount", name="bench-importing") as workspace:
+    with mounted(scratch) as workspace:
         empty, base = cpu_s(workspace.pid), status_bytes(workspace.pid, "VmRSS")
-    with Workspace.mount(scratch / "mount", name="bench-importing", archive=archive) as workspace:
+    with mounted(scratch, archive) as workspace:
         pid = workspace.pid
         return {"CPU": cpu_s(pid) - empty, **grown(pid, base, entries), "longest stat": 0.0}
 
