@@ -4,7 +4,7 @@
 
 Rows: the first snapshot (`git add -A && git commit`), one after ten files were changed (the same), a restore of ten
 changed files (`git reset --hard`), and a restore into an empty directory (the same).  The library is called in this
-process, as the daemon calls it, with a watch as the daemon has one; git is started, as one starts it.  A restore of
+process, as the daemon calls it; git is started, as one starts it.  A restore of
 ours keeps the state before as a snapshot, which git's does not; the row "no safety snapshot" is without.
 """
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.store import DirectorySource, DirectoryTarget, Store, Watch
+from protocol.store import DirectorySource, DirectoryTarget, Store
 
 FILES_PER_DIRECTORY = 100
 FILE_BYTES = 1024
@@ -88,19 +88,13 @@ class Ours:
 
     def __init__(self, tree: Tree, store: Store) -> None:
         self._store = store
-        watch = Watch()
-        self._source = DirectorySource(str(tree.root), watch)
-        self._target = DirectoryTarget(str(tree.root), watch)
-        self._everywhere = DirectorySource(str(tree.root))
+        self._source = DirectorySource(str(tree.root))
+        self._target = DirectoryTarget(str(tree.root))
         self._count = 0
 
     def take(self) -> None:
         self._count += 1
         self._store.take("bench", f"{self._count}", self._source)
-
-    def take_everywhere(self) -> None:
-        self._count += 1
-        self._store.take("bench", f"{self._count}", self._everywhere)
 
     def restore(self, *, safety: bool = True) -> None:
         self._count += safety
@@ -149,8 +143,6 @@ def a_round(place: Path, files: int, rows: Rows, clock: Callable[[], float]) -> 
         row("first snapshot", git.take, ours.take, "")
         for _ in range(3):
             row("snapshot after ten changes", git.take, ours.take, "change")
-            row("- without a watch", git.take, ours.take_everywhere, "change")
-            ours.take()  # the watch sees again
             row("restore of ten changes", git.restore, ours.restore, "change")
             row("- no safety snapshot", git.restore, lambda: ours.restore(safety=False), "change")
         row("restore of all files", git.restore, lambda: ours.restore(safety=False), "empty")

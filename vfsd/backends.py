@@ -16,7 +16,7 @@ from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.journal import recover
-from protocol.store import DirectorySource, DirectoryTarget, Store, Watch
+from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.volume import Volume
 from vfsd.extras import lacking
 from vfsd.logs import log_failure
@@ -122,8 +122,7 @@ def _stored_host(options: MountOptions, directory: str) -> Stored:
     """The snapshots of a directory.  ValueError for a store that would be part of what it keeps."""
     place = os.path.realpath(directory)
     store = Store(options.store)
-    watch = Watch()
-    source = DirectorySource(place, watch)
+    source = DirectorySource(place)
     if options.store is not None:
         # Where the user's own store is inside, only snapshots are refused: one can do without.
         try:
@@ -131,7 +130,7 @@ def _stored_host(options: MountOptions, directory: str) -> Stored:
         except OSError as error:
             raise ValueError(f"the store {options.store} is inside {directory}, which it is to keep") from error
     _check_outside(options, store)
-    return Stored(store, f"host:{place}", source, DirectoryTarget(place, watch))
+    return Stored(store, f"host:{place}", source, DirectoryTarget(place))
 
 
 def _check_outside(options: MountOptions, store: Store) -> None:

@@ -9,7 +9,6 @@ from protocol.store.source import DirectorySource, Source, TreeSource
 from protocol.store.store import Store
 from protocol.store.target import ChangedMeanwhileError, DirectoryTarget, Target
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
-from protocol.store.watch import Watch
 
 __all__ = [
     "STORE_VARIABLE",
@@ -28,6 +27,5 @@ __all__ = [
     "StoredSnapshot",
     "Target",
     "TreeSource",
-    "Watch",
     "default_directory",
 ]

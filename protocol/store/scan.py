@@ -8,7 +8,6 @@ moment; one that keeps changing is stored as it was read last, and named.  What 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import errno
 import os
 import stat
@@ -38,7 +37,6 @@ from protocol.store.statx import (
     RECORD_BYTES,
     Seen,
     differing,
-    inode_of,
     key_of,
     seen_at,
     seen_of_descriptor,
@@ -47,7 +45,6 @@ from protocol.store.statx import (
 
 if TYPE_CHECKING:
     from protocol.store.statcache import StatCache
-    from protocol.store.watch import Watch, Where
 
 __all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "untold"]
 
@@ -92,22 +89,19 @@ def scan(
     trusted: bool,
     unreadable: Unreadable,
     progress: Progress = untold,
-    watch: Watch | None = None,
 ) -> Scanned:
-    """Take in the directory that `root` is a readable descriptor of; with `watch`, only where something happened.
+    """Take in the directory that `root` is a readable descriptor of.
+
+    Every name is compared with its cached stat data; nothing is skipped because its directory seems unchanged.  A
+    file can change through any of its names (a hard link in another directory or outside the tree), through a
+    descriptor whose name is gone, and through a mapping.  Of these, only the ctime of the file itself tells: an
+    inotify watch on the directory does not.
 
     `trusted`: whether the store still has all that `cache` names.  EACCES names the first path that cannot be
     read, unless `unreadable` is "skip".
     """
     walk = _Walk(sink, trusted=trusted, unreadable=unreadable, progress=progress)
-    known = cache.root
-    with contextlib.nullcontext() if watch is None else watch.walking(root, known) as where:
-        if watch is not None and where is not None:
-            walk.watch, walk.where = watch, where
-        at_home = known is not None and inode_of(known.own) == os.fstat(root).st_ino
-        row, directory = walk.directory(root, b"", b"", known, at_home=at_home)
-        if watch is not None and where is not None:
-            watch.finished(directory)
+    row, directory = walk.directory(root, b"", b"", cache.root)
     counts = directory.counts
     links = walk.links
     total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
@@ -129,21 +123,14 @@ class _Walk:
         self.leftovers: list[bytes] = []
         self.links: dict[int, int] = {}
         self.changed: list[tuple[bytes, CachedDirectory]] = []
-        self.watch: Watch | None = None
-        self.where: Where | None = None
         self._untold = 0
         self.leaves = Leaves(sink, self._deny, self._read)
 
     # -- directories -----------------------------------------------------------------------------
     def directory(
-        self, descriptor: int, path: bytes, name: bytes, cached: CachedDirectory | None, *, at_home: bool
+        self, descriptor: int, path: bytes, name: bytes, cached: CachedDirectory | None
     ) -> tuple[Row, CachedDirectory]:
-        """The row of a directory, and what to remember of it and all below.
-
-        `at_home`: whether it, and each above it, is the very directory that was there before.
-        """
-        if self.watch is not None:
-            self.watch.entered(descriptor, path)
+        """The row of a directory, and what to remember of it and all below."""
         now_ns = time.time_ns()
         left: list[bytes] = []
         own_record = seen_of_descriptor(descriptor)
@@ -168,14 +155,12 @@ class _Walk:
             row = cached.row
             if row is not None and row.name == name and self.holds(cached):
                 self.links.update(cached.links)
-                self._looked_at(path, cached)
                 return row, cached
         seen = seen_at(own_record, 0)
-        listing = _Listing(self, descriptor, path, names, records, cached, now_ns, at_home=at_home)
+        listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
         listing.take()
         made = listing.finish(own, listed_racy=bool(left) or is_racy(seen.ctime_ns, now_ns))
         self.links.update(made.links)
-        self._looked_at(path, made)
         # A racy one may have got other xattrs in the same tick.
         old = cached.row if cached is not None and own == cached.own and not cached.listed_racy else None
         if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:
@@ -188,7 +173,7 @@ class _Walk:
         return row, made
 
     def enter(
-        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None, *, at_home: bool
+        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None
     ) -> tuple[Row, CachedDirectory | None]:
         """As `directory`, of the one called `name`; a directory that cannot be entered is a row with nothing below."""
         if len(path) > 2 * _DEEPEST - 1 and path.count(b"/") >= _DEEPEST:
@@ -206,20 +191,9 @@ class _Walk:
                 raise VanishedError from None
             raise
         try:
-            return self.directory(descriptor, path, name, cached, at_home=at_home)
+            return self.directory(descriptor, path, name, cached)
         finally:
             os.close(descriptor)
-
-    def is_quiet(self, path: bytes, directory: CachedDirectory) -> bool:
-        """Whether a directory that is where it was need not be looked at, nor what is below."""
-        if self.where is None or not self.where.is_quiet(path) or not self.holds(directory):
-            return False
-        self._tell(directory.counts.files)
-        return True
-
-    def _looked_at(self, path: bytes, directory: CachedDirectory) -> None:
-        if self.watch is not None:
-            self.watch.looked_at(path, directory)
 
     def _closed(self, name: bytes, seen: Seen, state: int) -> Row:
         digest = self.sink.listing(encode_listing([]))
@@ -267,8 +241,6 @@ class _Listing:
         records: bytes,
         cached: CachedDirectory | None,
         now_ns: int,
-        *,
-        at_home: bool,
     ) -> None:
         self._walk = walk
         self._descriptor = descriptor
@@ -278,7 +250,6 @@ class _Listing:
         self._records = records
         self._cached = cached
         self._now_ns = now_ns
-        self._at_home = at_home
         self._rows: dict[bytes, Row | None] = {}  # of names that are not as they were; None: gone
         self._children: dict[bytes, CachedDirectory] = {}
         self._racy: set[bytes] = set()
@@ -352,9 +323,6 @@ class _Listing:
         if not stat.S_ISDIR(seen.mode):
             return self._take(at, name)
         old = child.row
-        if self._at_home and inode_of(child.own) == seen.inode and self._walk.is_quiet(self._prefix + name, child):
-            self._children[name] = child
-            return None
         row = self._enter(name, seen, child)
         if row is None or (row is not old and row != old):
             self._rows[name] = row
@@ -362,10 +330,7 @@ class _Listing:
 
     def _enter(self, name: bytes, seen: Seen, child: CachedDirectory | None) -> Row | None:
         try:
-            at_home = self._at_home and child is not None and inode_of(child.own) == seen.inode
-            row, made = self._walk.enter(
-                self._descriptor, name, self._prefix + name, seen, child, at_home=at_home
-            )  # fmt: skip
+            row, made = self._walk.enter(self._descriptor, name, self._prefix + name, seen, child)
         except VanishedError:
             return None
         if made is None:

@@ -17,7 +17,6 @@ from protocol.store.scan import Progress, Scanned, Unreadable, scan, untold
 from protocol.store.statcache import StatCache
 
 if TYPE_CHECKING:
-    from protocol.store.watch import Watch
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["DirectorySource", "Source", "TreeSource"]
@@ -52,14 +51,10 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's.
+    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's."""
 
-    With a `watch` a walk looks only where that has heard of changes, and now and then everywhere.
-    """
-
-    def __init__(self, place: Place, watch: Watch | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._watch = watch
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -85,9 +80,7 @@ class DirectorySource:
         progress: Progress = untold,
     ) -> Scanned:  # fmt: skip
         with self.opened() as root:
-            return scan(
-                root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress, watch=self._watch
-            )  # fmt: skip
+            return scan(root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
 
     @contextmanager
     def _file(self, path: bytes) -> Iterator[int]:

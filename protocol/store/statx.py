@@ -24,7 +24,6 @@ __all__ = [
     "RECORD_BYTES",
     "Seen",
     "differing",
-    "inode_of",
     "key_of",
     "links_of",
     "seen_at",
@@ -138,11 +137,6 @@ def differing(records: bytes, others: bytes) -> list[int]:
             middle = (low + high) // 2
             pending += ((low, middle), (middle, high))
     return found
-
-
-def inode_of(key: bytes) -> int:
-    """The inode number of a `key_of`."""
-    return int.from_bytes(key[16:24], "little")
 
 
 def links_of(key: bytes) -> int:

@@ -30,7 +30,6 @@ from protocol.volume import RENAME_NOREPLACE
 
 if TYPE_CHECKING:
     from protocol.store.source import Place
-    from protocol.store.watch import Watch
     from protocol.tree import TreeEntry
 
 __all__ = ["ChangedMeanwhileError", "Content", "DirectoryTarget", "Target"]
@@ -117,8 +116,8 @@ class Target(Protocol):
 class DirectoryTarget:
     """A directory of the host: a path, or a descriptor that stays the caller's."""
 
-    def __init__(self, place: Place, watch: Watch | None = None) -> None:
-        self._source = DirectorySource(place, watch)
+    def __init__(self, place: Place) -> None:
+        self._source = DirectorySource(place)
         self._root = -1
         self._prefix = b""
         self._count = 0

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff import Change
-from protocol.store import DirectorySource, DirectoryTarget, Store, Watch
+from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence, SnapshotInfo
 from vfsd.snapshots.base import UNWATCHED, Outcome, Snapshots
 from vfsd.snapshots.history import STEPS_KEPT
@@ -119,12 +119,9 @@ class InStore:
 
     def again(self) -> None:
         """Another daemon serves the directory."""
-        watch = Watch()
         place = os.fspath(self.place)
         self.served = Unmounted()
-        stored = Stored(
-            Store(self.store), f"host:{place}", DirectorySource(place, watch), DirectoryTarget(place, watch)
-        )
+        stored = Stored(Store(self.store), f"host:{place}", DirectorySource(place), DirectoryTarget(place))
         self.snapshots: Snapshots = StoreSnapshots(self.served, Beside(), stored)  # type: ignore[arg-type]
 
     def write(self, name: str, content: bytes) -> None:
