@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import BinaryIO, Final
@@ -26,6 +26,10 @@ _TARGET_BYTES_MAX: Final = 4095  # PATH_MAX with its NUL, linux/limits.h
 # A value of three bytes costs 64 once decoded: without a bound an archive of some KB would take GB.
 _VALUES_FREE: Final = 1_000_000
 _VALUES_PER_ENTRY: Final = 64
+_VALUE_BYTES: Final = 64
+# The manifest may have keys that no reader knows.  These bounds leave room for the largest xattrs of each entry.
+_MANIFEST_FREE_BYTES: Final = 64 << 20
+_MANIFEST_ENTRY_BYTES: Final = 1 << 20
 _TYPE: Final = 0o170000  # S_IFMT as a mask
 _DEFAULT_FILE: Final = stat.S_IFREG | 0o644
 _DEFAULT_DIRECTORY: Final = stat.S_IFDIR | 0o755
@@ -41,14 +45,20 @@ class Contents:
 
 
 def read_contents(
-    file: BinaryIO, limits: ArchiveLimits, progress: Progress = untold, *, check_content: bool = True
+    file: BinaryIO,
+    limits: ArchiveLimits,
+    progress: Progress = untold,
+    *,
+    check_content: bool = True,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Contents:
     """Read and check the archive in `file`.  ArchiveError.  `progress` is told of the content decompressed.
 
-    Without `check_content` only the content of symlinks and of hard links is read.
+    Without `check_content` only the content of symlinks and of hard links is read.  `reserve` is called with the number
+    of bytes that the manifest is about to take; an error that it raises ends the reading.
     """
     members = read_members(file, limits)
-    contents = Contents(_read_manifest(file, members, limits))
+    contents = Contents(_read_manifest(file, members, limits, reserve))
     records = _records(contents)
     _place_members(contents, members, records)
     _place_others(contents, records)
@@ -64,7 +74,9 @@ def read_contents(
     return contents
 
 
-def _read_manifest(file: BinaryIO, members: Sequence[Member], limits: ArchiveLimits) -> Manifest:
+def _read_manifest(
+    file: BinaryIO, members: Sequence[Member], limits: ArchiveLimits, reserve: Callable[[int], None]
+) -> Manifest:
     member = next((member for member in members if member.name == MANIFEST), None)
     if member is None:
         raise ArchiveError(
@@ -75,10 +87,20 @@ def _read_manifest(file: BinaryIO, members: Sequence[Member], limits: ArchiveLim
         raise ArchiveError("the manifest is malformed: it is no regular file", member.shown)
     if member.size > limits.manifest_bytes:
         raise ArchiveError(f"the manifest is larger than {limits.manifest_bytes} bytes", member.shown)
-    data = b"".join(decompressed(file, member))
+    if member.size > _MANIFEST_FREE_BYTES + _MANIFEST_ENTRY_BYTES * len(members):
+        raise ArchiveError("the manifest is larger than its entries can need", member.shown)
+    reserve(member.size)
+    data = bytearray(member.size)  # chunks to join would take as much again
+    at = 0
+    for chunk in decompressed(file, member):
+        data[at : at + len(chunk)] = chunk
+        at += len(chunk)
     # Each value of the JSON is preceded by one of these; strings with many of them are paid for by the slack.
-    if sum(map(data.count, (b",", b"[", b"{"))) > _VALUES_FREE + _VALUES_PER_ENTRY * len(members):
+    values = sum(map(data.count, (b",", b"[", b"{")))
+    if values > _VALUES_FREE + _VALUES_PER_ENTRY * len(members):
         raise ArchiveError("the manifest has more values than its entries can need", member.shown)
+    # What is decoded: objects, and the bytes of the strings, which in base64 are three for four.
+    reserve(_VALUE_BYTES * values + len(data) * 3 // 4)
     return decode_manifest(data, member.shown)
 
 

@@ -82,7 +82,7 @@ def timestamp(created_ns: int) -> str:
     return datetime.fromtimestamp(created_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def decode_manifest(data: bytes, name: str) -> Manifest:
+def decode_manifest(data: bytes | bytearray, name: str) -> Manifest:
     """The manifest in `data`, each record checked by itself.  ArchiveError."""
     try:
         # By itself first: of an unknown version nothing else can be expected to fit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import BinaryIO, Final, TypeAlias
@@ -33,12 +33,15 @@ def open_archive(
     limits: ArchiveLimits | None = None,
     progress: Progress = untold,
     check_content: bool = True,
+    reserve: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ArchiveTree]:
     """The tree in the archive at a path or in a seekable file, for as long as the context lasts.
 
     Everything is checked before the context is entered, each entry's content by decompressing it once.  Without
     `check_content` the content of a file is checked when it is read, for callers who read all of it into a place that
     they can throw away; `chunks` raises ArchiveError then.
+    `reserve` is called with each number of bytes that reading the manifest takes, before it takes them, and may raise;
+    they are free again when the context is entered.
     `progress` is told how far that is.  ArchiveError names the entry that is refused; OSError when the archive
     cannot be read.  A file that was handed over stays open.
     """
@@ -46,7 +49,7 @@ def open_archive(
     if isinstance(source, str | bytes | os.PathLike):
         with _open_regular(source) as file:
             try:
-                contents = read_contents(file, limits, progress, check_content=check_content)
+                contents = read_contents(file, limits, progress, check_content=check_content, reserve=reserve)
             except ArchiveError as error:
                 # What is wrong with no entry of it is wrong with the archive.
                 raise ArchiveError(str(error.strerror), error.entry or os.fsdecode(source)) from None
@@ -54,7 +57,8 @@ def open_archive(
     elif not source.seekable():
         raise ArchiveError("an archive can only be read from a seekable file")
     else:
-        yield ArchiveTree(source, read_contents(source, limits, progress, check_content=check_content))
+        contents = read_contents(source, limits, progress, check_content=check_content, reserve=reserve)
+        yield ArchiveTree(source, contents)
 
 
 def _open_regular(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> BinaryIO:

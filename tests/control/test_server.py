@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -258,6 +260,42 @@ async def test_an_unexpected_failure_is_logged_once_with_its_traceback(
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+class Large:
+    """Something that a call holds in a variable."""
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EINVAL, "refused"), RuntimeError("a defect")])
+async def test_a_call_that_fails_leaves_nothing_of_what_it_held(path: str, error: Exception) -> None:
+    held: list[weakref.ref[Large]] = []
+
+    def read() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        try:
+            int("no number")
+        except ValueError:
+            raise type(error)(*error.args) from None
+
+    async def check(params: Empty, call: Call) -> Empty:
+        large = Large()
+        held.append(weakref.ref(large))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, read)
+        return Empty()
+
+    async with serving(path, {"check": check}), peer(path) as client:
+        gc.disable()
+        try:
+            for _ in range(3):
+                await client.call("check")
+                await client.error()
+                assert await client.is_alive()
+            assert len(held) == 6
+            assert [large for large in held if large() is not None] == []
+        finally:
+            gc.enable()
 
 
 async def test_a_result_that_cannot_be_written_as_json_is_an_internal_error(

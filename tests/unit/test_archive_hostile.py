@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
 import stat
@@ -313,6 +314,44 @@ def test_a_manifest_of_many_small_values_is_refused_in_little_memory() -> None:
         tracemalloc.stop()
     assert ("more values" in error.strerror, error.entry) == (True, "manifest.json")
     assert peak < 3 * len(text)
+
+
+def test_a_manifest_whose_unknown_keys_are_larger_than_entries_can_need_is_refused_before_it_is_decompressed() -> None:
+    large = archive(padding="x" * (70 << 20))
+    tracemalloc.start()
+    try:
+        error = refusal(large)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ("larger than its entries can need" in error.strerror, error.entry) == (True, "manifest.json")
+    assert peak < 4 << 20
+
+
+def test_what_the_manifest_takes_is_reserved_before_it_takes_it() -> None:
+    data = archive(padding="x" * (4 << 20))
+    reserved: list[int] = []
+
+    def reserve(count: int) -> None:
+        reserved.append(count)
+        if len(reserved) == refused_at:
+            raise OSError(errno.ENOSPC, "no room")
+
+    for refused_at in (1, 2):
+        reserved.clear()
+        tracemalloc.start()
+        try:
+            with pytest.raises(OSError, match="no room"), open_archive(io.BytesIO(data), reserve=reserve):
+                pytest.fail("the archive was accepted")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert len(reserved) == refused_at
+        assert peak < sum(reserved[: refused_at - 1]) + (2 << 20)
+    refused_at = 0
+    reserved.clear()
+    with open_archive(io.BytesIO(data), reserve=reserve):
+        assert sum(reserved) >= 4 << 20
 
 
 def test_an_entry_that_lies_about_its_size_is_stopped_in_fixed_memory() -> None:

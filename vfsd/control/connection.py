@@ -45,6 +45,7 @@ from vfsd.control.messages import (
     Response,
     wire_path,
 )
+from vfsd.tracebacks import clear_frames
 
 __all__ = ["Budget", "Connection", "Limits", "error_line"]
 
@@ -440,10 +441,16 @@ async def _answer(request: Request, handler: Handler, params: Any, call: Call) -
         # Cancelled by its client before it had committed to a change.
         return [_cancelled_line(request_id, request.method)]
     except Exception as group:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
-        error = _only_error(group)
-        if isinstance(error, CallCancelledError) and call.cancelled:
-            return [_cancelled_line(request_id, request.method)]
-        return [_failure_line(request_id, request.method, error)]
+        try:
+            return [_error_line_of(request, _only_error(group), is_cancelled=call.cancelled)]
+        finally:
+            clear_frames(group)
+
+
+def _error_line_of(request: Request, error: Exception, *, is_cancelled: bool) -> bytes:
+    if isinstance(error, CallCancelledError) and is_cancelled:
+        return _cancelled_line(_id_of(request), request.method)
+    return _failure_line(_id_of(request), request.method, error)
 
 
 def _result_line(request_id: RequestId, encoded: Sequence[bytes]) -> list[bytes]:

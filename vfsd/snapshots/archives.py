@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from protocol.archive import Progress, open_archive, untold
 from protocol.backends.memory import MemoryVolume, ReservedInodes
@@ -13,29 +14,39 @@ from protocol.store import Store
 from protocol.tree import Tree
 from vfsd.snapshots.counted import CountedTree
 
-__all__ = ["Origin", "archive", "read_origin", "snapshot_of", "unpack"]
+__all__ = ["Origin", "Reserve", "archive", "read_origin", "snapshot_of", "unlimited", "unpack"]
+
+Reserve: TypeAlias = Callable[[int], None]
+
+
+def unlimited(_size_bytes: int) -> None:
+    """A `Reserve` of a workspace whose memory has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where content comes from: `name` is what errors call it.
 
-    `opened(progress, check_content)` gives it for the length of a block, checked when that is entered; `progress` is
-    told how far that is, in bytes.  Without `check_content` a file's content is checked when it is read.  Any thread.
+    `opened(progress, check_content, reserve)` gives it for the length of a block, checked when that is entered;
+    `progress` is told how far that is, in bytes.  Without `check_content` a file's content is checked when it is read.
+    `reserve` is called with the bytes of memory that are needed to enter the block, and may raise.  Any thread.
     """
 
     name: str
-    opened: Callable[[Progress, bool], AbstractContextManager[Tree]]
+    opened: Callable[[Progress, bool, Reserve], AbstractContextManager[Tree]]
 
 
 def archive(path: str) -> Origin:
     """What the ZIP file `path` holds.  ArchiveError, OSError."""
-    return Origin(path, lambda progress, check: open_archive(path, progress=progress, check_content=check))
+    return Origin(
+        path,
+        lambda progress, check, reserve: open_archive(path, progress=progress, check_content=check, reserve=reserve),
+    )
 
 
 def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
     """The snapshot `name` that `store` has of the workspace `key`; `shown` says that.  SnapshotNotFoundError."""
-    return Origin(shown, lambda _, _check: store.tree(key, name))
+    return Origin(shown, lambda _, _check, _reserve: store.tree(key, name))
 
 
 def read_origin(
@@ -53,7 +64,7 @@ def read_origin(
     staged = MemoryVolume(volume.max_bytes, volume.max_inodes)
     staged.borrow_from(volume)
     try:
-        with _told_of_space(origin, staged), origin.opened(untold, False) as tree:
+        with _opened(origin, staged) as tree:
             counted = CountedTree(tree, progress)
             staged.fill(counted, reserve_inodes(counted.entries) if reserve_inodes is not None else None)
     except BaseException:
@@ -70,15 +81,18 @@ def unpack(origin: Origin, volume: MemoryVolume, progress: Progress = untold) ->
     `progress` is told how much of it is unpacked.  On an error the volume is half filled.
     """
     # Content is checked while it is read, into a place that is thrown away if it turns out to be damaged.
-    with _told_of_space(origin, volume), origin.opened(untold, False) as tree:
+    with _opened(origin, volume) as tree:
         volume.fill(CountedTree(tree, progress))
 
 
 @contextmanager
-def _told_of_space(origin: Origin, volume: MemoryVolume) -> Iterator[None]:
-    """ENOSPC with the limits that were reached."""
+def _opened(origin: Origin, volume: MemoryVolume) -> Iterator[Tree]:
+    """The tree of `origin`, opened within the memory of `volume`.  ENOSPC names the limits that were reached."""
     try:
-        yield
+        with ExitStack() as opened:
+            with volume.reserving() as reserve:
+                tree = opened.enter_context(origin.opened(untold, False, reserve))
+            yield tree
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -41,7 +41,7 @@ from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.logs import log_failure
 from vfsd.served import Served
-from vfsd.snapshots.archives import Origin
+from vfsd.snapshots.archives import Origin, unlimited
 from vfsd.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -357,7 +357,7 @@ class StoreSnapshots:
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
     async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
-        async with _entered(origin.opened(in_bytes(watch), True)) as tree:
+        async with _entered(origin.opened(in_bytes(watch), True, unlimited)) as tree:
             yield await _in_thread(_counted, origin.name, tree)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:

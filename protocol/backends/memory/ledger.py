@@ -39,8 +39,11 @@ change `ceiling` and `overhead` of another thread's ledger, under a lock.
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import TYPE_CHECKING, Final
+
+from protocol.errors import fail
 
 if TYPE_CHECKING:
     from protocol.backends.memory.content import Block, Content
@@ -194,6 +197,20 @@ class Ledger:
             count = min(count, self._loan)
             self._lender.charge_overhead(-count)
             self._loan -= count
+
+    def reserve(self, count: int) -> None:
+        """Charge `count` bytes of overhead, borrowed where there is a lender.  OSError (ENOSPC)."""
+        missing = self.used + count - self.ceiling
+        if missing > 0 and not self.borrow(missing):
+            raise fail(errno.ENOSPC)
+        self.charge_overhead(count)
+
+    def release(self, count: int) -> None:
+        """Take off `count` bytes that were reserved; a lender gets back what they leave unused."""
+        self.charge_overhead(-count)
+        if self._lender is not None:
+            self.repay(min(count, self.ceiling - self.used))
+            self.set_limit(self._loan)
 
     def give_back(self) -> None:
         """End the loan: what was unpacked is gone, or is charged to the lender as its own."""

@@ -12,6 +12,7 @@ import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.backends.memory import xattrs
@@ -107,6 +108,21 @@ class MemoryVolume(Entries):
     def borrow_from(self, volume: MemoryVolume) -> None:
         """Take memory only from what `volume` has left, as a loan: what is unpacked here is to be put into it."""
         self._ledger.borrow_from(volume._ledger)
+
+    @contextmanager
+    def reserving(self) -> Iterator[Callable[[int], None]]:
+        """A function that reserves a number of bytes of memory until the block ends.  It raises OSError (ENOSPC)."""
+        reserved = 0
+
+        def reserve(count: int) -> None:
+            nonlocal reserved
+            self._ledger.reserve(count)
+            reserved += count
+
+        try:
+            yield reserve
+        finally:
+            self._ledger.release(reserved)
 
     def give_back(self) -> None:
         """End the loan: this volume is used no more, or was put into the other."""
