@@ -231,7 +231,7 @@ async def test_a_thousand_idle_connections_lock_nobody_out(
     path: str, many_descriptors: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some have half a request; the oldest are dropped, and learn that what they ask now is not run."""
-    async with serving(path, limits=Limits(connections=50)) as server:
+    async with serving(path, limits=Limits(connections=50, first_request_s=0)) as server:
         clients = []
         for number in range(1000):
             clients.append(client := Peer(await trio.open_unix_socket(path)))
@@ -250,6 +250,27 @@ async def test_a_thousand_idle_connections_lock_nobody_out(
         while server.connections:
             await trio.testing.wait_all_tasks_blocked(0.01)
     assert caplog.records == []
+
+
+async def test_a_new_connection_has_time_for_its_first_request(path: str, clock: trio.testing.MockClock) -> None:
+    """Of connections that have asked something, the longest idle is closed at once; without one, clients wait."""
+    async with serving(path, limits=Limits(connections=4, first_request_s=1)) as server:
+        clients = [Peer(await trio.open_unix_socket(path)) for _ in range(4)]
+        for client in clients[2:]:
+            assert await client.is_alive()
+        new = [Peer(await trio.open_unix_socket(path)) for _ in range(2)]
+        for client in clients[2:]:
+            assert await client.receive() == CLOSING
+        last = Peer(await trio.open_unix_socket(path))
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert server.connections == 4
+        for client in (*clients[:2], *new):
+            assert await client.is_alive()
+        clock.jump(1)
+        assert await last.is_alive()
+        assert await clients[0].receive() == CLOSING
+        for client in (*clients, *new, last):
+            await client.stream.aclose()
 
 
 async def test_connections_that_run_calls_are_kept_and_short_calls_still_answered(

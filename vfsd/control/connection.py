@@ -68,6 +68,7 @@ class Limits:
     """What one client, and all of them together, may ask of the server."""
 
     connections: int = 256  # at most; for another one the longest idle is closed
+    first_request_s: float = 1.0  # which a connection has for its first request before it is closed for another one
     reserved: int = 16  # more, while all of those run calls; they take no LONG_METHODS
     calls_at_once: int = 8  # of one connection; its next request waits
     request_bytes: int = MAX_REQUEST_BYTES
@@ -130,6 +131,7 @@ class Connection:
         self.is_reserved = False
         self.is_leaving = False  # `drop_idle` was called
         self.idle_since = trio.current_time()
+        self._had_call = False
         self._writing = False
         self._has_request = False  # that is no call yet
         self._budget = budget
@@ -157,6 +159,13 @@ class Connection:
         """Whether closing it loses nothing: no call runs, no request waits to be read.  Half a request is none."""
         busy = self._running or self._unanswered or self._writing or self._has_request
         return not (busy or self._has_unread())
+
+    @property
+    def closable_in_s(self) -> float:
+        """How long an idle connection is not to be closed for another one: its first request may be on its way."""
+        if self._had_call:
+            return 0.0
+        return max(0.0, self.idle_since + self._limits.first_request_s - trio.current_time())
 
     def _has_unread(self) -> bool:
         poll = select.poll()
@@ -288,6 +297,7 @@ class Connection:
             self._budget.resize(len(line), 0)
             raise
         call = self._new_call(request)
+        self._had_call = True
         self._running.add(call)
         self._unanswered.add(call)
         calls.start_soon(self._run, call, request, len(line), *found)

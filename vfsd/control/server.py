@@ -82,6 +82,7 @@ class ControlServer:
         while True:
             # First, because without free descriptors accept(2) fails with EMFILE though no client is there.
             await trio.lowlevel.wait_readable(listener)
+            await self._wait_for_place()
             try:
                 sock, _ = await listener.accept()
             except OSError as error:
@@ -101,6 +102,18 @@ class ControlServer:
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
+    async def _wait_for_place(self) -> None:
+        """Wait while all connections are in use and those that are idle may still send their first request.
+
+        The next client is accepted after `Limits.first_request_s` at the latest.
+        """
+        while self._used() >= self._limits.connections:
+            idle = [each.closable_in_s for each in self._connections if not each.is_leaving and each.is_idle]
+            if not idle or min(idle) == 0:
+                return
+            with trio.move_on_after(min(idle)):
+                await self._closed.wait()
+
     async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
         """After an accept(2) that `error` says lacked a descriptor, or memory: have one for the next attempt."""
         if error.errno == errno.EMFILE:
@@ -117,9 +130,9 @@ class ControlServer:
         return sum(not connection.is_leaving for connection in self._connections)
 
     def _drop_longest_idle(self) -> bool:
-        """Close the connection that has had no call for the longest time; False where all run calls."""
+        """Close the connection that has had no call for the longest time; False where none may be closed."""
         for connection in sorted(self._connections, key=lambda each: each.idle_since):
-            if not connection.is_leaving and connection.is_idle:
+            if not connection.is_leaving and connection.closable_in_s == 0 and connection.is_idle:
                 connection.drop_idle()
                 return True
         return False
