@@ -9,6 +9,7 @@ already differ.  `protocol.patch` turns changes into line counts and into a patc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -89,7 +90,7 @@ def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool
     """
     for path in paths:
         if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
-            raise fail(2, repr(path))
+            raise fail(2, os.fsdecode(path))
     scopes = outermost(paths) if paths else [b""]
     touched = new.touched(old)
     pairs = (

@@ -64,6 +64,18 @@ def test_a_directory_removed_while_it_was_held_comes_back_as_another_generation(
     assert volume.getattr(number).generation != before
 
 
+@pytest.mark.parametrize("path", [b"latin\xe9", b"f/latin\xe9"])
+def test_an_error_names_a_missing_path_that_is_not_utf_8_exactly(volume: MemoryVolume, path: bytes) -> None:
+    make(volume, ROOT_INODE, b"f", b"content")
+    volume.take_snapshot("s")
+    with pytest.raises(OSError, match="latin") as restored:
+        volume.restore_snapshot("s", [path])
+    assert os.fsencode(restored.value.filename) == path
+    with volume.tree("s") as old, volume.tree() as new, pytest.raises(FileNotFoundError) as compared:
+        list(changes(old, new, paths=[path]))
+    assert os.fsencode(compared.value.filename) == path
+
+
 def test_a_file_removed_while_it_was_held_comes_back_with_its_content_told(volume: MemoryVolume) -> None:
     number = make(volume, ROOT_INODE, b"f", b"then")
     volume.lookup(ROOT_INODE, b"f")

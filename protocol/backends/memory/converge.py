@@ -10,6 +10,7 @@ Threading: the serving loop only; the caller's transaction undoes what was done 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -354,4 +355,4 @@ def _above(path: bytes) -> bytes:
 
 
 def _show(path: bytes) -> str:
-    return path.decode("utf-8", "backslashreplace")
+    return os.fsdecode(path)  # whoever prints the error escapes it

@@ -8,6 +8,7 @@ holds them, so what a view hands out stays as it is.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -259,7 +260,7 @@ class SnapshotTree:
 
 
 def _show(path: bytes) -> str:
-    return path.decode("utf-8", "backslashreplace")
+    return os.fsdecode(path)  # whoever prints the error escapes it
 
 
 def _read(inode: Inode, offset: int, size: int) -> bytes:
