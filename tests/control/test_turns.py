@@ -63,6 +63,20 @@ async def test_a_client_with_much_to_do_does_not_keep_another_waiting() -> None:
     assert len(order) == 53
 
 
+async def test_calls_of_one_client_run_in_the_order_in_which_they_came() -> None:
+    turns, order = Turns(1, queued_per_client=100), list[int]()
+
+    async def work(number: int) -> None:
+        async with turns.turn(of("many")):
+            order.append(number)
+
+    async with trio.open_nursery() as nursery, turns.turn(of("first")):
+        for number in range(100):
+            nursery.start_soon(work, number)
+            await trio.lowlevel.checkpoint()  # else trio starts them in any order
+    assert order == list(range(100))
+
+
 async def test_only_so_many_run_at_a_time_and_all_get_their_turn() -> None:
     turns, running, most = Turns(2), 0, 0
 

@@ -59,6 +59,22 @@ def place(workdir: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_mount_whose_answer_cannot_be_written_says_that_it_is_mounted(place: Path, options: tuple[str, ...]) -> None:
+    command = [*VFSD, "mount", str(place), "--name", "unsaid", *options]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    try:
+        assert is_mounted(place)
+        assert done.returncode == 1
+        assert done.stderr.decode() == (
+            "vfsd: error: cannot write to standard output: No space left on device, but workspace unsaid is mounted at"
+            f" {place}; `vfsd unmount unsaid` unmounts it\n"
+        )
+    finally:
+        succeeded(vfsd("unmount", "unsaid"))
+
+
 @pytest.fixture
 def mount(place: Path, engine: str) -> Iterator[MountCli]:
     """`mount()`, `mount("--name", "x", at=path)`: through the command line; whatever lives is ended afterwards."""

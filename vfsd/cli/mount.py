@@ -182,7 +182,13 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
         except ValueError as error:  # what only the backend can check; from a background daemon it is EINVAL too
             raise OSError(errno.EINVAL, str(error)) from error
     else:
-        _emit_ready(app, launch.launch(options))
+        ready = launch.launch(options)
+        try:
+            _emit_ready(app, ready)
+        except OSError as error:  # from standard output
+            place = output.show_path(wire_path(os.fsencode(ready.mountpoint)))
+            end = f"but workspace {ready.name} is mounted at {place}; `vfsd unmount {ready.name}` unmounts it"
+            raise OSError(error.errno, f"cannot write to standard output: {error.strerror}, {end}") from error
 
 
 def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
