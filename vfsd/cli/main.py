@@ -12,23 +12,27 @@ import os
 import sys
 from typing import Any, Final
 
-import click
+try:
+    import click
 
-from vfsd import __version__
-from vfsd.cli import output
-from vfsd.cli.app import (
-    INTERRUPTED,
-    WORDS,
-    App,
-    SuggestingGroup,
-    asks_for_json,
-    describe,
-    end_with_usage,
-    error_record,
-    guarded,
-    json_option,
-    workspace_option,
-)
+    from vfsd import __version__
+    from vfsd.cli import output
+    from vfsd.cli.app import (
+        INTERRUPTED,
+        WORDS,
+        App,
+        SuggestingGroup,
+        asks_for_json,
+        describe,
+        end_with_usage,
+        error_record,
+        guarded,
+        json_option,
+        workspace_option,
+    )
+except KeyboardInterrupt:
+    # These imports are most of a command's start: Ctrl-C then ends it as at any other moment, without a traceback.
+    sys.exit(130)
 
 __all__ = ["COMMANDS", "cli", "main"]
 
