@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import time
@@ -110,13 +112,39 @@ def test_a_file_that_is_there_is_only_replaced_with_force_and_a_failed_export_le
     assert sorted(path.name for path in workdir.iterdir()) == ["a.zip", Path(workspace.path).name]
 
 
-def test_a_workspace_can_be_exported_into_itself(workspace: Workspace, filled: Path) -> None:
-    """The daemon writes to its own mount then: it must not wait for itself."""
+def test_an_export_into_the_workspace_itself_is_refused(workspace: Workspace, filled: Path, workdir: Path) -> None:
+    """The archive would be gone with the workspace."""
     names = sorted(path.name for path in filled.iterdir())
-    workspace.export(filled / "self.zip")
-    with zipfile.ZipFile(filled / "self.zip") as file:
-        assert not any("self.zip" in name or ".tmp" in name for name in file.namelist())
-    assert sorted(path.name for path in filled.iterdir()) == sorted([*names, "self.zip"])
+    directory = next(path for path in filled.iterdir() if path.is_dir())
+    (workdir / "link").symlink_to(filled)
+    for place in (filled / "self.zip", directory / "self.zip", workdir / "link" / "self.zip"):
+        with pytest.raises(OSError, match="outside of the workspace") as caught:
+            workspace.export(place)
+        assert caught.value.errno == errno.EINVAL
+        for flags in ((), ("--force",)):
+            assert "outside of the workspace" in failed(vfsd("-w", workspace.name, "export", place, *flags))
+    said = failed(vfsd("export", "self.zip", cwd=filled))
+    assert str(filled / "self.zip") in said
+    assert sorted(path.name for path in filled.iterdir()) == names
+    (workdir / "link").unlink()
+
+
+def test_a_host_workspace_can_be_exported_into_itself(workdir: Path) -> None:
+    """The directory keeps the archive.  The daemon writes to its own mount: it must not wait for itself."""
+    directory = workdir / "served"
+    directory.mkdir()
+    (directory / "a.txt").write_text("one")
+    with Workspace.mount(workdir / "ws", backend=f"host:{directory}", store=workdir / "store") as workspace:
+        workspace.export(Path(workspace.path) / "self.zip")
+        with zipfile.ZipFile(Path(workspace.path) / "self.zip") as file:
+            assert not any("self.zip" in name or ".tmp" in name for name in file.namelist())
+    assert sorted(path.name for path in directory.iterdir()) == ["a.txt", "self.zip"]
+
+
+def test_an_archive_in_the_workspace_can_be_imported(workspace: Workspace, filled: Path, workdir: Path) -> None:
+    """The daemon reads from its own mount: it must not wait for itself."""
+    workspace.export(workdir / "self.zip")
+    shutil.copy(workdir / "self.zip", filled)
     (filled / "binary").unlink()
     workspace.import_archive(filled / "self.zip")
     assert (filled / "binary").stat().st_size == 300_000

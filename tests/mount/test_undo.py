@@ -17,6 +17,7 @@ from tests.mount.conftest import BACKENDS
 from tests.mount.programs import failed, succeeded, vfsd
 from vfsd.control.client import ControlClient
 from vfsd.control.fs_messages import FsWriteParams
+from vfsd.control.messages import DropParams
 from vfsd.runtime import socket_path
 from vfsd.workspace import Workspace
 
@@ -221,6 +222,30 @@ def test_a_dropped_safety_snapshot_leaves_the_history(workspace: Workspace, root
     assert (root / "file").read_text() == "2"
     with pytest.raises(FileNotFoundError):
         workspace.undo()
+
+
+def test_drop_takes_all_or_none_and_says_which_steps_are_gone(workspace: Workspace, root: Path) -> None:
+    for number in range(3):
+        (root / "file").write_text(str(number))
+        workspace.snapshot(f"s{number}")
+    for number in range(3):
+        workspace.restore(f"s{number}")
+    with ControlClient(socket_path(workspace.name)) as client, pytest.raises(FileNotFoundError, match="no such snapshot"):
+        client.call("drop", DropParams("s0", ["safety-2", "nope"]))
+    assert "nothing was dropped" in failed(vfsd("drop", "-w", workspace.name, "s0", "nope", "s0"))
+    names = [info.name for info in workspace.snapshots()]
+    assert names == ["s0", "s1", "s2", "safety-1", "safety-2", "safety-3"]
+    done = vfsd("drop", "-w", workspace.name, "s0", "safety-2", "s0")
+    succeeded(done)
+    assert done.stderr == "vfsd: safety-2 was the state that `vfsd restore --undo` went to in 2 steps; 2 undo steps left\n"
+    workspace.undo()
+    answer = json.loads(succeeded(vfsd("drop", "-w", workspace.name, "safety-1", "--json")))
+    assert answer == {
+        "dropped": ["safety-1"],
+        "steps": [{"name": "safety-1", "step": -1}],
+        "undo_steps": 0,
+        "redo_steps": 1,
+    }
 
 
 # -- next to programs that write ------------------------------------------------------------------------

@@ -219,10 +219,13 @@ class FakeDaemon:
             before = state
         return m.SnapshotsResult(records)
 
-    async def do_drop(self, params: m.DropParams, call: Any) -> m.Empty:
-        self._state(params.name)
-        del self.snapshots[params.name]
-        return m.Empty()
+    async def do_drop(self, params: m.DropParams, call: Any) -> m.DropResult:
+        names = list(dict.fromkeys([params.name, *params.also]))
+        for name in names:
+            self._state(name)
+        for name in names:
+            del self.snapshots[name]
+        return m.DropResult(names)
 
     async def do_restore(self, params: m.RestoreParams, call: Any) -> m.RestoreResult:
         name = self.undo_to if params.undo else params.name

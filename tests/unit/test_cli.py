@@ -327,7 +327,12 @@ def test_snapshots_are_a_line_of_fields_each(daemon: FakeDaemon) -> None:
 def test_drop_deletes_snapshots(daemon: FakeDaemon) -> None:
     ok("snapshot", "one")
     ok("snapshot", "two")
-    assert as_json("drop", "one", "two") == {"dropped": ["one", "two"]}
+    none_is_dropped = fails("drop", "one", "nope")
+    assert "no such snapshot: nope" in none_is_dropped
+    assert "nothing was dropped" in none_is_dropped
+    assert list(daemon.snapshots) == ["one", "two"]
+    answer = as_json("drop", "one", "two", "one")
+    assert answer == {"dropped": ["one", "two"], "steps": [], "undo_steps": 0, "redo_steps": 0}
     assert daemon.snapshots == {}
 
 

@@ -23,10 +23,10 @@ __all__ = ["export_command", "import_command"]
     "export",
     cls=Command,
     examples="""
-    vfsd export backup.zip
-    vfsd export turn-3.zip --snapshot turn-3
-    vfsd export sources.zip --exclude .git --exclude node_modules/
-    unzip -l backup.zip                    # any tool that reads ZIP does
+    vfsd export ~/backup.zip
+    vfsd export ~/turn-3.zip --snapshot turn-3
+    vfsd export ~/sources.zip --exclude .git --exclude node_modules/
+    unzip -l ~/backup.zip                  # any tool that reads ZIP does
     """,
 )
 @click.argument("file", metavar="FILE.zip", type=click.Path())
@@ -49,6 +49,9 @@ def export_command(
 
     The archive is written beside its place and then put there: it is whole or absent.  The mount stays
     live meanwhile; what is exported is the state at the start.
+
+    FILE.zip is outside of the workspace, where the backend is memory, overlay or image: an unmount deletes what is in
+    the mount.  Of host:DIR and container:NAME it may be inside.
 
     A path that is too long for a ZIP (65,535 bytes) is left out and named, and the exit status is 1.
     """

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Column",
     "base64_text",
+    "counted",
     "fields",
     "has_colours",
     "human_size",
@@ -88,6 +89,11 @@ def human_size(size_bytes: int) -> str:
         if size < 1023.95:
             break
     return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """ "1 file", "2 files", "1,000 files"; `plural` is the noun's where an "s" does not make it."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def show_time(iso: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+from collections.abc import Sequence
 
 import click
 
@@ -13,6 +14,7 @@ from vfsd.cli import output
 from vfsd.cli.app import App, Command
 from vfsd.cli.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
 from vfsd.cli.names import complete_restore, complete_snapshot
+from vfsd.cli.output import counted
 from vfsd.cli.streamed import ChangeSpool, call_with_changes
 from vfsd.control import messages
 from vfsd.control.messages import wire_path
@@ -133,16 +135,39 @@ def _signed(counts: messages.ChangeCounts | None) -> str | None:
 def drop_command(app: App, names: tuple[str, ...]) -> None:
     """Delete a snapshot.
 
-    The live state and the other snapshots stay as they are.  What only it had of a host directory is freed after some
-    more of them, or at once by `vfsd store gc`.
+    The live state and the other snapshots stay as they are.  Either all of the named snapshots are dropped or, where
+    one does not exist, none.  A safety snapshot that `vfsd restore --undo` or `--redo` leads to is a step less, which
+    the answer names.  What only a dropped snapshot had of a host directory is freed after some more drops, or at once
+    by `vfsd store gc`.
     """
-    record = app.record()
-    for name in names:
-        app.call(record, "drop", messages.DropParams(name=name))
-        if not app.json and output.on_terminal():
+    first, *others = names
+    try:
+        answer = app.call(app.record(), "drop", messages.DropParams(name=first, also=others))
+    except FileNotFoundError as error:
+        raise _none_was_dropped(error, names) from None
+    app.emit(answer, _show_dropped)
+
+
+def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError:
+    """`error`, of a drop of several snapshots with the remark that none of them was dropped."""
+    from vfsd.control.client import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
+
+    if len(set(names)) == 1 or not isinstance(error, ControlError):
+        return error
+    message = f"{str(error).removesuffix('?')}; nothing was dropped"
+    return control_error(error.code, message, error.errno, error.filename)
+
+
+def _show_dropped(answer: messages.DropResult) -> None:
+    if output.on_terminal():
+        for name in answer.dropped:
             output.say(f"dropped {name}")
-    if app.json:
-        output.print_json({"dropped": names})
+    for each in answer.steps:
+        way, left = ("undo", answer.undo_steps) if each.step < 0 else ("redo", answer.redo_steps)
+        output.note(
+            f"{each.name} was the state that `vfsd restore --{way}` went to in {counted(abs(each.step), 'step')}; "
+            f"{counted(left, f'{way} step')} left"
+        )
 
 
 @click.command(

@@ -214,7 +214,26 @@ class SnapshotsResult(msgspec.Struct):
 
 
 class DropParams(msgspec.Struct, forbid_unknown_fields=True):
+    """drop: snapshot `name` and those of `also`: all of them or, where one does not exist, none."""
+
     name: str
+    also: list[str] = []
+
+
+class DroppedStepRecord(msgspec.Struct):
+    """A dropped snapshot that `step` undos (below 0) or redos (above 0) led to."""
+
+    name: str
+    step: int
+
+
+class DropResult(msgspec.Struct):
+    """`dropped` has each name once.  `undo_steps` and `redo_steps` say how many steps are left."""
+
+    dropped: list[str] = []
+    steps: list[DroppedStepRecord] = []
+    undo_steps: int = 0
+    redo_steps: int = 0
 
 
 class ChangeRecord(msgspec.Struct, omit_defaults=True):
@@ -431,7 +450,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "status": (Empty, StatusResult),
     "snapshot": (SnapshotParams, SnapshotRecord),
     "snapshots": (SnapshotsParams, SnapshotsResult),
-    "drop": (DropParams, Empty),
+    "drop": (DropParams, DropResult),
     "restore": (RestoreParams, RestoreResult),
     "diff": (DiffParams, DiffResult),
     "export": (ExportParams, ExportResult),

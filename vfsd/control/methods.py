@@ -47,6 +47,8 @@ from vfsd.control.messages import (
     DiffParams,
     DiffResult,
     DropParams,
+    DroppedStepRecord,
+    DropResult,
     Empty,
     ExportParams,
     ExportResult,
@@ -75,6 +77,9 @@ __all__ = ["Methods"]
 
 # What a shell, a file name in a table and `restore NAME|ARCHIVE.zip` can all take without quoting trouble.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
+
+# Backends whose files are still there after an unmount; what the others hold in the mount is gone.
+_OUTLIVES_MOUNT: Final = frozenset({"host", "container"})
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -201,9 +206,11 @@ class Methods:
             records.append(_record(info, counts.get(info.name), step))
         return SnapshotsResult(records)
 
-    async def _drop(self, params: DropParams, _call: Call) -> Empty:
-        await self._snapshots.drop(params.name)
-        return Empty()
+    async def _drop(self, params: DropParams, _call: Call) -> DropResult:
+        names = list(dict.fromkeys([params.name, *params.also]))
+        done = await self._snapshots.drop(names)
+        steps = [DroppedStepRecord(name, step) for name, step in done.steps.items()]
+        return DropResult(names, steps, done.history.undo_steps, done.history.redo_steps)
 
     # -- restore -------------------------------------------------------------------------------------
     async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
@@ -342,6 +349,7 @@ class Methods:
     # -- export and import -----------------------------------------------------------------------------
     async def _export(self, params: ExportParams, call: Call) -> ExportResult:
         path = _absolute(params.path)
+        await _in_thread(self._check_outlives_mount, path)
         rule = hiding(params.include, params.exclude)
         snapshots = self._snapshots
         async with AsyncExitStack() as stack:
@@ -369,6 +377,18 @@ class Methods:
     def _note_saved(self, tree: Tree) -> None:
         if isinstance(self._served.volume, MemoryVolume):
             self._served.volume.mark_saved(tree)
+
+    def _check_outlives_mount(self, path: str) -> None:
+        """OSError (EINVAL) for an archive in this mount, where the unmount would delete it with everything else."""
+        if self._options.backend.partition(":")[0] in _OUTLIVES_MOUNT:
+            return
+        place = mounts.find_mount(os.path.dirname(path))
+        if place is not None and place.mountpoint == mounts.resolve(self._options.mountpoint):
+            reason = (
+                f"the archive would be inside workspace {self._options.name}, whose unmount deletes it: "
+                "export to a path outside of the workspace"
+            )
+            raise OSError(errno.EINVAL, reason, path)
 
     async def _import(self, params: ImportParams, call: Call) -> ImportResult:
         self._check_writable()

@@ -32,6 +32,7 @@ from typing import Final, Literal, Protocol
 
 from protocol.archive import Progress
 from protocol.diff import Counts
+from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.snapshots.archives import Origin
@@ -44,11 +45,13 @@ __all__ = [
     "SNAPSHOT_PREFIX",
     "STAGED_PREFIX",
     "UNWATCHED",
+    "Dropped",
     "Interrupted",
     "Outcome",
     "Snapshots",
     "Staged",
     "Watch",
+    "check_names",
     "free_name",
     "in_bytes",
     "is_reserved",
@@ -101,6 +104,26 @@ class Outcome:
     expired: Sequence[SnapshotInfo] = ()
     undo_steps: int = 0
     redo_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What dropping snapshots did to the steps of the history.
+
+    `steps` maps each dropped snapshot that undos (below 0) or redos (above 0) led to to their number; `history` is
+    without them.
+    """
+
+    steps: Mapping[str, int]
+    history: History
+
+
+def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
+    """SnapshotNotFoundError for the first of `names` that no snapshot has."""
+    there = {info.name for info in infos}
+    for name in names:
+        if name not in there:
+            raise SnapshotNotFoundError(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +220,8 @@ class Snapshots(Protocol):
         """What each changed against the one before it."""
         ...
 
-    async def drop(self, name: str) -> None:
-        """Forget one; the others stay, and who reads it goes on."""
+    async def drop(self, names: Sequence[str]) -> Dropped:
+        """Forget all of `names`, or none where one of them does not exist.  Readers of a dropped snapshot go on."""
         ...
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:

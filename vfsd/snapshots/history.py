@@ -29,7 +29,7 @@ leave the history too, so that no undo or redo goes over more than one step.  Th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -98,6 +98,11 @@ class History:
     def position_of(self, serial: int) -> int | None:
         """Where the state with that snapshot is."""
         return next((at for at, state in enumerate(self.states) if state.serial == serial), None)
+
+    def steps_to(self, infos: Iterable[SnapshotInfo]) -> dict[str, int]:
+        """How many undos (below 0) or redos (above 0) lead to each of `infos`, by name; others are left out."""
+        at = {state.serial: number - self.position for number, state in enumerate(self.states)}
+        return {info.name: at[info.serial] for info in infos if at.get(info.serial)}
 
     # -- what it becomes -----------------------------------------------------------------------------
     def stepped(self, serial: int, step: str) -> History:

@@ -48,10 +48,12 @@ from vfsd.snapshots.base import (
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
     UNWATCHED,
+    Dropped,
     Interrupted,
     Outcome,
     Staged,
     Watch,
+    check_names,
     free_name,
     in_bytes,
     is_staged,
@@ -162,9 +164,20 @@ class StoreSnapshots:
             _logger.warning("a snapshot lacks what cannot be read", extra={"operation": "snapshot", "path": path})
         return taken
 
-    async def drop(self, name: str) -> None:
+    async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._served.changing:
-            await self._drop(name)
+            infos = await self.infos()
+            check_names(names, infos)
+            steps = (await self.history()).steps_to(info for info in infos if info.name in names)
+            for number, name in enumerate(names):
+                try:
+                    await self._drop(name)
+                except OSError as error:
+                    if not number:
+                        raise
+                    done = ", ".join(names[:number])
+                    raise OSError(error.errno, f"{error.strerror or error}; already dropped: {done}", name) from error
+            return Dropped(steps, await self.history())
 
     async def _drop(self, name: str) -> None:
         await _in_thread(self._store.drop, self._key, name)

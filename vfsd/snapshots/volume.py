@@ -32,10 +32,12 @@ from vfsd.snapshots.base import (
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     UNWATCHED,
+    Dropped,
     Interrupted,
     Outcome,
     Staged,
     Watch,
+    check_names,
     free_name,
     in_bytes,
     log_expired,
@@ -107,9 +109,14 @@ class VolumeSnapshots:
     async def change_counts(self) -> Mapping[str, Counts]:
         return {name: Counts(*counts) for name, counts in self._volume.change_counts().items()}
 
-    async def drop(self, name: str) -> None:
+    async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._served.changing:
-            self._volume.drop_snapshot(name)
+            infos = self._volume.snapshots()
+            check_names(names, infos)
+            steps = self._known().steps_to(info for info in infos if info.name in names)
+            for name in names:
+                self._volume.drop_snapshot(name)
+            return Dropped(steps, self._known())
 
     async def history(self) -> History:
         return self._known()
