@@ -199,6 +199,8 @@ def check_archive_name(path: str | os.PathLike[str]) -> None:
     name = os.path.basename(os.fspath(path))
     if os.fspath(path) == "-":
         raise ValueError("an archive is written to a file, not to standard output: name it FILE.zip")
+    if os.fspath(path).endswith("/"):
+        raise ValueError(f"{os.fspath(path)} is a directory: name a file in it, such as backup.zip")
     for suffix in _OTHER_ARCHIVES:
         if name.lower().endswith(suffix):
             better = name[: -len(suffix)] or "archive"

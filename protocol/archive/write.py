@@ -119,7 +119,7 @@ def export_archive(
     # In the same directory, so that the rename stays in one file system.
     temporary = os.path.join(folder, f".vfsd-export-{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with _new_file(temporary, folder) as file:
             summary = write_archive(
                 tree, file, created_ns=created_ns, progress=progress, level=level, skip_too_long=skip_too_long
             )
@@ -136,8 +136,21 @@ def export_archive(
     return summary
 
 
+def _new_file(temporary: str, folder: str) -> BinaryIO:
+    """The new file `temporary`; errors are about its directory, which is what the caller chose."""
+    try:
+        return open(temporary, "xb")
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory; make it with mkdir", folder) from None
+    except OSError as error:
+        error.filename = folder or "."
+        raise
+
+
 def _check_place(path: str, *, overwrite: bool) -> None:
     if not overwrite:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "this is a directory: name a file in it, such as backup.zip", path)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return

@@ -152,7 +152,11 @@ class Command(click.Command):
         self.params += [workspace_option(), json_option()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # the parser does not give it where an option lacks its value
+            raise
         if not ctx.resilient_parsing:
             self._refuse_empty(ctx)
         return rest
@@ -262,6 +266,16 @@ def did_you_mean(word: str, possible: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(output.show_path(name) for name in close)}?" if close else ""
 
 
+# What a newcomer tries as a command of its own.
+_ELSEWHERE: Final = {
+    "undo": "vfsd restore --undo",
+    "redo": "vfsd restore --redo",
+    "umount": "vfsd unmount",
+    "run": "vfsd exec",
+    **{name: f"vfsd fs {name}" for name in ("ls", "read", "write", "edit", "glob", "grep", "rm", "stat")},
+}
+
+
 class SuggestingGroup(click.Group):
     """A group that names the commands spelled like one that it does not have."""
 
@@ -271,6 +285,8 @@ class SuggestingGroup(click.Group):
         # click looks for such names among the commands that it has imported: none, where they are imported lazily.
         name = args[0]
         if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            if ctx.parent is None and name in _ELSEWHERE:
+                raise click.UsageError(f"no such command: {name!r}; it is `{_ELSEWHERE[name]}`", ctx)
             raise click.UsageError(f"no such command: {name!r}{did_you_mean(name, self.list_commands(ctx))}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -73,8 +73,9 @@ def export_command(
 
 
 def _show_export(answer: messages.ExportResult) -> None:
-    content, archive = output.human_size(answer.total_bytes), output.human_size(answer.archive_bytes)
-    output.say(f"exported {answer.files:,} files ({content}) to {output.show_path(answer.path)} ({archive})")
+    files, content = output.counted(answer.files, "file"), output.human_size(answer.total_bytes)
+    archive = output.human_size(answer.archive_bytes)
+    output.say(f"exported {files} ({content}) to {output.show_path(answer.path)} ({archive})")
 
 
 @click.command(
@@ -102,7 +103,7 @@ def import_command(app: App, file: str) -> None:
 
 def _show_import(answer: messages.ImportResult) -> None:
     path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
-    output.say(f"imported {answer.files:,} files ({size}) from {path}: {count_words(answer.counts)}")
+    output.say(f"imported {output.counted(answer.files, 'file')} ({size}) from {path}: {count_words(answer.counts)}")
     show_safety(answer.safety_snapshot, answer.expired)
 
 

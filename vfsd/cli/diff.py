@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any, Final
 
 import click
@@ -53,9 +55,9 @@ class _DiffCommand(Command):
 )
 @click.argument("a", required=False, shell_complete=complete_snapshot)
 @click.argument("b", required=False, shell_complete=complete_snapshot)
-@click.option("--stat", "mode", flag_value="stat", help="A table of lines added and removed, as git has it.")
-@click.option("-p", "--patch", "mode", flag_value="patch", help="A patch that `git apply` takes; binary files too.")
-@click.option("--names", "mode", flag_value="names", help="The paths alone.")
+@click.option("--stat", is_flag=True, help="A table of lines added and removed, as git has it.")
+@click.option("-p", "--patch", is_flag=True, help="A patch that `git apply` takes; binary files too.")
+@click.option("--names", is_flag=True, help="The paths alone.")
 @include_option
 @exclude_option
 @click.option("--include-git", is_flag=True, help="With --patch: what is in .git too, which `git apply` rejects.")
@@ -64,7 +66,9 @@ def diff_command(
     app: App,
     a: str | None,
     b: str | None,
-    mode: str | None,
+    stat: bool,
+    patch: bool,
+    names: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     include_git: bool,
@@ -86,6 +90,10 @@ def diff_command(
     itself ignores them, empty directories and what is in .git (--include-git).  Owner, time, extended attributes and
     mode bits other than the owner's execute bit are in no patch.
     """
+    modes = [mode for mode, is_given in (("stat", stat), ("patch", patch), ("names", names)) if is_given]
+    if len(modes) > 1:
+        raise click.UsageError(f"{' and '.join(f'--{mode}' for mode in modes)} exclude each other: give one")
+    mode = modes[0] if modes else None
     if include_git and mode != "patch":
         raise click.UsageError("--include-git goes with --patch")
     record = app.record()
@@ -97,6 +105,16 @@ def diff_command(
         exclude=list(exclude),
         include_git=include_git,
     )
+    try:
+        _answer(app, record, params, mode)
+    except FileNotFoundError as error:
+        mistaken = next((word for word in (a, b) if word is not None and error.filename == word), None)
+        if mistaken is None or not os.path.lexists(mistaken) or "no such snapshot" not in str(error):
+            raise
+        raise FileNotFoundError(errno.ENOENT, "no such snapshot, but a path; paths go after --", mistaken) from None
+
+
+def _answer(app: App, record: WorkspaceRecord, params: messages.DiffParams, mode: str | None) -> None:
     if mode == "patch":
         params.mode = "patch"
         _patch(app, record, params)
@@ -163,4 +181,5 @@ def _note_what_is_missing(answer: messages.DiffResult) -> None:
         size, limit = output.human_size(answer.patch_bytes), output.human_size(GIT_APPLY_LIMIT_BYTES)
         output.note(f"this patch has {size}, and `git apply` takes at most {limit}: make several, of some PATHs each")
     if answer.problems:
-        output.report(f"the patch lacks {len(answer.problems):,} changes; `vfsd export` carries everything")
+        lacking = output.counted(len(answer.problems), "change")
+        output.report(f"the patch lacks {lacking}; `vfsd export` carries everything")

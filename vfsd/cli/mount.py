@@ -53,8 +53,8 @@ _option = functools.partial(click.option, cls=_MountOption)
     mkdir ~/work && vfsd mount ~/work
     vfsd mount ~/work --name demo --max-bytes 2GiB
     vfsd mount ~/work --from backup.zip --read-only
-    vfsd mount ~/work --backend host:project --cache-timeout 5
-    vfsd mount ~/work --backend overlay:project --exclude .env
+    vfsd mount ~/work --backend host:~/project --cache-timeout 5
+    vfsd mount ~/work --backend overlay:~/project --exclude .env
     vfsd mount ~/work --sandbox image:docker.io/library/python:3.12 --snapshot-each
     vfsd mount ~/work --backend container:web --workdir /srv/app
     vfsd mount ~/work --backend image:docker.io/library/python:3.12

@@ -53,6 +53,9 @@ Kind = Literal["text", "size", "count", "time", "path"]
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
+_WIDEST_TABLE: Final = 100_000  # columns
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     heading: str
@@ -151,11 +154,14 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
     drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.kind in {"size", "count"} else "left"
-        drawn.add_column(column.heading, justify=justify, overflow="fold", no_wrap=column.kind == "time")
+        drawn.add_column(column.heading, justify=justify, no_wrap=True)
     for row in rows:
         # Text, so that brackets in a name are no markup.
         drawn.add_row(*(Text(_pretty(cell, column.kind)) for cell, column in zip(row, columns, strict=True)))
-    _console().print(drawn)
+    # As wide as its content: a terminal wraps a long line, which keeps names and paths whole.
+    console = _console()
+    width = console.measure(drawn, options=console.options.update(width=_WIDEST_TABLE)).maximum
+    console.print(drawn, width=max(console.width, width), crop=False, soft_wrap=True)
 
 
 def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:

@@ -47,7 +47,8 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     )
     if answer.conflicts and not (answer.applied or app.json):
         place = output.show_path(answer.directory)
-        output.report(f"{len(answer.conflicts)} paths were changed in {place} by others; nothing is written")
+        changed = output.counted(len(answer.conflicts), "path was", "paths were")
+        output.report(f"{changed} changed in {place} by others; nothing is written")
     if answer.conflicts and not answer.applied:
         click.get_current_context().exit(1)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shlex
 from collections.abc import Sequence
 
 import click
 
 from vfsd.calls import origin_of
 from vfsd.cli import output
-from vfsd.cli.app import App, Command
+from vfsd.cli.app import App, Command, did_you_mean
 from vfsd.cli.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
 from vfsd.cli.names import complete_restore, complete_snapshot
 from vfsd.cli.output import counted
 from vfsd.cli.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.values import in_home
 from vfsd.control import messages
-from vfsd.control.messages import wire_path
+from vfsd.control.messages import from_wire_path, wire_path
 from vfsd.userpaths import current_directory, wire_paths
 
 __all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_command"]
@@ -61,7 +63,7 @@ def _say_snapshot(record: messages.SnapshotRecord) -> None:
         output.say(record.name)
         return
     size = output.human_size(record.size_bytes)
-    output.say(f"snapshot {click.style(record.name, bold=True)}: {record.files:,} files, {size}")
+    output.say(f"snapshot {click.style(record.name, bold=True)}: {counted(record.files, 'file')}, {size}")
 
 
 _COLUMNS = (
@@ -178,7 +180,7 @@ def _show_dropped(answer: messages.DropResult) -> None:
     vfsd restore before-refactor src a.txt # these paths only
     vfsd restore before-refactor --dry-run # say what it would change
     vfsd restore backup.zip                # from an archive
-    vfsd restore before --of host:project  # another directory's snapshot, into this workspace
+    vfsd restore before --of host:~/project  # another directory's snapshot, into this workspace
     vfsd restore --undo                    # back to before the last restore; again: before the one before
     vfsd restore --redo                    # forward again
     """,
@@ -214,14 +216,7 @@ def restore_command(
     --dry-run prints a letter and a path for each change: A it would add, M modify, D remove, T replace
     by another type, m metadata only.
     """
-    if not (undo or redo or arguments):
-        raise click.UsageError("name a snapshot or an archive, or say --undo or --redo")
-    if redo and (undo or arguments):
-        raise click.UsageError("--redo stands alone" if undo else "--redo takes no NAME and no PATHs")
-    if of is None and store is not None:
-        raise click.UsageError("--store goes with --of")
-    if of is not None and (undo or redo):
-        raise click.UsageError("--of takes the name of a snapshot")
+    _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
     record = app.record()
     source, paths = (None, arguments) if undo or redo else (arguments[0], arguments[1:])
     params = messages.RestoreParams(
@@ -232,7 +227,7 @@ def restore_command(
     )
     if of is not None:
         params.name = source
-        params.of, params.store = origin_of(of, store)
+        params.of, params.store = origin_of(in_home(of), store)
     elif source is not None and _is_archive(source):
         params.archive = wire_path(os.fsencode(os.path.abspath(source)))
     else:
@@ -243,14 +238,65 @@ def restore_command(
             return
         answer = app.call(record, "restore", params, label="restoring")
     except FileNotFoundError as error:
-        if source is None or of is not None or error.filename != source or not _may_be_archive(source):
-            raise
-        raise FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", source) from None
+        raise _explained(error, params, arguments, store) from None
     if answer.step is not None:
         app.emit(answer, functools.partial(_show_step, "undid" if undo else "redid"))
     else:
         app.emit(answer, _show_restore)
     show_problems(answer.problems)
+
+
+def _check_source(arguments: Sequence[str], *, undo: bool, redo: bool, of: str | None, store: str | None) -> None:
+    """UsageError for options that say nothing, or too much, of what to restore."""
+    if not (undo or redo or arguments):
+        raise click.UsageError("name a snapshot or an archive, or say --undo or --redo")
+    if redo and (undo or arguments):
+        raise click.UsageError("--redo stands alone" if undo else "--redo takes no NAME and no PATHs")
+    if of is None and store is not None:
+        raise click.UsageError("--store goes with --of")
+    if of is not None and (undo or redo):
+        raise click.UsageError("--of takes the name of a snapshot")
+
+
+def _explained(
+    error: FileNotFoundError, params: messages.RestoreParams, arguments: Sequence[str], store: str | None
+) -> FileNotFoundError:
+    """`error` of a restore; with what to do next, where `arguments` show what was meant."""
+    if params.undo and arguments:
+        return _undo_takes_paths(error, arguments)
+    name = params.name
+    if name is None or "no such snapshot" not in str(error):
+        return error
+    if params.of is not None:
+        return _not_of(error, name, params.of, store)
+    if error.filename == name and _may_be_archive(name):
+        return FileNotFoundError(errno.ENOENT, "neither a snapshot nor an archive", name)
+    return error
+
+
+def _undo_takes_paths(error: FileNotFoundError, arguments: Sequence[str]) -> FileNotFoundError:
+    """`error`; where it is about an argument, with what --undo takes."""
+    if error.filename is None:
+        return error
+    advice = f"no such path (--undo takes paths; to restore a snapshot: vfsd restore {shlex.join(arguments)})"
+    return FileNotFoundError(errno.ENOENT, advice, error.filename)
+
+
+def _not_of(error: FileNotFoundError, name: str, key: str, directory: str | None) -> FileNotFoundError:
+    """`error` of `--of`; says whether the store has any snapshots of that workspace, and the names that are close."""
+    from protocol.store import Store, default_directory  # noqa: PLC0415 start-up: an error has time
+
+    try:
+        with Store(directory or default_directory()) as store:
+            key_there = os.fsdecode(from_wire_path(key))
+            names = [info.name for info in store.snapshots(key_there)]
+            near = did_you_mean(name, names) if names else did_you_mean(key_there, store.workspaces())
+            place = store.directory
+    except OSError:
+        return error
+    if not names:
+        return FileNotFoundError(errno.ENOENT, f"the store at {place} has no snapshots of {key}{near}")
+    return FileNotFoundError(errno.ENOENT, f"no such snapshot of {key}: {name}{near}")
 
 
 def _may_be_archive(argument: str) -> bool:

@@ -16,6 +16,7 @@ from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli import output
 from vfsd.cli.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
+from vfsd.cli.output import counted
 from vfsd.cli.values import Seconds
 from vfsd.control.messages import Progress, wire_path
 
@@ -217,7 +218,8 @@ def _damage_record(damage: Damage) -> dict[str, Any]:
 
 def _show_check(report: CheckReport) -> None:
     size = output.human_size(report.size_bytes)
-    output.say(f"{report.snapshots:,} snapshots, {report.contents:,} contents, {size}: {_verdict(report)}")
+    found = f"{counted(report.snapshots, 'snapshot')}, {counted(report.contents, 'content')}"
+    output.say(f"{found}, {size}: {_verdict(report)}")
     for damage in report.damages:
         output.report(damage.what)
         for workspace, name in damage.snapshots:
@@ -271,7 +273,7 @@ def gc_command(app: App, store: str | None, wait: float, *, repair: bool) -> Non
 
 def _show_gc(report: GarbageReport) -> None:
     freed, kept = output.human_size(max(0, report.freed_bytes)), output.human_size(report.kept_bytes)
-    output.say(f"freed {freed} ({report.freed_contents:,} contents); {kept} are kept")
+    output.say(f"freed {freed} ({counted(report.freed_contents, 'content')}); {kept} are kept")
 
 
 # -- drop -----------------------------------------------------------------------------------------
@@ -297,11 +299,16 @@ def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], 
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")
     dropped: list[str] = []
-    with _interruptible(app, lambda: f"{len(dropped)} snapshots were dropped"), _opened(store) as opened:
+
+    def what_became() -> str:
+        return f"{counted(len(dropped), 'snapshot was', 'snapshots were')} dropped"
+
+    with _interruptible(app, what_became), _opened(store) as opened:
         for name in _to_drop(opened, key, names, drop_all=drop_all, may_ask=not app.json):
             opened.drop(key, name)
             dropped.append(name)
-    app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {len(dropped)}") if output.on_terminal() else None)
+    snapshots = counted(len(dropped), "snapshot")
+    app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {snapshots} of {key}: {_some(dropped)}"))
 
 
 def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
@@ -313,10 +320,11 @@ def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, 
     if drop_all:
         return there
     if not names:
-        what = f"all {len(there)} snapshots of {key} ({_some(there)})"
+        what = f"all {counted(len(there), 'snapshot')} of {key} ({_some(there)})"
         if not (may_ask and sys.stdin.isatty() and output.on_terminal(err=True)):
             raise click.UsageError(f"this would drop {what}: name some, or add --all")
-        click.confirm(f"Drop {what}?", abort=True, err=True)
+        if not click.confirm(f"Drop {what}?", err=True):
+            raise OSError(errno.ECANCELED, "nothing was dropped")
         return there
     for name in names:
         if name not in there:

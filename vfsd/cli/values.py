@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ from click.shell_completion import CompletionItem
 from vfsd.mounting import check_backend
 from vfsd.options import NAME_PATTERN
 
-__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Seconds", "Size", "is_text"]
+__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Seconds", "Size", "in_home", "is_text"]
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
@@ -82,12 +83,19 @@ class Name(_TextType):
         return str(value)
 
 
+def in_home(backend: str) -> str:
+    """`backend` with the `~` of host:~/DIR or overlay:~/DIR expanded, which a shell does only at a word's beginning."""
+    kind, colon, place = backend.partition(":")
+    return f"{kind}{colon}{os.path.expanduser(place)}" if kind in {"host", "overlay"} else backend
+
+
 class Backend(_TextType):
     """memory, host:DIR, overlay:DIR, container:NAME or image:REF."""
 
     name = "backend"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        value = in_home(value)
         try:
             check_backend(value)
         except ValueError as error:

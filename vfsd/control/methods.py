@@ -465,6 +465,9 @@ def _check_snapshot_name(name: str) -> None:
             f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
             f"no leading space or dash; {SAFETY_PREFIX!r} is vfsd's own prefix)"
         )
+    if name.lower().endswith(".zip") or not name.strip("."):
+        reason = "only dots" if not name.strip(".") else "`vfsd restore` takes a name that ends in .zip for a file"
+        raise InvalidParamsError(f"not a name for a snapshot: {name!r} ({reason}); take another one")
 
 
 def _key(wire: str) -> str:
