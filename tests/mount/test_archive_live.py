@@ -107,7 +107,8 @@ def test_a_file_that_is_there_is_only_replaced_with_force_and_a_failed_export_le
     assert (workdir / "a.zip").read_text() == "precious"
     succeeded(vfsd("-w", workspace.name, "export", workdir / "a.zip", "--force"))
     assert zipfile.is_zipfile(workdir / "a.zip")
-    failed(vfsd("-w", workspace.name, "export", workdir / "missing" / "a.zip"))
+    said = failed(vfsd("-w", workspace.name, "export", workdir / "missing" / "a.zip"))
+    assert said.endswith(f"there is no such directory; make it with mkdir: {workdir}/missing")
     failed(vfsd("-w", workspace.name, "export", workdir / "b.zip", "--snapshot", "none"))
     assert sorted(path.name for path in workdir.iterdir()) == ["a.zip", Path(workspace.path).name]
 
@@ -139,6 +140,29 @@ def test_a_host_workspace_can_be_exported_into_itself(workdir: Path) -> None:
         with zipfile.ZipFile(Path(workspace.path) / "self.zip") as file:
             assert not any("self.zip" in name or ".tmp" in name for name in file.namelist())
     assert sorted(path.name for path in directory.iterdir()) == ["a.txt", "self.zip"]
+
+
+def test_names_that_restore_would_take_for_files_are_refused(workspace: Workspace) -> None:
+    for name in ("x.zip", "X.ZIP", ".", "..", "..."):
+        with pytest.raises(OSError, match="not a name for a snapshot"):
+            workspace.snapshot(name)
+
+
+def test_what_does_not_exist_is_named_as_it_was_typed(workspace: Workspace, filled: Path, workdir: Path) -> None:
+    workspace.snapshot("one")
+    assert failed(vfsd("-w", workspace.name, "diff", "one", "--", "nopath")).endswith("directory: nopath")
+    (filled / "binary").write_bytes(b"")
+    workspace.restore("one")
+    said = failed(vfsd("-w", workspace.name, "restore", "--undo", "one"))
+    assert said.endswith("no such path (--undo takes paths; to restore a snapshot: vfsd restore one): one")
+    (workdir / "other").mkdir()
+    options = ("--of", f"host:{workdir}/other", "--store", workdir / "store")
+    said = failed(vfsd("-w", workspace.name, "restore", "one", *options))
+    assert said.endswith(f"has no snapshots of host:{workdir}/other")
+    with Workspace.mount(workdir / "mnt2", backend=f"host:{workdir}/other", store=workdir / "store") as other:
+        other.snapshot("before")
+    said = failed(vfsd("-w", workspace.name, "restore", "befor", *options))
+    assert said.endswith(f"no such snapshot of host:{workdir}/other: befor; did you mean before?")
 
 
 def test_an_archive_in_the_workspace_can_be_imported(workspace: Workspace, filled: Path, workdir: Path) -> None:

@@ -19,6 +19,8 @@ from click.testing import CliRunner, Result
 
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd.cli.main import COMMANDS, cli
+from vfsd.cli.output import counted
+from vfsd.cli.values import in_home
 from vfsd.control import messages as m
 from vfsd.runtime import ensure_socket_dir, read_records, write_record
 
@@ -771,3 +773,49 @@ def test_doctor_says_of_each_thing_whether_it_is_there() -> None:
     lines = [line.split("\t") for line in run("doctor").stdout.splitlines()]
     assert [line[1] for line in lines] == [one["topic"] for one in answer["findings"]]
     assert {line[0] for line in lines} <= {"ok", "missing", "optional"}
+
+
+# -- wrong usage that says what was meant ------------------------------------------------------------
+def refused(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code == 2, (result.output, result.exception)
+    return result.stderr
+
+
+def test_diff_takes_one_form_of_answer(daemon: FakeDaemon) -> None:
+    for one, other in (("--stat", "--patch"), ("--stat", "--names"), ("--patch", "--names")):
+        assert f"{one} and {other} exclude each other" in refused("diff", one, other)
+
+
+def test_a_path_in_place_of_a_snapshot_is_named_as_such(daemon: FakeDaemon, workdir: Path) -> None:
+    (workdir / "notes").touch()
+    ok("snapshot", "one")
+    assert fails("diff", "one", "notes") == "no such snapshot, but a path; paths go after --: notes"
+    assert fails("diff", "one", "nothing") == "no such snapshot: nothing"
+
+
+@pytest.mark.parametrize("name", ["undo", "redo", "ls", "grep"])
+def test_a_command_that_is_part_of_another_one_is_pointed_to(name: str) -> None:
+    assert f"it is `vfsd {'restore --' if name.endswith('do') else 'fs '}{name}`" in refused(name)
+
+
+@pytest.mark.parametrize(("command", "option"), [("snapshot", "--tag"), ("diff", "--exclude"), ("export", "--include")])
+def test_an_option_without_its_value_points_to_the_commands_help(command: str, option: str) -> None:
+    assert f" {command} --help`" in refused(command, option)
+
+
+def test_an_archive_needs_a_file_name(daemon: FakeDaemon, workdir: Path) -> None:
+    assert "is a directory: name a file in it" in refused("export", f"{workdir}/")
+
+
+def test_a_home_directory_is_expanded_after_a_backends_colon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert in_home("host:~/project") == "host:/home/me/project"
+    assert in_home("overlay:~") == "overlay:/home/me"
+    assert in_home("host:a~/b") == "host:a~/b"
+    assert in_home("container:~x") == "container:~x"
+
+
+def test_counts_have_the_right_number() -> None:
+    assert [counted(number, "file") for number in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
+    assert counted(2, "path was", "paths were") == "2 paths were"

@@ -67,7 +67,15 @@ def test_a_file_name_cannot_send_escapes_to_the_terminal(daemon: FakeDaemon) -> 
 def test_long_work_shows_progress_and_then_the_result(daemon: FakeDaemon, workdir: Path) -> None:
     text = on_a_terminal("export", str(workdir / "x.zip"))
     assert "exporting" in text
-    assert "exported 1 files" in ESCAPES.sub("", text)
+    assert "exported 1 file " in ESCAPES.sub("", text)
+
+
+def test_a_table_breaks_no_name_in_two(daemon: FakeDaemon) -> None:
+    name, tag = "n" * 60, "what the user asked for " * 3
+    on_a_terminal("snapshot", name, "--tag", tag)
+    text = ESCAPES.sub("", on_a_terminal("snapshots"))
+    assert f"{name} " in text
+    assert tag in text
 
 
 def test_json_on_a_terminal_is_indented(daemon: FakeDaemon) -> None:

@@ -135,6 +135,7 @@ def test_a_terminal_is_asked_before_all_snapshots_are_dropped(store: Store) -> N
         os.close(ours)
         assert process.wait() == (1 if kept else 0)
         assert b"Drop all 2 snapshots of host:/srv/x (first, second)?" in shown
+        assert (b"nothing was dropped" if kept else b"dropped 2 snapshots of host:/srv/x: first, second") in shown
         assert len(store.snapshots("host:/srv/x")) == kept
 
 

@@ -160,8 +160,9 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
         drawn.add_row(*(Text(_pretty(cell, column.kind)) for cell, column in zip(row, columns, strict=True)))
     # As wide as its content: a terminal wraps a long line, which keeps names and paths whole.
     console = _console()
-    width = console.measure(drawn, options=console.options.update(width=_WIDEST_TABLE)).maximum
-    console.print(drawn, width=max(console.width, width), crop=False, soft_wrap=True)
+    measured = console.measure(drawn, options=console.options.update(width=_WIDEST_TABLE))
+    console.width = max(console.width, measured.maximum)
+    console.print(drawn)
 
 
 def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:

@@ -27,6 +27,7 @@ from protocol.diff import Counts
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
+from vfsd import mounts
 from vfsd.commands.running import Commands
 from vfsd.control.call import Call, Handler, InvalidParamsError
 from vfsd.control.changes import (
