@@ -29,6 +29,7 @@ from vfsd.control.messages import (
     DiffParams,
     DiffResult,
     DropParams,
+    DropResult,
     Empty,
     ExportParams,
     ExportResult,
@@ -374,7 +375,7 @@ async def test_cancelling_one_call_of_the_trio_client_leaves_the_others(path: st
                 scope.cancel()
         await cancelled.wait()
         release.set()
-    assert results == [Empty()]
+    assert results == [DropResult()]
 
 
 async def test_the_trio_client_awaits_callbacks_that_want_it(path: str) -> None:

@@ -287,7 +287,8 @@ def test_a_hole_takes_no_room(place: Path) -> None:
     os.ftruncate(fd, 10**15)
     os.pwrite(fd, b"end", 10**15 - 3)
     assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (10**15, 8)
-    assert before - os.statvfs(place).f_bfree <= 1
+    # The page that was written, and the inode and its name, which a limit of memory counts: a page more at most.
+    assert before - os.statvfs(place).f_bfree <= 2
     assert os.pread(fd, PAGE, 10**14) == bytes(PAGE)
     os.close(fd)
 

@@ -281,6 +281,11 @@ class Content:
         if self.reserved:
             self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
 
+    def recount(self, first: int, after: int) -> None:
+        """Count the pages anew, after a write to pages `first` to `after` that ended with MemoryError."""
+        self.reserved = without(self.reserved, first, after) if self.reserved else self.reserved
+        self.pages = sum(map(self._block_pages, self.blocks)) + sum(each.after - each.first for each in self.reserved)
+
     def write_plainly(self, offset: int, end: int, data: Buffer, ledger: Ledger) -> int:
         """`growth` and `write` in one step for what most writes are; returns the growth, or -1: nothing was done.
 
@@ -309,22 +314,23 @@ class Content:
             stop = start + end - offset
             if not start and stop >= length:
                 charge = stop + (stop >> 5) + BLOCK_CHARGE_BYTES - block_bytes(block)
+                blocks[index] = bytes(data)  # before it is charged, as below: MemoryError must leave both as they are
                 self.allocated += charge
                 ledger.content += charge
-                blocks[index] = bytes(data)
             elif type(block) is bytearray:
+                block[start:stop] = data
                 if stop > length:
                     charge = stop + (stop >> 3) - length - (length >> 3)
                     self.allocated += charge
                     ledger.content += charge
-                block[start:stop] = data
             else:
                 now = max(stop, length)
                 charge = now + (now >> 3) - length - (length >> 5)
+                block = bytearray(block)  # type: ignore[arg-type]  # no holes: none is sparse
+                block[start:stop] = data
+                blocks[index] = block
                 self.allocated += charge
                 ledger.content += charge
-                block = blocks[index] = bytearray(block)  # type: ignore[arg-type]  # no holes: none is sparse
-                block[start:stop] = data
             growth = ((stop - 1) >> _PAGE_SHIFT) - ((length - 1) >> _PAGE_SHIFT) if stop > length else 0
         self.pages += growth
         return growth
@@ -353,22 +359,24 @@ class Content:
                 mutable = SparseBlock.of(mutable, 0)
                 self._replace_block(index, mutable)
             self._add_holes(index, bits)
-        self.allocated -= block_bytes(mutable)
-        if isinstance(mutable, SparseBlock):
-            mutable.write(start, data)
-        else:
-            if start > len(mutable):
-                mutable.extend(bytes(start - len(mutable)))
-            mutable[start:end] = data
-        self.allocated += block_bytes(mutable)
+        before = block_bytes(mutable)
+        try:
+            if isinstance(mutable, SparseBlock):
+                mutable.write(start, data)
+            else:
+                if start > len(mutable):
+                    mutable.extend(bytes(start - len(mutable)))
+                mutable[start:end] = data
+        finally:  # MemoryError may come between two pages
+            self.allocated += block_bytes(mutable) - before
         if self.holes and index in self.holes:
             self._clear_holes(index, _bits(start >> _PAGE_SHIFT, _page_up(end)))
 
     def _replace_block(self, index: int, block: Block) -> None:
         old = self.blocks.get(index)
+        self.blocks[index] = block  # first: it is what can raise MemoryError
         if old is not None:
             self._give_up(index, old)
-        self.blocks[index] = block
         self.allocated += block_bytes(block)
         if isinstance(self.owned, set):
             self.owned.add(index)
@@ -406,8 +414,9 @@ class Content:
         if left:
             self.holes[index] = left
             return
+        dense = bytearray(self.blocks[index][:])
         del self.holes[index]
-        self._replace_block(index, bytearray(self.blocks[index][:]))
+        self._replace_block(index, dense)
 
     # -- shrinking and allocating --------------------------------------------------------------
     def truncate(self, size: int) -> None:

@@ -318,9 +318,17 @@ class MemoryVolume(Entries):
         # What was promised by fallocate, and what is there already and this version's own, is charged.
         if growth or content.owned is not None:
             self._require(length + (length >> 3) + _WRITE_BYTES)
-        before = content.charge
-        content.write(offset, data, growth)
-        ledger.content += content.charge - before
+        charge, pages = content.charge, content.pages
+        try:
+            content.write(offset, data, growth)
+        except MemoryError:
+            # Blocks that it had written stay, as after a short write, but for what lies beyond the end.
+            content.recount(offset // PAGE_BYTES, (offset + length + PAGE_BYTES - 1) // PAGE_BYTES)
+            content.truncate(node.size)
+            self._state.pages += content.pages - pages
+            raise
+        finally:
+            ledger.content += content.charge - charge
         return length, growth
 
     def _fitting(self, node: Inode, offset: int, length: int) -> int:
