@@ -893,7 +893,7 @@ def test_the_command_line_as_in_memory(workspace: Workspace, root: Path, workdir
     assert (root / "README").read_text() == "oops\n"
     succeeded(vfsd("export", workdir / "x.zip", "--snapshot", "before", *picked))
     (root / "README").unlink()
-    assert "imported 1 files" in succeeded(vfsd("import", workdir / "x.zip", *picked))
+    assert "imported 1 file (" in succeeded(vfsd("import", workdir / "x.zip", *picked))
     assert (root / "README").read_text() == "notes\n"
     succeeded(vfsd("drop", "before", *picked))
     names = [line.split("\t")[0] for line in succeeded(vfsd("snapshots", *picked)).splitlines()]
