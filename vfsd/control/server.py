@@ -117,7 +117,8 @@ class ControlServer:
     async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
         """After an accept(2) that `error` says lacked a descriptor, or memory: have one for the next attempt."""
         if error.errno == errno.EMFILE:
-            if self._drop_longest_idle():
+            # Young ones too: the spare descriptors are for calls that run, not for clients that may ask something.
+            if self._drop_longest_idle(even_young=True):
                 await self._closed.wait()
                 return
             if spares.take_one():
@@ -129,10 +130,14 @@ class ControlServer:
     def _used(self) -> int:
         return sum(not connection.is_leaving for connection in self._connections)
 
-    def _drop_longest_idle(self) -> bool:
-        """Close the connection that has had no call for the longest time; False where none may be closed."""
+    def _drop_longest_idle(self, *, even_young: bool = False) -> bool:
+        """Close the connection that has had no call for the longest time; False where none may be closed.
+
+        With `even_young` also one that is within `Limits.first_request_s` of its start.
+        """
         for connection in sorted(self._connections, key=lambda each: each.idle_since):
-            if not connection.is_leaving and connection.closable_in_s == 0 and connection.is_idle:
+            may_close = even_young or connection.closable_in_s == 0
+            if may_close and not connection.is_leaving and connection.is_idle:
                 connection.drop_idle()
                 return True
         return False
