@@ -17,7 +17,7 @@ _PAGE_CHARGE_BYTES: Final = PAGE_BYTES + 192
 
 
 class SparseBlock:
-    """A block of which some pages were never written: only the others take memory.
+    """A block with pages that were never written.  Only written pages take memory.
 
     `pages` maps a page's number in the block to its bytes; where it is shorter than a page, zeros follow.
     """

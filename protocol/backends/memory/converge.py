@@ -355,4 +355,4 @@ def _above(path: bytes) -> bytes:
 
 
 def _show(path: bytes) -> str:
-    return os.fsdecode(path)  # whoever prints the error escapes it
+    return os.fsdecode(path)  # the code that prints the error escapes it

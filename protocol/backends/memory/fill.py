@@ -1,4 +1,4 @@
-"""Fill: puts a tree into a state that has nothing but its root, in one pass.
+"""Copy a tree into an empty state (a root directory without entries) in one pass.
 
 `Converger` does the same in three times the time, because it asks of each entry what is there already.  Inodes are
 numbered in the order of `Tree.walk`, so the inodes of a subtree have consecutive numbers.

@@ -7,7 +7,7 @@ Four figures, in bytes, each a running total that `check_ledger` recomputes from
 - `metadata`: live inodes, names, symlink targets and extended attributes.  Each inode's charge has two parts: what it
   takes, and RESERVE_BYTES;
 - `kept`: what only snapshots hold: old versions of inodes, the blocks and attributes that no live file has, records of
-  names, the snapshots themselves.  So `content + metadata + kept` counts each object once, whoever shares it;
+  names, the snapshots themselves.  So `content + metadata + kept` counts each object once, even if versions share it;
 - `overhead`: what is neither: what an overlay remembers of the directory below, and memory lent to an import that is
   being unpacked.  It is taken off `ceiling`, so that a check on the hot path adds up three figures only.
 

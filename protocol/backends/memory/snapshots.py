@@ -57,7 +57,7 @@ class Snapshots:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # told of each snapshot dropped to make room
+        self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # called for each snapshot dropped to make room
         self.pruned = 0  # how many those were
         self._not_to_prune: frozenset[str] = frozenset()
         self._saved_at = 0  # the moment of the newest state that is known to be kept elsewhere

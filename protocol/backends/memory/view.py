@@ -260,7 +260,7 @@ class SnapshotTree:
 
 
 def _show(path: bytes) -> str:
-    return os.fsdecode(path)  # whoever prints the error escapes it
+    return os.fsdecode(path)  # the code that prints the error escapes it
 
 
 def _read(inode: Inode, offset: int, size: int) -> bytes:

@@ -315,7 +315,7 @@ class OverlayState(State):
             self.ledger.forget(version)
 
     def _charge(self, version: Inode, *, is_live: bool) -> None:
-        """Charge a version of which nothing is shared."""
+        """Charge a version that shares nothing with other versions."""
         if is_live:
             self.ledger.enter_new(version)
         else:
