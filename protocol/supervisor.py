@@ -92,8 +92,7 @@ def _read_until(reader: int, control: int) -> tuple[bytes, bytes]:
     """The errno of a failed start, b"" of one that worked, or that nobody wants any more; and signals for it."""
     early = b""
     while True:
-        ready, _, _ = select.select([reader, control], [], [])
-        if reader in ready:
+        if reader in _readable(reader, control):
             return os.read(reader, 16), early
         numbers = os.read(control, 16)
         if not numbers:
@@ -106,14 +105,22 @@ def _wait(child: int, control: int, early: bytes) -> int | None:
     handle = os.pidfd_open(child)
     _signal(child, early)
     while True:
-        ready, _, _ = select.select([handle, control], [], [])
-        if handle in ready:
+        if handle in _readable(handle, control):
             _, status = os.waitpid(child, 0)
             return os.waitstatus_to_exitcode(status)
         numbers = os.read(control, 16)
         if not numbers:
             return None
         _signal(child, numbers)
+
+
+def _readable(*descriptors: int) -> list[int]:
+    """Wait until some of `descriptors` can be read, and return those.  select(2) refuses numbers above 1,023,
+    which a daemon with many open files passes on."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll()]
 
 
 def _signal(group: int, numbers: bytes) -> None:
@@ -145,7 +152,7 @@ def _kill_all(command: int = 0) -> int:
                     code = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             return code
-        select.select([], [], [], _SCAN_PAUSE_S)
+        time.sleep(_SCAN_PAUSE_S)
     return code
 
 

@@ -9,18 +9,19 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import readable
 from vfsd.control.client import ControlClient
 from vfsd.control.exec_client import ExecCall
 from vfsd.control.exec_messages import WINDOW_BYTES, ExecParams
@@ -65,7 +66,7 @@ def started(where: Where, *args: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def line_of(client: subprocess.Popen[bytes]) -> bytes:
     assert client.stdout is not None
-    assert select.select([client.stdout], [], [], WAIT_S)[0], "nothing came"
+    assert readable(client.stdout, WAIT_S), "nothing came"
     return client.stdout.readline()
 
 
@@ -74,7 +75,7 @@ def wait_until_none_runs(where: Where, text: str) -> None:
     for _ in range(600):
         if not where.running(text):
             return
-        select.select([], [], [], 0.1)
+        time.sleep(0.1)
     pytest.fail(f"{text!r} still runs")
 
 
@@ -103,13 +104,13 @@ class Screen:
 
     def wait_for(self, text: bytes) -> None:
         while text not in self.seen:
-            assert select.select([self.master], [], [], WAIT_S)[0], self.seen
+            assert readable(self.master, WAIT_S), self.seen
             self.seen += os.read(self.master, 65536)
         self.seen = self.seen.partition(text)[2]
 
     def shows(self, text: bytes) -> bool:
         """Whether it shows `text` in a moment."""
-        if select.select([self.master], [], [], 1)[0]:
+        if readable(self.master, 1):
             self.seen += os.read(self.master, 65536)
         return text in self.seen
 
@@ -201,7 +202,7 @@ class ExecSuite:
             taken = 0
             while taken < WINDOW_BYTES:
                 taken += sum(len(output.data) for output in call.receive())
-            assert not select.select([call], [], [], 0.5)[0], "more came than was asked for"
+            assert not readable(call, 0.5), "more came than was asked for"
             with ControlClient(where.socket) as other:
                 other.call("ping")
             assert call.signal("TERM")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from tests.container.conftest import inside
 from tests.container.test_exec import container_of, where_of
 from tests.exec_suite import Where, line_of, run, started
 from tests.mount.conftest import ENGINES, mounted, socket_of
+from tests.waiting import readable
 from vfsd.control import fs_messages as fs
 from vfsd.control.client import ControlClient
 from vfsd.workspace import Workspace
@@ -316,7 +316,7 @@ def test_however_it_ends_the_sandbox_goes_with_the_workspace(ending: Workspace, 
             subprocess.run(["fusermount3", "-u", ending.path], check=True)
         else:
             signal.pidfd_send_signal(handle, signal.SIGTERM)
-        assert select.select([handle], [], [], 60)[0], "the daemon did not end"
+        assert readable(handle, 60), "the daemon did not end"
     finally:
         os.close(handle)
 

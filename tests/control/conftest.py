@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import json
-import select
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.waiting import readable
 from vfsd.control.messages import Empty
 from vfsd.control.server import Call, ControlServer, Handler, Limits
 
@@ -92,7 +92,7 @@ class Peer:
         return message
 
     def has_something_to_read(self) -> bool:
-        return bool(self._buffer) or bool(select.select([self.stream.socket.fileno()], [], [], 0)[0])
+        return bool(self._buffer) or readable(self.stream.socket.fileno(), 0)
 
     async def error(self) -> dict[str, Any]:
         """The next message's error object."""

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import select
 import struct
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Coherence, EntryChange
+from tests.waiting import readable
 from vfsd.coherence import tell_kernel
 from vfsd.engines.base import EngineSettings
 from vfsd.engines.native import NativeEngine
@@ -58,7 +58,7 @@ class Watcher:
     def events(self) -> list[str]:
         """What has been raised so far: events are in the queue when the system call returns that raises them."""
         found = []
-        while select.select([self.fd], [], [], 0)[0]:
+        while readable(self.fd, 0):
             data = os.read(self.fd, 65536)
             while data:
                 number, mask, _, length = struct.unpack_from("iIII", data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from tests.waiting import readable
 from vfsd.control.client import ControlClient
 from vfsd.launch import log_path
 from vfsd.runtime import record_path, socket_path
@@ -125,7 +125,7 @@ def wait_ended(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([descriptor], [], [], _TIMEOUT_S)[0], f"process {pid} does not end"
+        assert readable(descriptor, _TIMEOUT_S), f"process {pid} does not end"
     finally:
         os.close(descriptor)
 
@@ -141,7 +141,7 @@ def wait_logged(name: str, text: str, pid: int) -> None:
     try:
         while text not in log_of(name):
             # No notification tells of a line in a file; the daemon's end would be seen at once.
-            ended = bool(select.select([descriptor], [], [], 0.02)[0])
+            ended = readable(descriptor, 0.02)
             assert not ended or text in log_of(name), f"it ended without logging {text!r}:\n{log_of(name)}"
     finally:
         os.close(descriptor)

@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import random
-import select
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from click.testing import CliRunner
 
 from tests.mount.conftest import MountIt, check_invariants, socket_of
 from tests.mount.engine_child import Watcher
+from tests.waiting import readable
 from vfsd.cli.main import cli
 from vfsd.control import fs_messages as fs
 from vfsd.control.client import ControlClient
@@ -412,7 +412,7 @@ def watching(path: Path) -> Iterator[Callable[[str], None]]:
     def wait_for(event: str) -> None:
         seen: list[str] = []
         while event not in seen:
-            assert select.select([watcher.fd], [], [], 30)[0], f"no {event!r} but {seen}"
+            assert readable(watcher.fd, 30), f"no {event!r} but {seen}"
             seen += watcher.events()
 
     try:
@@ -478,7 +478,7 @@ def test_a_command_is_killed_when_its_client_goes_away(able: Workspace) -> None:
     client.kill()
     client.wait()
     for handle in handles:
-        assert select.select([handle], [], [], 30)[0], "a process is left"
+        assert readable(handle, 30), "a process is left"
         os.close(handle)
     assert len(pids) == 2
 

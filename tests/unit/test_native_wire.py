@@ -6,7 +6,6 @@ import errno
 import io
 import logging
 import math
-import select
 import socket
 import stat
 import struct
@@ -21,6 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, Caller
+from tests.waiting import readable
 from vfsd.engines.base import EngineSettings
 from vfsd.engines.native import NativeEngine, wire
 from vfsd.engines.native.negotiation import negotiate
@@ -324,7 +324,7 @@ def test_drained_returns_when_what_was_asked_before_is_answered(volume: MemoryVo
             assert not drained.is_set()
             gated.gate.set()
         # The answer was there before `drained` returned.
-        assert select.select([kernel.channel], [], [], 0)[0]
+        assert readable(kernel.channel, 0)
 
     converse(gated, dialogue)
 

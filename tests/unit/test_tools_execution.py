@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.execution import Executor, HostExecutor
+from tests.waiting import readable
 
 
 @pytest.fixture
@@ -173,9 +173,18 @@ def test_when_whoever_started_it_dies_the_command_dies_too(tmp_path: Path) -> No
     starter.kill()
     starter.wait()
     try:
-        assert select.select([handle], [], [], 30)[0]
+        assert readable(handle, 30)
     finally:
         os.close(handle)
+
+
+def test_a_process_with_many_open_files_runs_commands_too(executor: HostExecutor) -> None:
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert executor.run(["echo", "hello"]).stdout == b"hello\n"
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
 
 
 def test_no_descriptor_is_left_open(executor: HostExecutor) -> None:

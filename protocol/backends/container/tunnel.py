@@ -78,6 +78,7 @@ class Tunnel:
 
     def _last_words(self) -> str:
         assert self._ssh.stderr is not None
-        ready, _, _ = select.select([self._ssh.stderr], [], [], 1)
-        lines = self._ssh.stderr.read().decode("utf-8", "replace").splitlines() if ready else []
+        poll = select.poll()
+        poll.register(self._ssh.stderr, select.POLLIN)
+        lines = self._ssh.stderr.read().decode("utf-8", "replace").splitlines() if poll.poll(1000) else []
         return lines[-1] if lines else f"ended with status {self._ssh.returncode}"
