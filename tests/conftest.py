@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.leaks import TAG, Leaks, mounts
+from tests.leaks import TAG, Leaks, mounts, open_files
 from tests.progress import ProgressPlugin
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
@@ -153,6 +153,10 @@ def pytest_make_collect_report(
     return report
 
 
+# What a test may leave open: a module's fixture that opens a connection when it is used first.
+_FILES_LEFT = 20
+
+
 def _check(leaks: Leaks) -> None:
     left = leaks.settle()
     if left:
@@ -185,8 +189,14 @@ def no_leaks(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     earlier and may outlive the test.
     """
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
+    before = open_files()
     yield
     _check(leaks)
+    if len(open_files()) > len(before) + _FILES_LEFT:
+        gc.collect()
+        left = sorted(open_files().items() - before.items())
+        if len(left) > _FILES_LEFT:
+            pytest.fail(f"{len(left)} files left open, among them {left[:5]}")
 
 
 @pytest.fixture

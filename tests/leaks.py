@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["TAG", "Leaks", "Mount", "mounts", "processes"]
+__all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
 
 TAG = "VFSD_TEST_SESSION"
 # How long a process that is already on its way out may take: a daemon after its unmount, a git gc.
@@ -50,6 +50,15 @@ def mounts() -> set[Mount]:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def open_files() -> dict[int, str]:
+    """What this process has open, by descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def processes() -> set[int]:

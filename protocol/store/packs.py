@@ -20,6 +20,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -241,14 +242,14 @@ class Packs:
         self._generation = b""
         self.version = 0  # another number whenever packs, or their names, are others
         self._files: OrderedDict[str, int] = OrderedDict()
+        weakref.finalize(self, _close_files, self._files)
         self._lock = threading.RLock()
         self.damaged: dict[str, DamagedError] = {}
 
     def close(self) -> None:
         """Close the files."""
         with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
+            _close_files(self._files)
 
     def refresh(self) -> None:
         """See what others have added and removed, and, when a new generation has begun, what they have replaced."""
@@ -375,6 +376,11 @@ class Packs:
             with contextlib.suppress(FileNotFoundError):
                 return open_regular(path + suffix)
         raise DamagedError("a pack is gone", path)
+
+
+def _close_files(files: OrderedDict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _stem(name: str) -> str:

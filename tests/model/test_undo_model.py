@@ -114,14 +114,16 @@ class InStore:
     def __init__(self, directory: Path) -> None:
         self.place = directory / "host"
         self.place.mkdir()
-        self.store = directory / "store"
+        self.store = Store(directory / "store")
         self.again()
 
     def again(self) -> None:
         """Another daemon serves the directory."""
         place = os.fspath(self.place)
         self.served = Unmounted()
-        stored = Stored(Store(self.store), f"host:{place}", DirectorySource(place), DirectoryTarget(place))
+        self.store.close()
+        self.store = Store(self.store.directory)
+        stored = Stored(self.store, f"host:{place}", DirectorySource(place), DirectoryTarget(place))
         self.snapshots: Snapshots = StoreSnapshots(self.served, Beside(), stored)  # type: ignore[arg-type]
 
     def write(self, name: str, content: bytes) -> None:
@@ -315,7 +317,9 @@ def subject_of(kind: str) -> Iterator[InVolume | InStore]:
             yield InVolume(volume)
             volume.lower.close()
         else:
-            yield InStore(directory)
+            subject = InStore(directory)
+            yield subject
+            subject.store.close()
     finally:
         shutil.rmtree(directory)
 

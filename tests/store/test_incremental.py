@@ -29,6 +29,7 @@ class Workspace:
 
     def remount(self) -> None:
         """Serve the directory from a new daemon: only what is on disk survives."""
+        self._store.close()
         self._store = Store(self._store.directory)
         self._source = DirectorySource(self.root)
 
