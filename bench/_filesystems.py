@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 LIMIT = "tmpfs"
 OURS = {  # engine and backend of each column

@@ -30,14 +30,14 @@ import trio
 
 from bench import _micro
 from bench._filesystems import cpu_clock, end_cleanly
-from protocol.backends.container.agent_transport import AgentTransport
-from protocol.backends.container.agent_tree import AgentTree
-from protocol.backends.container.podman import Container, PodmanService
-from protocol.backends.container.state import ContainerMount
+from protocol.backends.container.agent.transport import AgentTransport
+from protocol.backends.container.agent.tree import AgentTree
+from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.state import ContainerMount
 from tests.container.conftest import PYTHON, import_image, inside
 from tests.container.images import write_python_image
 from tests.container.service import running_service
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 # Fewer than elsewhere: the agent's rows, and above all podman exec's, take their time.
 AMOUNTS = _micro.Amounts(files=300, entries=3000, data_bytes=8 << 20)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench._filesystems import end_cleanly, run, tmpfs
 from bench._real import GIT, WORDS
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 SIZES = (1_000, 10_000, 100_000)
 FILE_BYTES = 4096

@@ -35,7 +35,7 @@ from typing import Final
 from bench._filesystems import end_cleanly
 from protocol.archive import write_archive
 from protocol.tree import TreeEntry
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 _MTIME_NS: Final = 1_700_000_000_123_456_789
 _TEXT: Final = b"".join(b"word%d_%d " % (number % 97, number * 7919 % 1000) for number in range(5000))

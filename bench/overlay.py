@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench._filesystems import end_cleanly, tmpfs
 from bench.snapshots import rss_bytes
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 ROUNDS = 9
 FILES = 1000

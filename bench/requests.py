@@ -27,9 +27,9 @@ from bench._filesystems import end_cleanly, run
 from bench._micro import DATA, drop_caches
 from bench._real import GIT
 from protocol.backends.memory import MemoryVolume
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine, wire
-from vfsd.engines.native.wire import Opcode
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine, wire
+from vfsd.kernel.engines.native.wire import Opcode
 
 TIMES = 100
 PROJECT = (20, 20)  # directories, files in each

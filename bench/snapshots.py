@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from protocol.backends.memory import MemoryVolume
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 
 CALLER = Caller(0, 0)

@@ -3,7 +3,7 @@
     python -m bench.waiting [--rounds N] [--hogs 0,1,2,4]
 
 Microseconds for an operation, medians, lowest tenth and mean of the rounds; beside so many threads that compute without
-end.  See `vfsd.engines.native.polling`.
+end.  See `vfsd.kernel.engines.native.polling`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import trio
 from bench._filesystems import end_cleanly
 from bench._micro import create
 from protocol.backends.memory import MemoryVolume
-from vfsd import interpreter
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine, polling
+from vfsd.daemon import interpreter
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine, polling
 
 FILES = 400
 ROWS: tuple[tuple[str, Callable[[str], object]], ...] = (

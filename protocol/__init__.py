@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from protocol.adapters.host import HostFilesystem as HostFilesystem
-    from protocol.adapters.hydrate import HostMount as HostMount
+    from protocol.adapters.path_filesystem.hydrate import HostMount as HostMount
     from protocol.adapters.volume import VolumeFilesystem as VolumeFilesystem
     from protocol.backends.filesystems import InMemoryFilesystem as InMemoryFilesystem
     from protocol.filesystem import Filesystem as Filesystem
     from protocol.filesystem import SnapshotableFilesystem as SnapshotableFilesystem
-    from protocol.snapshots import SnapshotManager as SnapshotManager
+    from protocol.snapshot_manager import SnapshotManager as SnapshotManager
     from protocol.types import READ_ENTIRE_FILE as READ_ENTIRE_FILE
 
 # Imported when they are first used: whoever needs one contract does not load every backend.
@@ -20,9 +20,9 @@ _EXPORTS: Final = {
     "READ_ENTIRE_FILE": "protocol.types",
     "Filesystem": "protocol.filesystem",
     "HostFilesystem": "protocol.adapters.host",
-    "HostMount": "protocol.adapters.hydrate",
+    "HostMount": "protocol.adapters.path_filesystem.hydrate",
     "InMemoryFilesystem": "protocol.backends.filesystems",
-    "SnapshotManager": "protocol.snapshots",
+    "SnapshotManager": "protocol.snapshot_manager",
     "SnapshotableFilesystem": "protocol.filesystem",
     "VolumeFilesystem": "protocol.adapters.volume",
 }

@@ -15,12 +15,12 @@ from typing import Any
 
 import trio
 
-from protocol.backends.container.agent_link import AgentLink, HelperStream
-from protocol.backends.container.agent_replies import IDENTITY, Owners
-from protocol.backends.container.agent_start import helper_command, helper_program
-from protocol.backends.container.agent_tree import AgentTree
-from protocol.backends.container.agent_volume import AgentVolume
-from protocol.backends.container.exec_stream import STDERR, STDOUT, Output
+from protocol.backends.container.agent.link import AgentLink, HelperStream
+from protocol.backends.container.agent.replies import IDENTITY, Owners
+from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.agent.tree import AgentTree
+from protocol.backends.container.agent.volume import AgentVolume
+from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import DirectoryEntry
 
 TIMEOUT_S = 60.0

@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import readable
-from vfsd.control.client import ControlClient
-from vfsd.control.exec_client import ExecCall
-from vfsd.control.exec_messages import WINDOW_BYTES, ExecParams
+from vfsd.client.connection import ControlClient
+from vfsd.client.exec_call import ExecCall
+from vfsd.wire.exec_messages import WINDOW_BYTES, ExecParams
 
 WAIT_S = 60
 

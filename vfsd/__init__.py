@@ -6,37 +6,37 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from vfsd.results import Applied as Applied
-    from vfsd.results import Change as Change
-    from vfsd.results import Counts as Counts
-    from vfsd.results import Diff as Diff
-    from vfsd.results import Exported as Exported
-    from vfsd.results import Imported as Imported
-    from vfsd.results import Patch as Patch
-    from vfsd.results import Restored as Restored
-    from vfsd.results import Snapshot as Snapshot
-    from vfsd.results import Status as Status
-    from vfsd.results import Unmounted as Unmounted
-    from vfsd.workspace import AsyncWorkspace as AsyncWorkspace
-    from vfsd.workspace import Workspace as Workspace
+    from vfsd.client.results import Applied as Applied
+    from vfsd.client.results import Change as Change
+    from vfsd.client.results import Counts as Counts
+    from vfsd.client.results import Diff as Diff
+    from vfsd.client.results import Exported as Exported
+    from vfsd.client.results import Imported as Imported
+    from vfsd.client.results import Patch as Patch
+    from vfsd.client.results import Restored as Restored
+    from vfsd.client.results import Snapshot as Snapshot
+    from vfsd.client.results import Status as Status
+    from vfsd.client.results import Unmounted as Unmounted
+    from vfsd.client.workspace import AsyncWorkspace as AsyncWorkspace
+    from vfsd.client.workspace import Workspace as Workspace
 
 __version__: Final = "0.1.0"
 
 # Imported when they are first used: `import vfsd`, which the command line begins with, costs nothing.
 _EXPORTS: Final = {
-    "AsyncWorkspace": "vfsd.workspace",
-    "Workspace": "vfsd.workspace",
-    "Applied": "vfsd.results",
-    "Change": "vfsd.results",
-    "Counts": "vfsd.results",
-    "Diff": "vfsd.results",
-    "Exported": "vfsd.results",
-    "Imported": "vfsd.results",
-    "Patch": "vfsd.results",
-    "Restored": "vfsd.results",
-    "Snapshot": "vfsd.results",
-    "Status": "vfsd.results",
-    "Unmounted": "vfsd.results",
+    "AsyncWorkspace": "vfsd.client.workspace",
+    "Workspace": "vfsd.client.workspace",
+    "Applied": "vfsd.client.results",
+    "Change": "vfsd.client.results",
+    "Counts": "vfsd.client.results",
+    "Diff": "vfsd.client.results",
+    "Exported": "vfsd.client.results",
+    "Imported": "vfsd.client.results",
+    "Patch": "vfsd.client.results",
+    "Restored": "vfsd.client.results",
+    "Snapshot": "vfsd.client.results",
+    "Status": "vfsd.client.results",
+    "Unmounted": "vfsd.client.results",
 }
 
 __all__ = [
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
     except ImportError as error:
-        from vfsd.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+        from vfsd.machine.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
 
         reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
         if reason is None:

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from protocol.directory_cookies import Listing
 from protocol.errors import errno_of, fail
-from protocol.listing import Listing
 from protocol.volume import (
     NAME_MAX,
     RENAME_NOREPLACE,

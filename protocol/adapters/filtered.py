@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterator
 
-from protocol.diff import ComparesContent
+from protocol.diff.tree_diff import ComparesContent
 from protocol.errors import fail
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
@@ -65,7 +65,7 @@ class FilteredTree:
         return self._tree.touched(_inner(other))
 
     def same_content(self, path: bytes, other: Tree) -> bool | None:
-        """See `protocol.diff.ComparesContent`."""
+        """See `protocol.diff.tree_diff.ComparesContent`."""
         if not isinstance(self._tree, ComparesContent):
             return None
         return self._tree.same_content(path, _inner(other))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
-from protocol.adapters.host_store import HostStore
-from protocol.adapters.store_filesystem import StoreFilesystem
+from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
+from protocol.adapters.path_filesystem.host_files import HostStore
 from protocol.errors import fail
 from protocol.paths import DEFAULT_LIMITS, Limits
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from typing import NamedTuple
 
-from protocol.adapters.resolve import enter
-from protocol.adapters.store import OpenFile, Status, Store, held
+from protocol.adapters.path_filesystem.files import OpenFile, Status, Store, held
+from protocol.adapters.path_filesystem.resolve import enter
 from protocol.errors import fail
 from protocol.paths import decode, located
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import uuid4
 
-from protocol.adapters.store_filesystem import StoreFilesystem
-from protocol.adapters.volume_store import VolumeStore
+from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
+from protocol.adapters.path_filesystem.volume_files import VolumeStore
 from protocol.archive import open_archive
 from protocol.errors import SnapshotNotFoundError
 from protocol.paths import DEFAULT_LIMITS, ROOT, Limits

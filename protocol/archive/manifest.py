@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol import posix_acl
 from protocol.archive.names import unescape
 from protocol.errors import ArchiveError
+from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
 __all__ = [

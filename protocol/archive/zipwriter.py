@@ -16,7 +16,7 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib_ng import zlib_ng
 
 from protocol.archive import records as zr
-from protocol.scheduling import give_way
+from protocol.linux.scheduling import give_way
 
 __all__ = ["SMALL_BYTES", "Item", "Packer", "ZipWriter"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocol.adapters.hydrate import HostMount, hydrate
+from protocol.adapters.path_filesystem.hydrate import HostMount, hydrate
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.paths import DEFAULT_LIMITS, Limits

@@ -1,13 +1,13 @@
 """The snapshot store: states of host directories and other trees, each content kept once."""
 
+from protocol.store.directory.source import DirectorySource, Source, TreeSource
+from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget, Target
+from protocol.store.format.layout import STORE_VARIABLE, default_directory
+from protocol.store.format.packs import DamagedError
+from protocol.store.format.records import StoredSnapshot
 from protocol.store.journal import Interrupted
-from protocol.store.layout import STORE_VARIABLE, default_directory
-from protocol.store.packs import DamagedError
-from protocol.store.records import StoredSnapshot
 from protocol.store.restore import Problem, RestoredChanges
-from protocol.store.source import DirectorySource, Source, TreeSource
 from protocol.store.store import Store
-from protocol.store.target import ChangedMeanwhileError, DirectoryTarget, Target
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 
 __all__ = [

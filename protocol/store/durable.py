@@ -14,8 +14,8 @@ import stat
 from collections.abc import Callable
 from typing import Final
 
-from protocol.backends.beneath import proc_path
-from protocol.backends.syscalls import syncfs
+from protocol.linux.beneath import proc_path
+from protocol.linux.syscalls import syncfs
 
 __all__ = ["Unsynced"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.store.layout import read_regular, write_atomically
+from protocol.store.format.layout import read_regular, write_atomically
 
 if TYPE_CHECKING:
-    from protocol.store.layout import Layout
+    from protocol.store.format.layout import Layout
 
 __all__ = ["Entry", "Interrupted", "Journal"]
 

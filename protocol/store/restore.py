@@ -1,6 +1,6 @@
 """Restore: makes a target what a stored state is, touching nothing but what differs.
 
-Path by path, in the order of `protocol.diff.changes`; a directory gets its metadata when all below it is done.  Each
+Path by path, in the order of `protocol.diff.tree_diff.changes`; a directory gets its metadata when all below it is done.  Each
 path is at any moment what it was or what it is to be; but where a directory changes places with something else, there
 is nothing for a moment.
 
@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.diff import Change, ChangeKind, outermost
+from protocol.diff.tree_diff import Change, ChangeKind, outermost
 from protocol.errors import fail
-from protocol.store.layout import NO_SPACE
-from protocol.store.packs import DamagedError
-from protocol.store.rows import Row, entry_of
-from protocol.store.target import ChangedMeanwhileError, Target
+from protocol.store.directory.target import ChangedMeanwhileError, Target
+from protocol.store.format.layout import NO_SPACE
+from protocol.store.format.packs import DamagedError
+from protocol.store.format.rows import Row, entry_of
 
 if TYPE_CHECKING:
-    from protocol.store.blobs import Blobs
-    from protocol.store.records import StoredSnapshot
-    from protocol.store.statcache import CachedDirectory
+    from protocol.store.directory.statcache import CachedDirectory
+    from protocol.store.format.blobs import Blobs
+    from protocol.store.format.records import StoredSnapshot
     from protocol.store.trees import MerkleTree
     from protocol.tree import TreeEntry
 
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class RestoredChanges:
-    """What a restore has changed, in the order of `protocol.diff.changes`; and what it could not.
+    """What a restore has changed, in the order of `protocol.diff.tree_diff.changes`; and what it could not.
 
     A path with a problem is among `changes` only where something of it was changed.
     """
@@ -81,7 +81,7 @@ class Plan:
     problems: list[Problem]
 
     def changes(self) -> list[Change]:
-        """As changes, in the order of `protocol.diff.changes`."""
+        """As changes, in the order of `protocol.diff.tree_diff.changes`."""
         return [_change(step) for step in self._all_steps() if step.kind is not None]
 
     def count(self) -> int:

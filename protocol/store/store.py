@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.store import upkeep
-from protocol.store.blobs import Blobs, Digesting, Storing
-from protocol.store.journal import Entry as JournalEntry
-from protocol.store.journal import Interrupted, Journal
-from protocol.store.layout import (
+from protocol.store.directory.scan import Progress, Scanned, Unreadable, untold
+from protocol.store.directory.statcache import StatCache
+from protocol.store.format.blobs import Blobs, Digesting, Storing
+from protocol.store.format.layout import (
     NO_SPACE,
     Layout,
     default_directory,
@@ -31,9 +31,9 @@ from protocol.store.layout import (
     sync_directory,
     write_atomically,
 )
-from protocol.store.objects import NewObjects
-from protocol.store.packs import GENERATION, DamagedError, Pack, PackWriter
-from protocol.store.records import (
+from protocol.store.format.objects import NewObjects
+from protocol.store.format.packs import GENERATION, DamagedError, Pack, PackWriter
+from protocol.store.format.records import (
     Record,
     StoredSnapshot,
     encode_record,
@@ -42,17 +42,17 @@ from protocol.store.records import (
     read_record,
     workspace_and_serial,
 )  # fmt: skip
+from protocol.store.format.rows import Row
+from protocol.store.journal import Entry as JournalEntry
+from protocol.store.journal import Interrupted, Journal
 from protocol.store.restore import RestoredChanges, apply, plan
-from protocol.store.rows import Row
-from protocol.store.scan import Progress, Scanned, Unreadable, untold
-from protocol.store.statcache import StatCache
 from protocol.store.trees import MerkleTree, ReadRows
 from protocol.store.upkeep import CheckReport, GarbageReport
 
 if TYPE_CHECKING:
-    from protocol.diff import Change
-    from protocol.store.source import Source
-    from protocol.store.target import Target
+    from protocol.diff.tree_diff import Change
+    from protocol.store.directory.source import Source
+    from protocol.store.directory.target import Target
 
 __all__ = ["Store"]
 

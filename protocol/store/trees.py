@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, Protocol, runtime_checkable
 
 from protocol.errors import fail
-from protocol.store.packs import DamagedError
-from protocol.store.rows import UNREADABLE, Row, entry_of
+from protocol.store.format.packs import DamagedError
+from protocol.store.format.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["Contents", "MerkleTree", "ReadRows", "merkle_changes"]
@@ -119,7 +119,7 @@ class MerkleTree:
             return None
         return [path for path, _, _ in merkle_changes(other.root, other.rows, self.root, self.rows)]
 
-    # -- protocol.diff.ComparesContent -------------------------------------------------------
+    # -- protocol.diff.tree_diff.ComparesContent -------------------------------------------------------
     def same_content(self, path: bytes, other: Tree) -> bool | None:
         if not isinstance(other, MerkleTree):
             return None

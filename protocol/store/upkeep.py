@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.store.digests import ContentDigest, digest_of
-from protocol.store.layout import NO_SPACE, read_regular, sync_directory, write_atomically
-from protocol.store.objects import fed_from_file
-from protocol.store.packs import GENERATION, MORE, DamagedError, PackWriter
-from protocol.store.records import Record, read_record, workspace_and_serial
-from protocol.store.rows import Row, decode_listing
+from protocol.store.format.digests import ContentDigest, digest_of
+from protocol.store.format.layout import NO_SPACE, read_regular, sync_directory, write_atomically
+from protocol.store.format.objects import fed_from_file
+from protocol.store.format.packs import GENERATION, MORE, DamagedError, PackWriter
+from protocol.store.format.records import Record, read_record, workspace_and_serial
+from protocol.store.format.rows import Row, decode_listing
 
 if TYPE_CHECKING:
-    from protocol.store.blobs import Blobs
-    from protocol.store.layout import Layout
-    from protocol.store.packs import Pack, Place
+    from protocol.store.format.blobs import Blobs
+    from protocol.store.format.layout import Layout
+    from protocol.store.format.packs import Pack, Place
 
 __all__ = ["CheckReport", "Damage", "GarbageReport", "Progress", "check", "collect_garbage"]
 

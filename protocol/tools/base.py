@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from protocol.execution import Executor
+from protocol.execution.executor import Executor
 from protocol.filesystem import Filesystem
 from protocol.search.walk import KeepGoing, go_on
 from protocol.tools.events import FileEvent, Subscriber

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from protocol.errors import fail
-from protocol.execution import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
 from protocol.paths import normalise
 from protocol.tools.base import Params, Result, Tool, ToolContext
 

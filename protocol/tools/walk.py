@@ -6,8 +6,8 @@ import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from protocol.adapters.resolve import resolve
-from protocol.adapters.tree_store import TreeStore
+from protocol.adapters.path_filesystem.resolve import resolve
+from protocol.adapters.path_filesystem.tree_files import TreeStore
 from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode, normalise
 from protocol.tools.base import ToolContext

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from podman import PodmanClient
 
-from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.podman.podman import Container, PodmanService
 from tests.container.images import write_busybox_image, write_python_image
 from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 BUSYBOX = "localhost/vfsd-test-busybox:latest"
 PYTHON = "localhost/vfsd-test-python:latest"

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from protocol import Filesystem, HostFilesystem
-from protocol.backends.container.podman import Container, PodmanService
-from protocol.backends.container.state import ContainerMount
+from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, inside
-from vfsd.launch import log_path
-from vfsd.workspace import Workspace
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 

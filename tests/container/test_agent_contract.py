@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.agent_start import helper_command, helper_program
-from protocol.backends.container.exec_stream import ExecStream, open_exec
-from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
+from protocol.backends.container.podman.podman import Container, PodmanService
 from protocol.testing import MakeVolume
 from protocol.volume import Volume
 from tests.agents import served

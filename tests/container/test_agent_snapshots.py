@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman import Container
+from protocol.backends.container.podman.podman import Container
 from tests.container.conftest import MountContainer, StartContainer, inside
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 

@@ -12,14 +12,14 @@ import pytest
 import trio
 
 from protocol import Filesystem, HostFilesystem
-from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.podman.podman import Container, PodmanService
 from protocol.backends.container.reconnecting import ReconnectingVolume
-from protocol.backends.container.rootfs import RootfsTransport
+from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
 from tests.contract import test_host_volume
 from tests.host_directories import HostClock
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc")
 

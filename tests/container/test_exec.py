@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.podman import Container, PodmanService
+from protocol.backends.container.podman.podman import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
 from tests.exec_suite import ExecSuite, Where, line_of, run, started
 from tests.mount.conftest import mounted, socket_of
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 def where_of(workspace: Workspace, container: Container, root: str = "/workspace") -> Where:
@@ -28,7 +28,7 @@ def where_of(workspace: Workspace, container: Container, root: str = "/workspace
 
 def container_of(podman: PodmanService, workspace: Workspace) -> Container:
     """The one that its daemon has made."""
-    (state,) = podman.labelled({"vfsd.workspace": workspace.name})
+    (state,) = podman.labelled({"vfsd.client.workspace": workspace.name})
     return Container(podman, state.id, state.name)
 
 

@@ -15,10 +15,10 @@ import pytest
 import trio
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
-from protocol.backends.container.podman import Container, PodmanService
-from protocol.backends.container.processes import Outside
-from protocol.execution import Command, ExecResult, Executor
+from protocol.backends.container.exec.executor import ContainerExecutor, ContainerPlace
+from protocol.backends.container.exec.processes import Outside
+from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, inside
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.opening import open_container, open_image
-from protocol.backends.container.owned import WORKSPACE_LABEL, create_owned, remove_orphans
-from protocol.backends.container.podman import PodmanService
+from protocol.backends.container.podman.owned import WORKSPACE_LABEL, create_owned, remove_orphans
+from protocol.backends.container.podman.podman import PodmanService
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.mount.conftest import socket_of
-from vfsd.ending import daemon_end
-from vfsd.mounts import clear_dead_mount
-from vfsd.workspace import Workspace
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.workspace import Workspace
+from vfsd.machine.mounts import clear_dead_mount
 
 pytestmark = pytest.mark.fuse
 
@@ -97,7 +97,7 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + ":" + os.readlink("/proc/self/ns/pid")
     machine = create_labels(podman)["vfsd.machine"]
     dead = f"{2**22 + 1}:1"  # no process has such a number: kernel/pid_max
-    labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon": dead}
+    labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon.daemon": dead}
     elsewhere = start_container(labels={**labels, "vfsd.machine": "another:0"})
     namespace = os.readlink("/proc/self/ns/pid")
     other_boot = start_container(labels={**labels, "vfsd.boot": f"another:{namespace}"})
@@ -125,8 +125,8 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
 
 OWNER_ELSEWHERE = """
 import sys
-from protocol.backends.container.owned import create_owned
-from protocol.backends.container.podman import PodmanService
+from protocol.backends.container.podman.owned import create_owned
+from protocol.backends.container.podman.podman import PodmanService
 with PodmanService(sys.argv[1]) as service:
     container = create_owned(service, sys.argv[2], "elsewhere")
     container.kill()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from protocol.backends.container.executor import ContainerExecutor, ContainerPlace
-from protocol.backends.container.podman import Container
+from protocol.backends.container.exec.executor import ContainerExecutor, ContainerPlace
+from protocol.backends.container.podman.podman import Container
 from tests.container.conftest import StartContainer, inside
 
 # Each byte that a word can have, with newlines at the end, which a shell's $() drops.

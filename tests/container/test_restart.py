@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman import Container, PodmanService
-from protocol.backends.container.state import ContainerMount
+from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.state import ContainerMount
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.mount.conftest import complaints
-from vfsd.launch import log_path
-from vfsd.workspace import Workspace
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.opening import open_container
-from protocol.backends.container.podman import Container
-from protocol.backends.container.process import ContainerProcess
-from protocol.backends.container.state import ContainerMount
+from protocol.backends.container.podman.podman import Container
+from protocol.backends.container.podman.state import ContainerMount
+from protocol.backends.container.transports.process import ContainerProcess
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.podman import PodmanService
-from protocol.backends.container.state import ContainerState
-from protocol.execution import Executor
+from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.state import ContainerState
+from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import inside
 from tests.container.test_exec import container_of, where_of
 from tests.exec_suite import Where, line_of, run, started
 from tests.mount.conftest import ENGINES, mounted, socket_of
 from tests.waiting import readable
-from vfsd.control import fs_messages as fs
-from vfsd.control.client import ControlClient
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.workspace import Workspace
+from vfsd.wire import fs_messages as fs
 
 SandboxIt = Callable[..., Workspace]
 
@@ -55,7 +55,7 @@ def ending(podman: PodmanService, busybox_image: str, workdir: Path) -> Iterator
 
 
 def sandboxes(podman: PodmanService, workspace: Workspace) -> list[ContainerState]:
-    return podman.labelled({"vfsd.workspace": workspace.name})
+    return podman.labelled({"vfsd.client.workspace": workspace.name})
 
 
 def fs_exec(workspace: Workspace, script: str, **options: Any) -> fs.FsExecResult:

@@ -15,8 +15,8 @@ import trio
 import trio.testing
 
 from tests.waiting import readable
-from vfsd.control.messages import Empty
-from vfsd.control.server import Call, ControlServer, Handler, Limits
+from vfsd.daemon.control.server import Call, ControlServer, Handler, Limits
+from vfsd.wire.messages import Empty
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,8 +11,8 @@ import trio
 import trio.testing
 
 from tests.control.conftest import peer, ping, serving
-from vfsd.control.messages import DropParams, Empty, ExportParams, ExportResult
-from vfsd.control.server import Call, CallCancelledError
+from vfsd.daemon.control.server import Call, CallCancelledError
+from vfsd.wire.messages import DropParams, Empty, ExportParams, ExportResult
 
 EXPORTED = ExportResult("/x", 1, 2, 3)
 

@@ -16,10 +16,9 @@ import trio
 import trio.testing
 
 from tests.control.conftest import peer, serving
-from vfsd.control.client import ControlClient
-from vfsd.control.messages import ChangeCounts, DiffParams, DropParams, Empty, RestoreParams, RestoreResult
-from vfsd.control.server import Call, Handler
-from vfsd.runtime import (
+from vfsd.client.connection import ControlClient
+from vfsd.daemon.control.server import Call, Handler
+from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,
     process_start_ticks,
@@ -27,6 +26,7 @@ from vfsd.runtime import (
     socket_path,
     write_record,
 )
+from vfsd.wire.messages import ChangeCounts, DiffParams, DropParams, Empty, RestoreParams, RestoreResult
 
 RESTORED = RestoreResult("s", "safety-1", ChangeCounts(), [])
 

@@ -18,9 +18,10 @@ import trio
 import trio.testing
 
 from tests.control.conftest import serving
-from vfsd.control.aio import AsyncControlClient
-from vfsd.control.client import ControlClient, ControlError
-from vfsd.control.messages import (
+from vfsd.client.async_connection import AsyncControlClient
+from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.server import Call, Limits
+from vfsd.wire.messages import (
     INTERNAL_ERROR,
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
@@ -35,7 +36,6 @@ from vfsd.control.messages import (
     ExportResult,
     Progress,
 )
-from vfsd.control.server import Call, Limits
 
 
 class BlockingSubject:
@@ -405,7 +405,7 @@ async def test_an_error_survives_pickling(path: str) -> None:
 
 
 def test_the_blocking_client_loads_no_trio() -> None:
-    code = "import sys, vfsd.control.client, vfsd.runtime; sys.exit('trio' in sys.modules)"
+    code = "import sys, vfsd.client.connection, vfsd.machine.runtime; sys.exit('trio' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -20,8 +20,8 @@ import trio
 import trio.testing
 
 from tests.control.conftest import Peer, peer, serving
-from vfsd.control.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
-from vfsd.control.server import Call, Limits
+from vfsd.daemon.control.server import Call, Limits
+from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
 LIMITS = Limits(line_s=30, idle_s=600, stall_s=30)

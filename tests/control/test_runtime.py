@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.foreign_files import NOT_REGULAR, plant
-from vfsd import runtime
-from vfsd.options import NAME_PATTERN
-from vfsd.runtime import (
+from vfsd.machine import runtime
+from vfsd.machine.runtime import (
     WorkspaceNotFoundError,
     WorkspaceRecord,
     ensure_socket_dir,
@@ -28,6 +27,7 @@ from vfsd.runtime import (
     unique_name,
     write_record,
 )
+from vfsd.wire.options import NAME_PATTERN
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_without_a_runtime_directory_another_users_in_tmp_is_refused() -> None:
     if os.path.lexists(path):
         pytest.fail(f"{path} exists: remove it")
     code = (
-        "import os; from vfsd.runtime import ensure_socket_dir\n"
+        "import os; from vfsd.machine.runtime import ensure_socket_dir\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "for name in ('VFSD_RUNTIME_DIR', 'XDG_RUNTIME_DIR'): os.environ.pop(name, None)\n"
         "print(ensure_socket_dir())\n"

@@ -12,7 +12,8 @@ import trio
 import trio.testing
 
 from tests.control.conftest import peer, serving
-from vfsd.control.messages import (
+from vfsd.daemon.control.server import Call, InvalidParamsError, Limits
+from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
@@ -22,7 +23,6 @@ from vfsd.control.messages import (
     DropParams,
     Empty,
 )
-from vfsd.control.server import Call, InvalidParamsError, Limits
 
 
 def failing(error: BaseException) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.control.conftest import peer, serving
-from vfsd.control.sockets import BoundSocket, bind, connect
+from vfsd.wire.sockets import BoundSocket, bind, connect
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from vfsd.control.call import Call, CallCancelledError
-from vfsd.control.turns import Slices, Turns
+from vfsd.daemon.control.call_context import Call, CallCancelledError
+from vfsd.daemon.control.turns import Slices, Turns
 
 
 class FakeCall:

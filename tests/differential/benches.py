@@ -15,7 +15,7 @@ from typing import Final
 from tests.differential.calls import Call, random_calls
 from tests.differential.compare import MAX_BYTES, Bench
 from tests.differential.known import Difference
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 __all__ = ["BENCHES", "HostBench", "OverlayBench"]
 

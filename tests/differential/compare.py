@@ -22,9 +22,9 @@ from typing import Any, Final, Self
 from tests.differential.calls import WORKERS, Call, random_calls
 from tests.differential.executor import MARSHAL_VERSION, receive, send
 from tests.differential.known import Difference, Known, avoided, reason
-from vfsd.control.client import ControlClient
-from vfsd.launch import log_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
 
 __all__ = ["Bench", "Hung", "executors", "mount_flags"]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protocol.backends.memory import MemoryVolume
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.volume import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, AttributeChanges, Caller
 from tests.model.kernel import KernelCache

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from protocol.errors import fail
-from vfsd.control.client import ControlClient
-from vfsd.results import Restored
-from vfsd.runtime import socket_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.results import Restored
+from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import socket_path
 
 pytestmark = [pytest.mark.fuse, pytest.mark.slow]
 

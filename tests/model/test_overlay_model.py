@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.volume import ROOT_INODE
 from tests.model.plain import Node, Plain, groups, page_up
 from tests.model.test_memory_model import BLOCK, MemoryMachine, Walked, assert_shows, scopes

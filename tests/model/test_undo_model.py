@@ -18,13 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff import Change
+from protocol.diff.tree_diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence, SnapshotInfo
-from vfsd.snapshots.base import UNWATCHED, Outcome, Snapshots
-from vfsd.snapshots.history import STEPS_KEPT
-from vfsd.snapshots.stored import Stored, StoreSnapshots
-from vfsd.snapshots.volume import VolumeSnapshots
+from vfsd.daemon.snapshots.base import UNWATCHED, Outcome, Snapshots
+from vfsd.daemon.snapshots.history import STEPS_KEPT
+from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots
+from vfsd.daemon.snapshots.volume import VolumeSnapshots
 
 Content = dict[str, bytes]
 

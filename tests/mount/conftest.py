@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from vfsd.control.client import ControlClient
-from vfsd.launch import log_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
 
 ENGINES = ("native", "pyfuse3")
 BACKENDS = ("memory", "overlay", "host")

@@ -8,8 +8,9 @@ from typing import Any
 
 import trio
 
-from vfsd import daemon, launch
-from vfsd.options import MountOptions
+from vfsd.client import launch
+from vfsd.daemon import daemon
+from vfsd.wire.options import MountOptions
 
 
 class Crashing:

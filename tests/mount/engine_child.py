@@ -23,11 +23,11 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Coherence, EntryChange
 from tests.waiting import readable
-from vfsd.coherence import tell_kernel
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine
-from vfsd.engines.pyfuse3 import Pyfuse3Engine
-from vfsd.replay import Replay
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine
+from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.kernel.inotify_replay import Replay
+from vfsd.kernel.invalidation import tell_kernel
 
 EVENTS = {
     0x2: "MODIFY",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 __all__ = ["KINDS", "fill", "remove_all"]
 

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.waiting import readable
-from vfsd.control.client import ControlClient
-from vfsd.launch import log_path
-from vfsd.runtime import record_path, socket_path
+from vfsd.client.connection import ControlClient
+from vfsd.client.launch import log_path
+from vfsd.machine.runtime import record_path, socket_path
 
 _TIMEOUT_S = 60.0
 # Run a line as an expression, or else as statements; answer with the value, or with the error that it raised.

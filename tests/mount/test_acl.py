@@ -13,7 +13,7 @@ import pytest
 
 from tests.mount.conftest import provided
 from tests.mount.programs import Program
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 ALICE, BOB, TEAM = 61_001, 61_002, 61_003

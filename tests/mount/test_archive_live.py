@@ -20,8 +20,8 @@ import pytest
 from protocol.archive import records as zr
 from tests.mount.programs import control, failed, succeeded, vfsd
 from tests.unit.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
-from vfsd.control.messages import ImportParams, RestoreParams
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
+from vfsd.wire.messages import ImportParams, RestoreParams
 
 MountIt = Callable[..., Workspace]
 

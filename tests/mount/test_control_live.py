@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
-from vfsd.control.client import ControlClient
-from vfsd.control.messages import DiffParams, ImportParams, Progress, RestoreParams
-from vfsd.runtime import socket_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import socket_path
+from vfsd.wire.messages import DiffParams, ImportParams, Progress, RestoreParams
 
 MountIt = Callable[..., Workspace]
 
@@ -162,8 +162,8 @@ def test_an_export_whose_client_is_killed_leaves_no_file(workspace: Workspace, b
     out.mkdir()
     code = f"""
 import os, signal
-from vfsd.control.client import ControlClient
-from vfsd.control.messages import ExportParams
+from vfsd.client.connection import ControlClient
+from vfsd.wire.messages import ExportParams
 with ControlClient({socket_path(workspace.name)!r}) as client:
     params = ExportParams({str(out / "a.zip")!r})
     client.call("export", params, on_progress=lambda p: os.kill(os.getpid(), signal.SIGKILL))

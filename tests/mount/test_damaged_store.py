@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store.blobs import LARGE_BYTES
+from protocol.store.format.blobs import LARGE_BYTES
 from tests.mount.conftest import MountIt
 from tests.mount.programs import failed, vfsd
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 @pytest.fixture

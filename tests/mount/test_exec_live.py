@@ -11,7 +11,7 @@ import pytest
 from tests.exec_suite import ExecSuite, Where, run
 from tests.mount.conftest import MountIt, mounted, socket_of
 from tests.unit.test_cli_exec import running_here
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 def where_of(workspace: Workspace) -> Where:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 _LIMIT = 48
 _FILES = 60

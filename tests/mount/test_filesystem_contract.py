@@ -16,7 +16,7 @@ from protocol.testing import (
     StreamingContract,
 )
 from protocol.testing.read_only import READ_ONLY_CONTENTS
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 @pytest.fixture(scope="module", params=["native", "pyfuse3"])

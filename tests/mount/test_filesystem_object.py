@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
-from vfsd.inprocess import MountedFilesystem
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
+from vfsd.daemon.in_process import MountedFilesystem
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_what_it_cannot_hold_is_refused_and_breaks_nothing(mounted: MountedFiles
 STARTED_HERE = """
 import os, subprocess, sys
 from protocol import InMemoryFilesystem
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 files = InMemoryFilesystem()
 with Workspace.mount(sys.argv[1], filesystem=files, engine=sys.argv[2]) as mounted:

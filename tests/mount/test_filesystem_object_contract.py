@@ -10,7 +10,7 @@ import pytest
 from protocol import HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
 from protocol.paths import Limits
 from protocol.testing import ArchiveContract, FilesystemContract, SnapshotContract, StreamingContract
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 @pytest.fixture(scope="module", params=["native", "pyfuse3"])

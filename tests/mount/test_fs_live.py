@@ -22,10 +22,10 @@ from tests.mount.conftest import MountIt, check_invariants, socket_of
 from tests.mount.engine_child import Watcher
 from tests.waiting import readable
 from vfsd.cli.main import cli
-from vfsd.control import fs_messages as fs
-from vfsd.control.client import ControlClient
-from vfsd.control.messages import wire_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.workspace import Workspace
+from vfsd.wire import fs_messages as fs
+from vfsd.wire.messages import wire_path
 
 Run = Callable[..., Any]
 ODD_NAMES = [

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, mounted
-from vfsd.ending import daemon_end
-from vfsd.launch import launch
-from vfsd.mounting import mount_options
-from vfsd.workspace import Workspace
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.launch import launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.client.workspace import Workspace
 
 TIMEOUT_S = 0.2
 PATIENCE_S = 20.0
@@ -330,9 +330,9 @@ UNPRIVILEGED = """
 import ctypes, os, sys
 import trio
 from protocol.backends.host import HostVolume
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine
-from vfsd.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine
+from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 os.setgroups([]); os.setegid(1234); os.seteuid(1234)
 volume = HostVolume(os.fsencode(sys.argv[2]))
 os.seteuid(0); os.setegid(0)

@@ -24,10 +24,10 @@ from tests.mount.conftest import MountIt, complaints, mounted
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
-from vfsd.ending import daemon_end
-from vfsd.launch import Ready, launch
-from vfsd.mounting import mount_options
-from vfsd.workspace import Workspace
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.launch import Ready, launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.client.workspace import Workspace
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.store import DirectorySource, Store
 from tests.mount.programs import succeeded, vfsd
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
 

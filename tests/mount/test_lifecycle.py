@@ -18,7 +18,7 @@ import pytest
 
 from tests.leaks import mounts
 from tests.mount.programs import VFSD, Program, failed, left_behind, log_of, succeeded, vfsd, wait_ended, wait_logged
-from vfsd.runtime import socket_dir, socket_path
+from vfsd.machine.runtime import socket_dir, socket_path
 
 MANIFEST = '{"version": "1", "created_at": "2020-01-01T00:00:00Z", "file_count": 1, "total_bytes": 1}'
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import vfsd
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 NAME = "n" * 200

@@ -13,7 +13,7 @@ import pytest
 
 from tests.mount.filling import KINDS, fill, remove_all
 from tests.mount.programs import failed, succeeded, vfsd
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 MIB = 1 << 20

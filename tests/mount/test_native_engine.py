@@ -31,8 +31,8 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from tests.leaks import mounts
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine
 
 pytestmark = pytest.mark.fuse
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 # What a tree is made of that the tools here must carry.
 SOURCE_FILES = 200

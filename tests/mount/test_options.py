@@ -16,8 +16,8 @@ import pytest
 
 from tests.leaks import mounts
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from vfsd.control.client import ControlClient
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 NOBODY = 65534

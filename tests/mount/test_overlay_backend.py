@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import MountIt, check_invariants, complaints
-from vfsd.ending import daemon_end
-from vfsd.launch import launch
-from vfsd.mounting import mount_options
-from vfsd.workspace import Workspace
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.launch import launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.client.workspace import Workspace
 
 BLOCK = 128 * 1024
 VFSD = (sys.executable, "-m", "vfsd.cli.main")

@@ -16,7 +16,7 @@ import trio
 
 from tests.mount.conftest import BACKENDS, mounted
 from tests.mount.programs import VFSD
-from vfsd.workspace import AsyncWorkspace, Workspace
+from vfsd.client.workspace import AsyncWorkspace, Workspace
 
 MANY = 10_500  # more than one answer lists
 GIT = ("git", "-c", "core.autocrlf=false", "-c", "init.defaultBranch=main")

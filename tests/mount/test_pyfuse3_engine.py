@@ -19,8 +19,8 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from tests.mount.engine_child import Served, libc, served
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 
 pytestmark = pytest.mark.fuse
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.mount.conftest import check_invariants
 from tests.mount.programs import Program
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 MIB = 1 << 20

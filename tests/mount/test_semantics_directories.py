@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.programs import Program
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 libc = ctypes.CDLL(None, use_errno=True)
 MountIt = Callable[..., Workspace]

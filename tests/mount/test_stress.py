@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import BACKENDS, check_invariants, provided
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 MountIt = Callable[..., Workspace]
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.mount.conftest import BACKENDS
 from tests.mount.programs import failed, succeeded, vfsd
-from vfsd.control.client import ControlClient
-from vfsd.control.fs_messages import FsWriteParams
-from vfsd.control.messages import DropParams
-from vfsd.runtime import socket_path
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.workspace import Workspace
+from vfsd.machine.runtime import socket_path
+from vfsd.wire.fs_messages import FsWriteParams
+from vfsd.wire.messages import DropParams
 
 MountIt = Callable[..., Workspace]
 

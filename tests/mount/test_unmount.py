@@ -23,10 +23,10 @@ from tests.host_directories import mounted_tmpfs
 from tests.leaks import mounts
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
 from tests.mount.programs import failed, succeeded, vfsd
-from vfsd.control.client import ControlClient
-from vfsd.control.messages import UnmountParams
-from vfsd.ending import daemon_end
-from vfsd.workspace import Workspace
+from vfsd.client.connection import ControlClient
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.workspace import Workspace
+from vfsd.wire.messages import UnmountParams
 
 MountIt = Callable[..., Workspace]
 QUESTION = b"[y/N]: "

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tests.mount.conftest import MountIt
-from vfsd.workspace import Workspace
+from vfsd.client.workspace import Workspace
 
 
 def test_restoring_a_snapshot_brings_content_names_and_times_back(workspace: Workspace, root: Path) -> None:

@@ -12,8 +12,9 @@ import os
 import sys
 from typing import Any
 
-from vfsd import daemon, launch
-from vfsd.mounting import mount_options
+from vfsd.client import launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.daemon import daemon
 
 PR_SET_DUMPABLE = 4
 

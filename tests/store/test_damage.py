@@ -14,11 +14,11 @@ import pytest
 
 from protocol.archive import open_archive, write_archive
 from protocol.backends.memory import MemoryVolume
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Store
-from protocol.store import verified as verified_module
-from protocol.store.blobs import LARGE_BYTES
-from protocol.store.digests import CHUNK_BYTES
+from protocol.store.format import verified as verified_module
+from protocol.store.format.blobs import LARGE_BYTES
+from protocol.store.format.digests import CHUNK_BYTES
 from protocol.tree import Tree
 from tests.store.states import State, differences, state_of, state_of_tree
 

@@ -13,8 +13,8 @@ import pytest
 
 from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.store import durable as durable_module
-from protocol.store import target as target_module
-from protocol.store.blobs import LARGE_BYTES
+from protocol.store.directory import target as target_module
+from protocol.store.format.blobs import LARGE_BYTES
 from tests.store.states import state_of
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.store.blobs import LARGE_BYTES
+from protocol.store.format.blobs import LARGE_BYTES
 from tests.host_directories import mounted_tmpfs
 from tests.store.states import differences, state_of, state_of_tree
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.store import DirectorySource, Store
-from protocol.store.statcache import is_racy
+from protocol.store.directory.statcache import is_racy
 from tests.store.states import Chaos, State, differences, state_of, state_of_tree
 
 

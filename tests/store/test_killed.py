@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.store.scan import TEMPORARY_PREFIX
+from protocol.store.directory.scan import TEMPORARY_PREFIX
 from tests.store.states import Chaos, State, differences, state_of, state_of_tree
 
 POINTS = 100

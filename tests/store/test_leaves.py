@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store.blobs import LARGE_BYTES, Blobs, Digesting
-from protocol.store.digests import CHUNK_BYTES, ContentDigest
-from protocol.store.layout import Layout
-from protocol.store.leaves import Leaves, VanishedError
-from protocol.store.scan import scan
-from protocol.store.statcache import StatCache
-from protocol.store.statx import Seen, seen_at, statx_names
+from protocol.linux.statx import Seen, seen_at, statx_names
+from protocol.store.directory.scan import scan
+from protocol.store.directory.statcache import StatCache
+from protocol.store.format.blobs import LARGE_BYTES, Blobs, Digesting
+from protocol.store.format.digests import CHUNK_BYTES, ContentDigest
+from protocol.store.format.layout import Layout
+from protocol.store.format.leaves import Leaves, VanishedError
 
 HOUR_NS = 3_600 * 10**9
 

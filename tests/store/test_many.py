@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.store import packs as packs_module
-from protocol.store.packs import Pack, Packs, PackWriter
-from protocol.store.records import Record, encode_record, pack_name
-from protocol.store.rows import Row
+from protocol.store.format import packs as packs_module
+from protocol.store.format.packs import Pack, Packs, PackWriter
+from protocol.store.format.records import Record, encode_record, pack_name
+from protocol.store.format.rows import Row
 from tests.store.states import state_of
 
 MANY = 300

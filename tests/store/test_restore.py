@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import DirectorySource, DirectoryTarget, Store, TreeSource
-from protocol.store.blobs import LARGE_BYTES
+from protocol.store.format.blobs import LARGE_BYTES
 from tests.store.states import Chaos, differences, state_of
 from tests.trees import DictTree
 

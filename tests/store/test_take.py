@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.store import DirectorySource, DirectoryTarget, Store, TreeSource, default_directory
-from protocol.store.blobs import LARGE_BYTES
-from protocol.store.digests import CHUNK_BYTES, ContentDigest, digest_of
-from protocol.store.statcache import is_racy
+from protocol.store.directory.statcache import is_racy
+from protocol.store.format.blobs import LARGE_BYTES
+from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
 from tests.store.states import Chaos, state_of, state_of_tree
 from tests.trees import DictTree
 

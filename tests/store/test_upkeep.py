@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Store
-from protocol.store.blobs import LARGE_BYTES
+from protocol.store.format.blobs import LARGE_BYTES
 from tests.store.states import state_of, state_of_tree
 
 WORKERS = 4

@@ -1,4 +1,4 @@
-"""Daemons that start well or badly, as the workspace's name says: what `vfsd.launch` starts in its tests.
+"""Daemons that start well or badly, as the workspace's name says: what `vfsd.client.launch` starts in its tests.
 
 A good one, "fine", ends when the file that `archive` names exists.
 """
@@ -16,9 +16,9 @@ import pyfuse3
 import trio
 
 from tests.unit.tiny_fuse import OneDirectory
-from vfsd import daemon_process
-from vfsd.options import MountOptions
-from vfsd.ready import Ready
+from vfsd.daemon import main as daemon_process
+from vfsd.wire.handshake import Ready
+from vfsd.wire.options import MountOptions
 
 
 async def fine(options: MountOptions, ready: Callable[[Ready], None]) -> None:

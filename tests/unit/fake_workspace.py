@@ -18,9 +18,8 @@ import msgspec
 import trio
 
 from protocol.errors import ArchiveError, SnapshotExistsError, SnapshotNotFoundError
-from vfsd.control import messages as m
-from vfsd.control.server import ControlServer
-from vfsd.runtime import (
+from vfsd.daemon.control.server import ControlServer
+from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,
     process_start_ticks,
@@ -28,6 +27,7 @@ from vfsd.runtime import (
     socket_path,
     write_record,
 )
+from vfsd.wire import messages as m
 
 State = dict[bytes, bytes]
 CREATED_AT = "2026-01-02T03:04:05Z"

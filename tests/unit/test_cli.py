@@ -18,11 +18,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.unit.fake_workspace import FakeDaemon
+from vfsd.cli.common.output import counted
+from vfsd.cli.common.values import in_home
 from vfsd.cli.main import COMMANDS, cli
-from vfsd.cli.output import counted
-from vfsd.cli.values import in_home
-from vfsd.control import messages as m
-from vfsd.runtime import ensure_socket_dir, read_records, write_record
+from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
+from vfsd.wire import messages as m
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_help_imports_nothing_that_takes_long() -> None:
     code = (
         "import sys\nfrom vfsd.cli.main import cli\n"
         "try: cli(['--help'])\nexcept SystemExit: pass\n"
-        "print(sorted({'trio', 'rich', 'pyfuse3', 'msgspec', 'asyncio', 'vfsd.runtime'} & set(sys.modules)))"
+        "print(sorted({'trio', 'rich', 'pyfuse3', 'msgspec', 'asyncio', 'vfsd.machine.runtime'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -16,13 +16,13 @@ import trio
 
 from tests.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.unit.fake_workspace import FakeDaemon
-from vfsd.commands.host import HostPlace
-from vfsd.commands.running import Commands
-from vfsd.control.client import ControlClient, ControlError
-from vfsd.control.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
-from vfsd.control.exec_methods import ExecMethods
-from vfsd.control.messages import INVALID_PARAMS
-from vfsd.control.server import ControlServer
+from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.exec.host import HostPlace
+from vfsd.daemon.exec.running import Commands
+from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
+from vfsd.wire.messages import INVALID_PARAMS
 
 
 async def _ping(_params: object, _call: object) -> Nothing:

@@ -20,16 +20,16 @@ from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
-from vfsd.commands.host import HostPlace
-from vfsd.commands.running import Commands
-from vfsd.control import fs_messages as fs
-from vfsd.control.client import ControlClient, ControlError
-from vfsd.control.exec_methods import ExecMethods
-from vfsd.control.fs_methods import FsMethods
-from vfsd.control.messages import INVALID_PARAMS, METHODS
-from vfsd.control.server import ControlServer
-from vfsd.options import MountOptions
-from vfsd.ready import Ready
+from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.fs_methods import FsMethods
+from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.exec.host import HostPlace
+from vfsd.daemon.exec.running import Commands
+from vfsd.wire import fs_messages as fs
+from vfsd.wire.handshake import Ready
+from vfsd.wire.messages import INVALID_PARAMS, METHODS
+from vfsd.wire.options import MountOptions
 
 
 class ToldKernel:
@@ -360,7 +360,7 @@ def test_mounting_with_on_host_is_what_allows_commands(workdir: Path, monkeypatc
         asked.append(options)
         return Ready(options.name, options.mountpoint, "/run/x.sock", 42, "native")
 
-    monkeypatch.setattr("vfsd.launch.launch", launch)
+    monkeypatch.setattr("vfsd.client.launch.launch", launch)
     for args in (["mount", str(workdir / "m"), "--on-host"], ["mount", str(workdir / "m")]):
         assert CliRunner().invoke(cli, args).exit_code == 0
     assert [options.exec_on_host for options in asked] == [True, False]

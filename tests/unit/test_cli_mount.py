@@ -11,10 +11,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from vfsd.cli.common.values import SIZE
 from vfsd.cli.main import cli
-from vfsd.cli.values import SIZE
-from vfsd.options import MountOptions
-from vfsd.ready import Ready
+from vfsd.wire.handshake import Ready
+from vfsd.wire.options import MountOptions
 
 Started = list[MountOptions]
 
@@ -31,8 +31,8 @@ def started(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Started:
     def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
         ready(answer(asked))
 
-    monkeypatch.setattr("vfsd.launch.launch", answer)
-    monkeypatch.setattr("vfsd.launch.foreground", foreground)
+    monkeypatch.setattr("vfsd.client.launch.launch", answer)
+    monkeypatch.setattr("vfsd.client.launch.foreground", foreground)
     monkeypatch.chdir(workdir)
     return options
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fake_workspace import FakeDaemon
-from vfsd.cli.output import human_size, show_path
+from vfsd.cli.common.output import human_size, show_path
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

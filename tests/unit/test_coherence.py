@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from protocol.volume import Coherence, EntryChange, InodeChange
-from vfsd.coherence import tell_kernel
+from vfsd.kernel.invalidation import tell_kernel
 
 
 class Kernel:

@@ -17,12 +17,12 @@ import pytest
 import trio
 import trio.testing
 
-from protocol.backends.container.agent_link import AgentLink
-from protocol.backends.container.agent_replies import Owners
-from protocol.backends.container.agent_start import helper_command, helper_program
-from protocol.backends.container.agent_volume import AgentVolume
-from protocol.backends.container.exec_stream import STDERR, STDOUT, Output
+from protocol.backends.container.agent.link import AgentLink
+from protocol.backends.container.agent.replies import Owners
+from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
+from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import AttributeChanges, Caller
 from tests.agents import LocalStream, local_agent
 

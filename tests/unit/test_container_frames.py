@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.backends.container.agent_start import helper_command, helper_program
-from protocol.backends.container.frames import Frame, FrameDecoder
+from protocol.backends.container.agent.frames import Frame, FrameDecoder
+from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.helper.wire import HEADER, MAGIC, MAX_BODY_BYTES, Op, WireError, pack, unpack
 
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(tuple)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.ulimits import PODMAN_DEFAULT, own_hard_limits, permitted_ulimits
+from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT, own_hard_limits, permitted_ulimits
 
 
 def inspected(**limits: int) -> dict[str, Any]:

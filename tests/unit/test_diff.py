@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.diff import Change, Counts, changes, count
+from protocol.diff.tree_diff import Change, Counts, changes, count
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from tests.trees import DictTree
 

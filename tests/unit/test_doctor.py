@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from vfsd import mounts
-from vfsd.doctor import Finding, Host, examine
+from vfsd.machine import mounts
+from vfsd.machine.doctor import Finding, Host, examine
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
 

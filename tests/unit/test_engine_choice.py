@@ -9,10 +9,10 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Volume
-from vfsd.engines import choice
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine
-from vfsd.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.kernel.engines import choice
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine
+from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 
 SETTINGS = EngineSettings("/nowhere", "choice")
 
@@ -36,7 +36,7 @@ class _Reference(Pyfuse3Engine):
 @pytest.fixture
 def volume(monkeypatch: pytest.MonkeyPatch) -> Volume:
     monkeypatch.setattr(choice, "NativeEngine", _OldKernel)
-    monkeypatch.setattr("vfsd.engines.pyfuse3.Pyfuse3Engine", _Reference)
+    monkeypatch.setattr("vfsd.kernel.engines.pyfuse3.Pyfuse3Engine", _Reference)
     return MemoryVolume()
 
 
@@ -63,7 +63,7 @@ def test_a_mount_that_no_engine_could_make_is_not_tried_twice(volume: Volume, mo
 def without_pyfuse3(monkeypatch: pytest.MonkeyPatch) -> None:
     # None makes `import` raise ImportError, as a missing package and a broken library do.
     monkeypatch.setitem(sys.modules, "pyfuse3", None)
-    monkeypatch.delitem(sys.modules, "vfsd.engines.pyfuse3", raising=False)
+    monkeypatch.delitem(sys.modules, "vfsd.kernel.engines.pyfuse3", raising=False)
 
 
 @pytest.mark.usefixtures("without_pyfuse3")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.volume import SnapshotInfo
-from vfsd.snapshots.base import name_at
-from vfsd.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, History, State, expired
+from vfsd.daemon.snapshots.base import name_at
+from vfsd.daemon.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, History, State, expired
 
 _DAY_NS = 24 * 3600 * 10**9
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.host import HostVolume
-from protocol.diff import Change
+from protocol.diff.tree_diff import Change
 from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.tree import TreeEntry

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests.foreign_files import plant
-from vfsd import mounts
-from vfsd.launch import Ready, launch, log_path
-from vfsd.options import MountOptions
-from vfsd.ready import Failed, decode_options, decode_report, encode_options, encode_report
+from vfsd.client.launch import Ready, launch, log_path
+from vfsd.machine import mounts
+from vfsd.wire.handshake import Failed, decode_options, decode_report, encode_options, encode_report
+from vfsd.wire.options import MountOptions
 
 FAKE = "tests.unit.fake_daemon"
 REPOSITORY = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_a_daemon_that_cannot_even_be_imported_is_noticed() -> None:
 
 
 def test_a_daemon_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vfsd.launch.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("vfsd.client.launch.STOP_TIMEOUT_S", 0.1)
     with pytest.raises(TimeoutError, match="did not start within 4 s"):
         start("hangs", timeout_s=4)
     pid = int(log_text("hangs").removeprefix("pid "))

@@ -21,28 +21,28 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "protocol": (
         ("protocol.tree", "protocol.streams"),
         ("protocol.volume", "protocol.filesystem"),
-        ("protocol.diff", "protocol.archive", "protocol.search"),
-        ("protocol.patch", "protocol.adapters"),
+        ("protocol.diff.tree_diff", "protocol.archive", "protocol.search"),
+        ("protocol.diff.patch", "protocol.adapters"),
         ("protocol.backends",),
         ("protocol.store",),
-        ("protocol.snapshots",),
+        ("protocol.snapshot_manager",),
         ("protocol.tools",),
         ("protocol.testing",),
         ("protocol",),
     ),
     "vfsd": (
-        ("vfsd.control", "vfsd.engines"),
-        ("vfsd.backends", "vfsd.executor"),
-        ("vfsd.daemon", "vfsd.inprocess"),
-        ("vfsd.daemon_process",),
-        ("vfsd.launch",),
-        ("vfsd.workspace",),
+        ("vfsd.daemon.control", "vfsd.kernel.engines"),
+        ("vfsd.daemon.backends", "vfsd.client.executor"),
+        ("vfsd.daemon.daemon", "vfsd.daemon.in_process"),
+        ("vfsd.daemon.main",),
+        ("vfsd.client.launch",),
+        ("vfsd.client.workspace",),
         ("vfsd",),
         ("vfsd.cli",),
     ),
 }
 # Contracts that lie beside their implementations, and that everybody may know.
-CONTRACTS = ("vfsd.control.messages", "vfsd.control.fs_messages", "vfsd.control.exec_messages", "vfsd.engines.base")
+CONTRACTS = ("vfsd.wire.messages", "vfsd.wire.fs_messages", "vfsd.wire.exec_messages", "vfsd.kernel.engines.base")
 
 # Who alone may import a distribution.
 OWNERS: Mapping[str, tuple[str, ...]] = {
@@ -226,17 +226,17 @@ def sources(tmp_path: Path) -> Path:
         "protocol/__init__.py": "",
         "protocol/errors.py": "from .tree import Tree",
         "protocol/tree.py": "import os\nfrom protocol import diff",
-        "protocol/diff.py": "def f():\n    import trio.lowlevel",
+        "protocol/diff/tree_diff.py": "def f():\n    import trio.lowlevel",
         "protocol/archive.py": "from . import diff\nfrom protocol import __version__",
         "protocol/backends/__init__.py": "",
-        "protocol/backends/memory.py": "from ..diff import changes\nimport protocol.tree\nimport vfsd.options",
+        "protocol/backends/memory.py": "from ..diff import changes\nimport protocol.tree\nimport vfsd.wire.options",
         "protocol/backends/container/__init__.py": "import podman, trio",
         "vfsd/__init__.py": "",
-        "vfsd/options.py": "from vfsd import mounts\nimport click",
-        "vfsd/mounts.py": "from vfsd.options import x",
-        "vfsd/logs.py": "if TYPE_CHECKING:\n    from vfsd.launch import Launch",
-        "vfsd/launch.py": "from vfsd import logs\nimport vfsd\nprint(vfsd.__version__)",
-        "vfsd/daemon.py": "import vfsd\nprint(vfsd.__version__, vfsd.Workspace)",
+        "vfsd/wire/options.py": "from vfsd import mounts\nimport click",
+        "vfsd/machine/mounts.py": "from vfsd.wire.options import x",
+        "vfsd/machine/logs.py": "if TYPE_CHECKING:\n    from vfsd.client.launch import Launch",
+        "vfsd/client/launch.py": "from vfsd import logs\nimport vfsd\nprint(vfsd.__version__)",
+        "vfsd/daemon/daemon.py": "import vfsd\nprint(vfsd.__version__, vfsd.Workspace)",
     }
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -248,34 +248,36 @@ def test_an_upward_and_a_sideways_import_are_reported_with_their_place(sources: 
     wrong = upward(imports_of(sources, "protocol"), LAYERS["protocol"])
 
     assert [line.split(", which")[0] for line in wrong] == [
-        "protocol/archive.py:1: protocol.archive imports protocol.diff",
+        "protocol/archive.py:1: protocol.archive imports protocol.diff.tree_diff",
         "protocol/errors.py:1: protocol.errors imports protocol.tree",
-        "protocol/tree.py:2: protocol.tree imports protocol.diff",
+        "protocol/tree.py:2: protocol.tree imports protocol.diff.tree_diff",
     ]
 
 
 def test_an_import_for_the_type_checker_points_downward_too(sources: Path) -> None:
     wrong = upward(imports_of(sources, "vfsd"), LAYERS["vfsd"])
 
-    assert "vfsd/logs.py:2: vfsd.logs imports vfsd.launch" in [line.split(", which")[0] for line in wrong]
+    assert "vfsd/machine/logs.py:2: vfsd.machine.logs imports vfsd.client.launch" in [
+        line.split(", which")[0] for line in wrong
+    ]
 
 
 def test_of_its_own_package_a_module_may_use_the_version_and_no_more(sources: Path) -> None:
     wrong = [line.split(", which")[0] for line in upward(imports_of(sources, "vfsd"), LAYERS["vfsd"])]
 
-    assert "vfsd/daemon.py:1: vfsd.daemon imports vfsd" in wrong
-    assert not any("vfsd.launch imports vfsd" in line for line in wrong)
+    assert "vfsd/daemon/daemon.py:1: vfsd.daemon.daemon imports vfsd" in wrong
+    assert not any("vfsd.client.launch imports vfsd" in line for line in wrong)
 
 
 def test_a_circle_at_import_time_is_reported(sources: Path) -> None:
-    assert cycle(imports_of(sources, "vfsd")) == ["vfsd.mounts", "vfsd.options", "vfsd.mounts"]
+    assert cycle(imports_of(sources, "vfsd")) == ["vfsd.machine.mounts", "vfsd.wire.options", "vfsd.machine.mounts"]
 
 
 def test_a_distribution_in_the_wrong_place_is_reported(sources: Path) -> None:
     wrong = trespasses(imports_of(sources, "protocol", "vfsd"))
 
     assert [line.split(", which")[0] for line in wrong] == [
-        "protocol/backends/memory.py:3: protocol.backends.memory imports vfsd.options",
-        "protocol/diff.py:2: protocol.diff imports trio.lowlevel",
-        "vfsd/options.py:2: vfsd.options imports click",
+        "protocol/backends/memory.py:3: protocol.backends.memory imports vfsd.wire.options",
+        "protocol/diff/tree_diff.py:2: protocol.diff.tree_diff imports trio.lowlevel",
+        "vfsd/wire/options.py:2: vfsd.wire.options imports click",
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vfsd import logs
+from vfsd.machine import logs
 
 HOSTILE = "a\n2026-01-01 error forged\r\x1b[2J\u2028\udcff é"
 _log = logging.getLogger("vfsd.test")

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.posix_acl import ACCESS, DEFAULT
+from protocol.linux.posix_acl import ACCESS, DEFAULT
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 from tests.trees import DictTree

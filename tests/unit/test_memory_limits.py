@@ -12,7 +12,7 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.volume import AttributeChanges, Caller, SnapshotInfo
-from vfsd.memory_limits import available_memory
+from vfsd.machine.memory_limits import available_memory
 
 CALLER = Caller(0, 0)
 MIB = 1 << 20

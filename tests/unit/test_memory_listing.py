@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.listing import FIRST_COOKIE, Listing
+from protocol.directory_cookies import FIRST_COOKIE, Listing
 
 
 class ListingMachine(RuleBasedStateMachine):

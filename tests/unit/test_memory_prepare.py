@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.prepare import Preparation
-from protocol.diff import Change, changes, count, summary
+from protocol.backends.memory.history.prepare import Preparation
+from protocol.diff.tree_diff import Change, changes, count, summary
 from protocol.tree import Tree
 from protocol.volume import ROOT_INODE, Caller
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller, EntryChange, InodeChange
 from tests.trees import DictTree

@@ -21,10 +21,10 @@ from click.testing import CliRunner, Result
 
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
-from vfsd.mounting import mount_options
-from vfsd.option_rules import BACKENDS, SCOPES, OptionError
-from vfsd.options import MountOptions
-from vfsd.ready import Ready
+from vfsd.client.mount_arguments import mount_options
+from vfsd.wire.handshake import Ready
+from vfsd.wire.option_rules import BACKENDS, SCOPES, OptionError
+from vfsd.wire.options import MountOptions
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "mount.md"
 
@@ -89,8 +89,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
     def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
         ready(answer(asked))
 
-    monkeypatch.setattr("vfsd.launch.launch", answer)
-    monkeypatch.setattr("vfsd.launch.foreground", foreground)
+    monkeypatch.setattr("vfsd.client.launch.launch", answer)
+    monkeypatch.setattr("vfsd.client.launch.foreground", foreground)
     return options
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.mounting import mount_options
+from vfsd.client.mount_arguments import mount_options
 
 
 @pytest.fixture

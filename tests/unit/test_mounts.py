@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vfsd import mounts
-from vfsd.mountinfo import parse_mountinfo
+from vfsd.machine import mounts
+from vfsd.machine.mountinfo import parse_mountinfo
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
 FuseMount = Callable[[Path], subprocess.Popen[str]]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native.permissions import is_omnipotent, needs_checks
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native.permissions import is_omnipotent, needs_checks
 
 EVERYTHING = 0x1FFFFFFFFFF
 INITIAL_NAMESPACE = "         0          0 4294967295\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.memory import MemoryVolume
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine
-from vfsd.engines.native.polling import Poller, RunnableThreads
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine
+from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 
 US = 1e-6
 A_QUESTION_S = 0.5 * US  # what poll(0) takes

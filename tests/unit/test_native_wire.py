@@ -21,12 +21,12 @@ from trio.testing import wait_all_tasks_blocked
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, Caller
 from tests.waiting import readable
-from vfsd.engines.base import EngineSettings
-from vfsd.engines.native import NativeEngine, wire
-from vfsd.engines.native.negotiation import negotiate
-from vfsd.engines.native.operations import Operations
-from vfsd.engines.native.replies import NO_CACHE, Replies
-from vfsd.engines.native.wire import InitFlag, Opcode
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.native import NativeEngine, wire
+from vfsd.kernel.engines.native.negotiation import negotiate
+from vfsd.kernel.engines.native.operations import Operations
+from vfsd.kernel.engines.native.replies import NO_CACHE, Replies
+from vfsd.kernel.engines.native.wire import InitFlag, Opcode
 
 ME = Caller(0, 0)
 EVERYTHING_OFFERED = 0xFF_FFFF_FFFF
@@ -468,9 +468,9 @@ def test_no_request_however_malformed_ends_the_loop_or_is_unexpected(messages: l
         error, _body = await kernel.ask(request(Opcode.GETATTR, body=bytes(16), unique=99))
         assert error == 0
 
-    logging.getLogger("vfsd.engines.native.session").addHandler(handler)
+    logging.getLogger("vfsd.kernel.engines.native.session").addHandler(handler)
     try:
         converse(volume, dialogue)
     finally:
-        logging.getLogger("vfsd.engines.native.session").removeHandler(handler)
+        logging.getLogger("vfsd.kernel.engines.native.session").removeHandler(handler)
     assert [record.exc_info for record in records] == []

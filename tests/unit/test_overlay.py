@@ -13,8 +13,8 @@ import pytest
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
 from protocol.backends.overlay.content import LowerContent
-from protocol.diff import changes
-from protocol.patch import write_patch
+from protocol.diff.patch import write_patch
+from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
 from protocol.volume import ROOT_INODE, Caller, Coherence
 

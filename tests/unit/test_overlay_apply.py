@@ -12,7 +12,7 @@ import pytest
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied, apply
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.unit.killed_apply import random_step
 

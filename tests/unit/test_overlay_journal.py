@@ -18,7 +18,7 @@ import pytest
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import apply
 from protocol.backends.overlay.journal import Recovered, journal, recover
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.foreign_files import NOT_REGULAR, plant
 from tests.unit.killed_apply import BLOCK, apply_work

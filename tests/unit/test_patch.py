@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.diff import changes
-from protocol.patch import TEXT_LIMIT_LINES, LineStat, Uncarried, is_refused_by_git, line_stat, write_patch
+from protocol.diff.patch import TEXT_LIMIT_LINES, LineStat, Uncarried, is_refused_by_git, line_stat, write_patch
+from protocol.diff.tree_diff import changes
 from protocol.tree import TreeEntry
 from tests.trees import DictTree
 

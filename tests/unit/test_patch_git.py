@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.diff import changes, is_below
-from protocol.patch import Uncarried, write_patch
+from protocol.diff.patch import Uncarried, write_patch
+from protocol.diff.tree_diff import changes, is_below
 from protocol.tree import TreeEntry
 from tests.trees import DictTree
 from tests.unit.test_patch import ENVIRONMENT, Items

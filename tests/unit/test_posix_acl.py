@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import posix_acl
-from protocol.posix_acl import ACCESS, DEFAULT
+from protocol.linux import posix_acl
+from protocol.linux.posix_acl import ACCESS, DEFAULT
 
 VERSION = struct.pack("<I", 2)
 UNDEFINED = 0xFFFFFFFF

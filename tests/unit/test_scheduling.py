@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from protocol import scheduling
+from protocol.linux import scheduling
 
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
 MILLISECOND_NS = 1_000_000

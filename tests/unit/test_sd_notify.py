@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.sd_notify import Notifier
+from vfsd.daemon.sd_notify import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

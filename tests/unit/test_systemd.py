@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.options import NAME_PATTERN
+from vfsd.wire.options import NAME_PATTERN
 
 SYSTEMD = Path(__file__).parents[2] / "systemd"
 SYSTEM_UNIT = SYSTEMD / "vfsd@.service"

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from protocol import HostFilesystem, InMemoryFilesystem
-from protocol.adapters.store_filesystem import StoreFilesystem
-from protocol.adapters.tree_store import TreeStore
-from protocol.execution import HostExecutor
+from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
+from protocol.adapters.path_filesystem.tree_files import TreeStore
+from protocol.execution.executor import HostExecutor
 from protocol.filesystem import Filesystem
 from protocol.tools import (
     TOOLS,

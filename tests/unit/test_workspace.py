@@ -18,8 +18,8 @@ import trio
 import vfsd
 from tests.unit.fake_workspace import FakeDaemon
 from vfsd import AsyncWorkspace, Workspace
-from vfsd.options import MountOptions
-from vfsd.ready import Ready
+from vfsd.wire.handshake import Ready
+from vfsd.wire.options import MountOptions
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def launched(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> list[MountO
         asked.append(options)
         return Ready(daemon.name, daemon.mountpoint, daemon.socket, daemon.pid, "native")
 
-    monkeypatch.setattr("vfsd.launch.launch", launch)
+    monkeypatch.setattr("vfsd.client.launch.launch", launch)
     return asked
 
 
@@ -215,7 +215,7 @@ def test_a_busy_workspace_says_who_holds_it(daemon: FakeDaemon, launched: list[M
 def test_a_workspace_that_somebody_else_unmounted_is_no_error(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDaemon("gone", str(workdir)) as fake:
         ready = Ready("gone", str(workdir), fake.socket, 1, "native")
-    monkeypatch.setattr("vfsd.launch.launch", lambda _: ready)
+    monkeypatch.setattr("vfsd.client.launch.launch", lambda _: ready)
     with Workspace.mount(workdir) as ws, pytest.raises(ConnectionError):
         ws.status()
 
@@ -264,6 +264,6 @@ def test_every_exported_name_is_there_and_results_are_frozen() -> None:
 
 
 def test_importing_vfsd_imports_next_to_nothing() -> None:
-    code = "import sys, vfsd; print(sorted({'trio', 'msgspec', 'click', 'vfsd.workspace'} & set(sys.modules)))"
+    code = "import sys, vfsd; print(sorted({'trio', 'msgspec', 'click', 'vfsd.client.workspace'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -169,7 +169,7 @@ def test_a_current_directory_that_was_removed_is_no_traceback(words: list[str], 
 
 def test_an_unexpected_exception_is_a_line_that_says_how_to_see_it(daemon: FakeDaemon) -> None:
     code = (
-        "import vfsd.cli.app as app, vfsd.cli.main as main\n"
+        "import vfsd.cli.common.app as app, vfsd.cli.main as main\n"
         "def broken(self): raise KeyError('unexpected')\n"
         "app.App.record = broken\nmain.main()"
     )
@@ -188,5 +188,5 @@ def test_an_unexpected_exception_is_not_hidden_from_tests(monkeypatch: pytest.Mo
     def broken(self: object) -> None:
         raise KeyError("unexpected")
 
-    monkeypatch.setattr("vfsd.cli.app.App.record", broken)
+    monkeypatch.setattr("vfsd.cli.common.app.App.record", broken)
     assert isinstance(CliRunner().invoke(command_line.cli, ["status"]).exception, KeyError)

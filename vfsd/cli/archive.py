@@ -7,14 +7,14 @@ import os
 
 import click
 
-from vfsd.calls import check_archive_name, source_date_epoch
-from vfsd.cli import output
-from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_problems, show_safety
-from vfsd.cli.names import complete_snapshot
-from vfsd.cli.patterns import exclude_option, include_option
-from vfsd.control import messages
-from vfsd.control.messages import wire_path
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.changes import count_words, show_problems, show_safety
+from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.patterns import exclude_option, include_option
+from vfsd.client.requests import check_archive_name, source_date_epoch
+from vfsd.wire import messages
+from vfsd.wire.messages import wire_path
 
 __all__ = ["export_command", "import_command"]
 

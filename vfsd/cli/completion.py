@@ -8,8 +8,8 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
-from vfsd.cli import output
-from vfsd.cli.app import Command
+from vfsd.cli.common import output
+from vfsd.cli.common.app import Command
 
 __all__ = ["completion_command"]
 

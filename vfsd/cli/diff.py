@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import click
 
-from protocol.patch import GIT_APPLY_LIMIT_BYTES
-from vfsd.cli import output
-from vfsd.cli.app import App, Command
-from vfsd.cli.changes import plain_change, show_changes, show_stat
-from vfsd.cli.names import complete_snapshot
-from vfsd.cli.patterns import exclude_option, include_option
-from vfsd.cli.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
-from vfsd.control import messages
-from vfsd.runtime import WorkspaceRecord
-from vfsd.userpaths import current_directory, wire_paths
+from protocol.diff.patch import GIT_APPLY_LIMIT_BYTES
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.changes import plain_change, show_changes, show_stat
+from vfsd.cli.common.names import complete_snapshot
+from vfsd.cli.common.patterns import exclude_option, include_option
+from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
+from vfsd.client.paths import current_directory, wire_paths
+from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire import messages
 
 __all__ = ["diff_command"]
 

@@ -7,9 +7,9 @@ from typing import Final
 
 import click
 
-from vfsd.cli import output
-from vfsd.cli.app import App, Command
-from vfsd.doctor import Finding, examine
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.machine.doctor import Finding, examine
 
 __all__ = ["doctor_command"]
 

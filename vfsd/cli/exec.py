@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import click
 
-from vfsd.cli import output
-from vfsd.cli.app import App, Command, check_alive, describe, error_record
-from vfsd.cli.values import SIZE, Seconds, is_text
-from vfsd.control.exec_messages import ExecEnded, ExecParams
-from vfsd.control.messages import wire_path
-from vfsd.userpaths import current_directory, workspace_path
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, check_alive, describe, error_record
+from vfsd.cli.common.values import SIZE, Seconds, is_text
+from vfsd.client.paths import current_directory, workspace_path
+from vfsd.wire.exec_messages import ExecEnded, ExecParams
+from vfsd.wire.messages import wire_path
 
 __all__ = ["exec_command"]
 
@@ -102,7 +102,7 @@ def exec_command(
     if app.json and tty:
         raise click.UsageError("--json gives the output when the command has ended: nobody is at a terminal (-t)")
     # Start-up: `vfsd exec --help` needs no terminal.
-    from vfsd.cli.attached import run_attached, run_collected  # noqa: PLC0415
+    from vfsd.cli.common.attached import run_attached, run_collected  # noqa: PLC0415
 
     try:
         record = app.record()

@@ -16,8 +16,8 @@ from typing import Any, Final, NoReturn, TypeVar
 import click
 import msgspec
 
-from vfsd.cli import output
-from vfsd.cli.app import (
+from vfsd.cli.common import output
+from vfsd.cli.common.app import (
     INTERRUPTED,
     NO_ARGUMENTS,
     App,
@@ -27,12 +27,12 @@ from vfsd.cli.app import (
     json_option,
     workspace_option,
 )
-from vfsd.cli.output import base64_text, text_or_base64
-from vfsd.cli.values import SIZE, Seconds, is_text
-from vfsd.control import fs_messages as fs
-from vfsd.control.messages import from_wire_path, wire_path
-from vfsd.runtime import WorkspaceRecord
-from vfsd.userpaths import current_directory, workspace_path
+from vfsd.cli.common.output import base64_text, text_or_base64
+from vfsd.cli.common.values import SIZE, Seconds, is_text
+from vfsd.client.paths import current_directory, workspace_path
+from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire import fs_messages as fs
+from vfsd.wire.messages import from_wire_path, wire_path
 
 __all__ = ["fs_command"]
 

@@ -16,8 +16,8 @@ try:
     import click
 
     from vfsd import __version__
-    from vfsd.cli import output
-    from vfsd.cli.app import (
+    from vfsd.cli.common import output
+    from vfsd.cli.common.app import (
         INTERRUPTED,
         WORDS,
         App,
@@ -93,7 +93,7 @@ class LazyGroup(SuggestingGroup):
         try:
             module = importlib.import_module(f"vfsd.cli.{COMMANDS[cmd_name][0]}")
         except ImportError as error:
-            from vfsd.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
+            from vfsd.machine.foreign import foreign_protocol  # noqa: PLC0415 start-up: an error has time
 
             reason = foreign_protocol() if (error.name or "").partition(".")[0] == "protocol" else None
             if reason is None:

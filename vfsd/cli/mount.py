@@ -12,17 +12,17 @@ import click
 from click.shell_completion import CompletionItem
 from msgspec import structs
 
-from vfsd import launch
-from vfsd.cli import output
-from vfsd.cli.app import App, Command
-from vfsd.cli.names import complete_workspace
-from vfsd.cli.values import BACKEND, NAME, SIZE, Seconds
-from vfsd.control import messages
-from vfsd.control.messages import wire_path
-from vfsd.mounting import mount_options
-from vfsd.option_rules import SCOPES, OptionError
-from vfsd.options import ENGINES, TRANSPORTS, MountOptions
-from vfsd.runtime import WorkspaceRecord, read_records
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.names import complete_workspace
+from vfsd.cli.common.values import BACKEND, NAME, SIZE, Seconds
+from vfsd.client import launch
+from vfsd.client.mount_arguments import mount_options
+from vfsd.machine.runtime import WorkspaceRecord, read_records
+from vfsd.wire import messages
+from vfsd.wire.messages import wire_path
+from vfsd.wire.option_rules import SCOPES, OptionError
+from vfsd.wire.options import ENGINES, TRANSPORTS, MountOptions
 
 __all__ = ["list_command", "mount_command", "status_command"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from vfsd.cli import output
-from vfsd.cli.app import App, Command
-from vfsd.cli.changes import count_words, show_changes, show_expired, show_safety
-from vfsd.cli.streamed import ChangeSpool, call_with_changes
-from vfsd.control import messages
-from vfsd.userpaths import current_directory, wire_paths
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command
+from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_safety
+from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.client.paths import current_directory, wire_paths
+from vfsd.wire import messages
 
 __all__ = ["apply_command", "discard_command"]
 

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 import click
 
-from vfsd.calls import origin_of
-from vfsd.cli import output
-from vfsd.cli.app import App, Command, did_you_mean
-from vfsd.cli.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
-from vfsd.cli.names import complete_restore, complete_snapshot
-from vfsd.cli.output import counted
-from vfsd.cli.streamed import ChangeSpool, call_with_changes
-from vfsd.cli.values import in_home
-from vfsd.control import messages
-from vfsd.control.messages import from_wire_path, wire_path
-from vfsd.userpaths import current_directory, wire_paths
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, did_you_mean
+from vfsd.cli.common.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
+from vfsd.cli.common.names import complete_restore, complete_snapshot
+from vfsd.cli.common.output import counted
+from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.common.values import in_home
+from vfsd.client.paths import current_directory, wire_paths
+from vfsd.client.requests import origin_of
+from vfsd.wire import messages
+from vfsd.wire.messages import from_wire_path, wire_path
 
 __all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_command"]
 
@@ -152,7 +152,7 @@ def drop_command(app: App, names: tuple[str, ...]) -> None:
 
 def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError:
     """`error`, of a drop of several snapshots with the remark that none of them was dropped."""
-    from vfsd.control.client import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
+    from vfsd.client.connection import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
 
     if len(set(names)) == 1 or not isinstance(error, ControlError):
         return error

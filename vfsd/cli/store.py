@@ -14,11 +14,11 @@ import click
 
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
-from vfsd.cli import output
-from vfsd.cli.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
-from vfsd.cli.output import counted
-from vfsd.cli.values import Seconds
-from vfsd.control.messages import Progress, wire_path
+from vfsd.cli.common import output
+from vfsd.cli.common.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
+from vfsd.cli.common.output import counted
+from vfsd.cli.common.values import Seconds
+from vfsd.wire.messages import Progress, wire_path
 
 __all__ = ["store_command"]
 

@@ -12,17 +12,17 @@ from typing import Any, Final
 import click
 from msgspec import to_builtins
 
-from vfsd.calls import check_archive_name, source_date_epoch
-from vfsd.cli import output
-from vfsd.cli.app import App, Command, describe, error_record
-from vfsd.cli.changes import count_words
-from vfsd.cli.names import complete_workspace
-from vfsd.control import messages
-from vfsd.control.messages import wire_path
-from vfsd.control.sockets import remove_dead_socket
-from vfsd.ending import daemon_end
-from vfsd.mounts import clear_dead_mount, is_dead, mount_at
-from vfsd.runtime import WorkspaceRecord, read_records, remove_record
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, describe, error_record
+from vfsd.cli.common.changes import count_words
+from vfsd.cli.common.names import complete_workspace
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.requests import check_archive_name, source_date_epoch
+from vfsd.machine.mounts import clear_dead_mount, is_dead, mount_at
+from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
+from vfsd.wire import messages
+from vfsd.wire.messages import wire_path
+from vfsd.wire.sockets import remove_dead_socket
 
 __all__ = ["unmount_command"]
 

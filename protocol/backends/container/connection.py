@@ -12,10 +12,10 @@ from typing import Final, TypeAlias
 
 import trio
 
+from protocol.backends.container.podman.state import ContainerState
+from protocol.backends.container.podman.target import ContainerTarget, check_running
 from protocol.backends.container.reconnecting import ReconnectingVolume
-from protocol.backends.container.state import ContainerState
-from protocol.backends.container.target import ContainerTarget, check_running
-from protocol.backends.container.transport import Transport
+from protocol.backends.container.transports.transport import Transport
 from protocol.volume import Coherence
 
 __all__ = ["Connection", "Tell"]

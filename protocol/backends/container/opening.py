@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from protocol.backends.container.agent_transport import AgentTransport
+from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import Connection
-from protocol.backends.container.owned import create_owned
-from protocol.backends.container.podman import PIDS_LIMIT, Container, PodmanService
-from protocol.backends.container.rootfs import RootfsTransport
-from protocol.backends.container.state import ContainerState
-from protocol.backends.container.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
-from protocol.backends.container.transport import Transport
+from protocol.backends.container.podman.owned import create_owned
+from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, PodmanService
+from protocol.backends.container.podman.state import ContainerState
+from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
+from protocol.backends.container.transports.rootfs import RootfsTransport
+from protocol.backends.container.transports.transport import Transport
 
 __all__ = ["DEFAULT_WORKDIR", "ContainerWorkspace", "TransportChoice", "open_container", "open_image"]
 

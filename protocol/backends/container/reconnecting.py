@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from protocol.backends.container.known import File, Known, Place
-from protocol.diff import Change
+from protocol.diff.tree_diff import Change
 from protocol.errors import fail
 from protocol.volume import (
     RENAME_EXCHANGE,

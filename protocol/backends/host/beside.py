@@ -18,14 +18,14 @@ from typing import Final, TypeAlias
 
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.nodes import Node, Table
-from protocol.diff import Change
+from protocol.diff.tree_diff import Change
 from protocol.volume import Coherence, EntryChange, InodeChange
 
 __all__ = ["Beside"]
 
 # Numbers that no inode has, for what lost a name of which the kernel knew no inode.
 _FIRST_UNKNOWN: Final = 1 << 60
-# What a restore calls new files until they are whole (protocol.store.scan.TEMPORARY_PREFIX, which is above).
+# What a restore calls new files until they are whole (protocol.store.directory.scan.TEMPORARY_PREFIX, which is above).
 _TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 
 _Places: TypeAlias = Mapping[tuple[Node, bytes], list[Node]]
@@ -53,7 +53,7 @@ class Beside:
                 self._loose.add(node)
 
     def settle(self, changes: Iterable[Change]) -> Coherence:
-        """What the kernel must be told of `changes`, in the order of `protocol.diff.changes`.
+        """What the kernel must be told of `changes`, in the order of `protocol.diff.tree_diff.changes`.
 
         What is there now is looked up, not believed.
         """

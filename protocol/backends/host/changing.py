@@ -12,8 +12,8 @@ import stat
 import time
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.beneath import proc_path
 from protocol.backends.host.descriptors import Descriptors
+from protocol.linux.beneath import proc_path
 
 if TYPE_CHECKING:
     from protocol.backends.host.nodes import Node

@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Final
 
-from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.closing import Closing
 from protocol.backends.host.nodes import Node, Table
 from protocol.errors import fail
+from protocol.linux.beneath import open_beneath, proc_path
 
 __all__ = ["Descriptors"]
 

@@ -15,9 +15,9 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.descriptors import Descriptors
 from protocol.errors import fail
+from protocol.linux.beneath import open_beneath, proc_path
 
 if TYPE_CHECKING:
     from protocol.backends.host.nodes import Node

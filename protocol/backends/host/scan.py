@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from protocol.listing import Listing
+from protocol.directory_cookies import Listing
 
 if TYPE_CHECKING:
     from os import stat_result

@@ -22,9 +22,6 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol import posix_acl
-from protocol.backends import syscalls
-from protocol.backends.beneath import open_beneath, proc_path
 from protocol.backends.host.attributes import Seen, seen_as
 from protocol.backends.host.beside import Beside
 from protocol.backends.host.changing import change, without_privileges
@@ -33,6 +30,8 @@ from protocol.backends.host.making import Maker
 from protocol.backends.host.nodes import Node, Table
 from protocol.backends.host.scan import Scan
 from protocol.errors import fail
+from protocol.linux import posix_acl, syscalls
+from protocol.linux.beneath import open_beneath, proc_path
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -45,7 +44,7 @@ from protocol.volume import (
 )
 
 if TYPE_CHECKING:
-    from protocol.diff import Change
+    from protocol.diff.tree_diff import Change
     from protocol.volume import Buffer
 
 __all__ = ["HostVolume"]

@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from protocol.backends.memory.history.snapshots import Snapshots
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES, UNLIMITED, version_bytes, xattrs_bytes
-from protocol.backends.memory.snapshots import Snapshots
 from protocol.backends.memory.state import State
 from protocol.errors import fail
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.undo import Epoch
+    from protocol.backends.memory.history.undo import Epoch
     from protocol.volume import Coherence
 
 __all__ = ["PAGE_BYTES", "Base", "missing", "shown"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.content import PAGE_BYTES, Content
 
 if TYPE_CHECKING:
-    from protocol.listing import Listing
+    from protocol.directory_cookies import Listing
 
 __all__ = ["DIRECTORY_BASE_BYTES", "DIRECTORY_ENTRY_BYTES", "Inode", "Link"]
 

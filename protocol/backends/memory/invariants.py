@@ -20,9 +20,9 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import State
-    from protocol.backends.memory.undo import Epoch
 
 __all__ = ["check", "check_inode", "check_ledger", "check_log"]
 

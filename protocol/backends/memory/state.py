@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.content import Content
+from protocol.backends.memory.history.undo import Epoch, UndoLog
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
 from protocol.backends.memory.ledger import (
     CONTENT_BYTES,
@@ -28,7 +29,6 @@ from protocol.backends.memory.ledger import (
     Ledger,
     version_bytes,
 )
-from protocol.backends.memory.undo import Epoch, UndoLog
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:

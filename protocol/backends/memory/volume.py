@@ -22,8 +22,8 @@ from protocol.backends.memory.entries import Entries
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
 from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES
+from protocol.directory_cookies import Listing
 from protocol.errors import fail
-from protocol.listing import Listing
 from protocol.volume import (
     NAME_MAX,
     AttributeChanges,

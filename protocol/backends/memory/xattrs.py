@@ -14,8 +14,8 @@ import stat
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from protocol import posix_acl
 from protocol.errors import fail
+from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
 __all__ = [

@@ -29,17 +29,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.beneath import Handle
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.journal import Journal, Recovered, is_left, journal
 from protocol.backends.overlay.lower import RESERVED, ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, attributes_of, place, set_attributes, set_by_name
-from protocol.backends.syscalls import syncfs
-from protocol.diff import Change, changes
+from protocol.diff.tree_diff import Change, changes
+from protocol.linux.beneath import Handle
+from protocol.linux.syscalls import syncfs
 from protocol.tree import TreeEntry
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.view import SnapshotTree
+    from protocol.backends.memory.history.view import SnapshotTree
     from protocol.backends.overlay.lower import Lower
 
 __all__ = ["Applied", "Conflict", "apply"]

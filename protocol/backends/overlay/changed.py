@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from protocol.diff import changes
+from protocol.diff.tree_diff import changes
 from protocol.errors import fail
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 

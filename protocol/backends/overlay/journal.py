@@ -30,10 +30,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.backends.beneath import Handle, open_beneath
 from protocol.backends.overlay.lower import RESERVED, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
-from protocol.foreign_file import open_regular, read_regular
+from protocol.linux.beneath import Handle, open_beneath
+from protocol.linux.regular_file import open_regular, read_regular
 
 __all__ = ["Journal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
 

@@ -1,6 +1,6 @@
 """Lower: the directory below an overlay, read and never changed.
 
-Nothing leads outside: every path is opened beneath the descriptor of the root (see `protocol.backends.beneath`),
+Nothing leads outside: every path is opened beneath the descriptor of the root (see `protocol.linux.beneath`),
 and a directory's descriptor is used for RECHECK_S at most before it is opened anew, so that one which somebody
 moved out of the tree is not followed for long.
 
@@ -24,8 +24,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from protocol.backends.beneath import Handle, open_beneath, proc_path
-from protocol.backends.syscalls import seek_hole
+from protocol.linux.beneath import Handle, open_beneath, proc_path
+from protocol.linux.syscalls import seek_hole
 
 __all__ = [
     "KEPT_BYTES",

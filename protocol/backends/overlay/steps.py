@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from protocol.backends.beneath import Handle, open_beneath, proc_path
 from protocol.backends.overlay.lower import Identity, is_gone
 from protocol.errors import fail
+from protocol.linux.beneath import Handle, open_beneath, proc_path
 from protocol.tree import TreeEntry
 
 __all__ = ["Attributes", "Step", "Steps", "attributes_of", "place", "set_attributes", "set_by_name"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.backends.memory.view import SnapshotTree
+from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.lower import ChangedBelowError
 from protocol.tree import CHUNK_BYTES
 
 if TYPE_CHECKING:
+    from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import State
-    from protocol.backends.memory.undo import Epoch
 
 __all__ = ["OverlayTree"]
 

@@ -31,10 +31,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 from protocol.backends.memory import MemoryVolume
-from protocol.backends.memory.converge import Converger
+from protocol.backends.memory.history.converge import Converger
+from protocol.backends.memory.history.snapshots import count_changes, restore_epoch
+from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
-from protocol.backends.memory.snapshots import count_changes, restore_epoch
-from protocol.backends.memory.view import SnapshotTree
 from protocol.backends.overlay.hiding import Hiding
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import check
@@ -45,7 +45,7 @@ from protocol.backends.overlay.view import OverlayTree
 from protocol.volume import Caller, Coherence, InodeChange
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.undo import Epoch, PreInodes
+    from protocol.backends.memory.history.undo import Epoch, PreInodes
     from protocol.backends.overlay.apply import Applied
     from protocol.volume import Buffer
 

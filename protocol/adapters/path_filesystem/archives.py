@@ -1,0 +1,87 @@
+"""Archives of a store: written, put in place of its state, and kept as snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import weakref
+from datetime import UTC, datetime
+from typing import BinaryIO
+from uuid import uuid4
+
+from protocol.adapters.path_filesystem.converge import converge
+from protocol.adapters.path_filesystem.files import Store
+from protocol.archive import ArchiveLimits, export_archive, open_archive, write_archive
+from protocol.errors import SnapshotNotFoundError
+from protocol.tree import Tree
+from protocol.types import FilesystemSnapshot
+
+__all__ = ["ArchiveSnapshots", "put_archive"]
+
+# What we wrote ourselves a moment ago: no bomb, and as large as the state is.
+_OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manifest_bytes=1 << 40, names_bytes=1 << 40)
+
+
+def put_archive(store: Store, state: Tree, path: str | os.PathLike[str], limits: ArchiveLimits | None = None) -> None:
+    """Make the state of `store`, which `state` shows, that of the archive at `path`.
+
+    All of it, or the state before: that is kept in a temporary archive, and put back when anything fails.
+    Where that fails too, the error's note says where the archive is.
+    """
+    with open_archive(path, limits=limits) as tree:
+        descriptor, kept = tempfile.mkstemp(prefix="vfsd-before-", suffix=".fs.zip")
+        try:
+            with open(descriptor, "w+b") as before:
+                write_archive(state, before, level=0)
+                try:
+                    converge(store, tree)
+                except BaseException as error:
+                    try:
+                        _put_back(store, before)
+                    except OSError as again:
+                        error.add_note(f"the state before could not be put back ({again}); it is in {kept}")
+                        kept = ""
+                    raise
+        finally:
+            if kept:
+                os.unlink(kept)
+
+
+def _put_back(store: Store, before: BinaryIO) -> None:
+    before.seek(0)
+    with open_archive(before, limits=_OWN) as old:
+        converge(store, old)
+
+
+class ArchiveSnapshots:
+    """Snapshots as archives, in a directory that lives as long as this object."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._directory: str | None = None
+        self._paths: dict[str, str] = {}
+
+    def take(self, state: Tree, tag: str | None) -> FilesystemSnapshot:
+        if self._directory is None:
+            self._directory = tempfile.mkdtemp(prefix="vfsd-snapshots-")
+            weakref.finalize(self, _remove_directory, self._directory)
+        name = str(uuid4())
+        path = os.path.join(self._directory, f"{name}.fs.zip")
+        export_archive(state, path)
+        self._paths[name] = path
+        return FilesystemSnapshot(name, datetime.now(UTC), path, self._root, tag)
+
+    def path(self, snapshot: FilesystemSnapshot) -> str:
+        """The archive of a snapshot.  SnapshotNotFoundError where it is none of ours."""
+        try:
+            return self._paths[snapshot.snapshot_id]
+        except KeyError:
+            raise SnapshotNotFoundError(snapshot.snapshot_id) from None
+
+
+def _remove_directory(directory: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            os.unlink(os.path.join(directory, name))
+        os.rmdir(directory)

@@ -1,0 +1,296 @@
+"""StoreFilesystem: what `Filesystem` promises, written once, over the files of any `Store`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Final, get_args
+
+from protocol.adapters.path_filesystem.archives import ArchiveSnapshots, put_archive
+from protocol.adapters.path_filesystem.files import Store, held
+from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
+from protocol.adapters.path_filesystem.resolve import Place, enter, resolve
+from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove
+from protocol.adapters.tree import StoreTree
+from protocol.archive import export_archive
+from protocol.errors import fail
+from protocol.paths import DEFAULT_LIMITS, ROOT, Limits, decode, encode, located, normalise
+from protocol.search import glob_paths, grep_tree
+from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, TextReader, check_encoding
+from protocol.tree import Tree
+from protocol.types import (
+    FileEntry,
+    FileStat,
+    FilesystemSnapshot,
+    GlobMatch,
+    GrepMatch,
+    ReadBytesResult,
+    ReadResult,
+    WriteMode,
+    WriteResult,
+)
+
+__all__ = ["StoreFilesystem"]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class StoreFilesystem:
+    """Implements `protocol.filesystem.SnapshotableFilesystem`.
+
+    Snapshots are archives here; a subclass whose backend has its own replaces `snapshot`, `restore`,
+    `import_archive` and `_state`.
+    """
+
+    def __init__(self, store: Store, *, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._store = store
+        self._limits = limits
+        self._snapshots = ArchiveSnapshots(store.root)
+
+    @property
+    def root(self) -> str:
+        """See `protocol.filesystem.Filesystem`, as for all that follow."""
+        return self._store.root
+
+    @property
+    def read_only(self) -> bool:
+        return self._store.read_only
+
+    # -- reading -----------------------------------------------------------------------------
+    def read(self, path: str, *, offset: int = 0, limit: int | None = None, encoding: str = "utf-8") -> ReadResult:
+        check_line_page(offset, limit)
+        check_encoding(encoding)
+        with self.open_read(path) as reader:
+            return text_page(reader, offset, limit, encoding, self._limits)
+
+    def read_bytes(self, path: str, *, offset: int = 0, limit: int | None = None) -> ReadBytesResult:
+        check_byte_page(offset, limit)
+        with self.open_read(path) as reader:
+            return bytes_page(reader, offset, limit, self._limits)
+
+    def exists(self, path: str) -> bool:
+        return self._kind(path) is not None
+
+    def is_file(self, path: str) -> bool:
+        kind = self._kind(path)
+        return kind is not None and stat.S_ISREG(kind)
+
+    def is_dir(self, path: str) -> bool:
+        kind = self._kind(path)
+        return kind is not None and stat.S_ISDIR(kind)
+
+    def _kind(self, path: str) -> int | None:
+        """The mode of what is at `path`, or None."""
+        try:
+            with self._place(normalise(path)) as place:
+                return place.status.mode
+        except OSError as error:
+            # What the system calls would say of a path that cannot lead anywhere.
+            if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES}:
+                return None
+            raise
+
+    def stat(self, path: str) -> FileStat:
+        normal = normalise(path)
+        with self._place(normal) as place:
+            seen = place.status
+            return FileStat(
+                path=normal,
+                is_file=place.is_file,
+                is_directory=place.is_dir,
+                size_bytes=0 if place.is_dir else seen.size,
+                created_at=None if seen.birth_ns is None else _time(seen.birth_ns),
+                modified_at=_time(seen.mtime_ns),
+                mode=seen.mode,
+                is_symlink=place.is_symlink,
+            )
+
+    def list(self, path: str = ROOT) -> Sequence[FileEntry]:
+        normal = normalise(path)
+        with self._place(normal) as place:
+            if not place.is_dir:
+                raise fail(errno.ENOTDIR, normal)
+            with located(normal):
+                names = self._store.names(place.node)
+        prefix = "" if normal == ROOT else normal + "/"
+        return [self._entry(decode(name), prefix, kind) for name, kind in sorted(names)]
+
+    def _entry(self, name: str, prefix: str, kind: int) -> FileEntry:
+        is_symlink = kind == stat.S_IFLNK
+        leads_to = (self._kind(prefix + name) or 0) if is_symlink else kind
+        return FileEntry(name, prefix + name, stat.S_ISREG(leads_to), stat.S_ISDIR(leads_to), is_symlink)
+
+    # -- searching ---------------------------------------------------------------------------
+    def glob(self, pattern: str, *, path: str = ROOT) -> Sequence[GlobMatch]:
+        normal = normalise(path)
+        base = self._base(normal)
+        with located(normal), self._search_tree() as tree:
+            found = glob_paths(tree, pattern, path=base).paths
+        return [GlobMatch(_renamed(decode(each), decode(base), normal)) for each in found]
+
+    def grep(
+        self, pattern: str, *, path: str = ROOT, glob: str | None = None, max_matches: int | None = None
+    ) -> Sequence[GrepMatch]:
+        if max_matches is not None and max_matches < 0:
+            raise ValueError(f"max_matches must be 0 or more, not {max_matches}")
+        most = self._limits.grep_matches if max_matches is None else max_matches
+        normal = normalise(path)
+        base = self._base(normal)
+        with located(normal), self._search_tree() as tree:
+            found = grep_tree(tree, pattern, path=base, glob=glob, max_matches=most).matches
+        if decode(base) == normal:
+            return found
+        return [replace(match, path=_renamed(match.path, decode(base), normal)) for match in found]
+
+    def _base(self, normal: str) -> bytes:
+        """Where a search begins, without symlinks: trees do not follow them."""
+        with self._place(normal) as place:
+            return b"/".join(place.names)
+
+    # -- changing ----------------------------------------------------------------------------
+    def write(
+        self, path: str, content: str, *, mode: WriteMode = "overwrite", create_parents: bool = True
+    ) -> WriteResult:
+        return self.write_bytes(path, content.encode("utf-8"), mode=mode, create_parents=create_parents)
+
+    def write_bytes(
+        self, path: str, content: bytes, *, mode: WriteMode = "overwrite", create_parents: bool = True
+    ) -> WriteResult:
+        if len(content) > self._limits.write_bytes:
+            raise ValueError(
+                f"a write is limited to {self._limits.write_bytes} bytes, not {len(content)}: use open_write"
+            )
+        with self.open_write(path, mode=mode, create_parents=create_parents) as writer:
+            writer.write(content)
+        return WriteResult(writer.path, len(content), mode)
+
+    def delete(self, path: str, *, recursive: bool = False) -> int:
+        normal = self._changing(path)
+        with located(normal):
+            with resolve(self._store, encode(normal), follow=False) as place:
+                names = place.names
+            if not names:
+                raise ValueError(f"{path!r} leads to the root, which cannot be deleted")
+            try:
+                return remove(self._store, names, recursive=recursive)
+            except IsADirectoryError as error:
+                raise IsADirectoryError(error.errno, error.strerror, normal) from None
+
+    def mkdir(self, path: str, *, parents: bool = True, exist_ok: bool = True) -> None:
+        normal = self._changing(path, root_is_fine=True)
+        with located(normal), resolve(self._store, encode(normal), may_miss=True) as place:
+            if not place.missing:
+                if not place.is_dir or not exist_ok:
+                    raise fail(errno.EEXIST)
+                return
+            if place.is_symlink:  # one that leads nowhere, mkdir(2)
+                raise fail(errno.EEXIST)
+            names = self._make_parents(normal, place, parents)
+            with held(self._store, enter(self._store, names)) as parent:
+                self._store.mkdir(parent, place.missing[-1])
+
+    def _make_parents(self, normal: str, place: Place, allowed: bool) -> tuple[bytes, ...]:
+        """The names of the directory that will have what is missing at `place`."""
+        if not stat.S_ISDIR(place.status.mode):
+            raise fail(errno.ENOTDIR)
+        parents = place.missing[:-1]
+        if parents and not allowed:
+            raise fail(errno.ENOENT)
+        self._limits.check_new(normal)
+        return make_directories(self._store, place.names, parents)
+
+    def _changing(self, path: str, *, root_is_fine: bool = False) -> str:
+        """The normalised path that a call is about to change."""
+        normal = normalise(path)
+        if self.read_only:
+            raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), normal)
+        if normal == ROOT and not root_is_fine:
+            raise ValueError(f"{path!r} is the root, which cannot be written or deleted")
+        return normal
+
+    # -- streams -----------------------------------------------------------------------------
+    def open_read(self, path: str) -> ByteReader:
+        normal = normalise(path)
+        with self._place(normal) as place, located(normal):
+            _check_file(place)
+            reader = FileReader(normal, self._store.open(place.node, "read"))
+            place.take_node()
+            return reader
+
+    def open_write(self, path: str, *, mode: WriteMode = "overwrite", create_parents: bool = True) -> ByteWriter:
+        if mode not in get_args(WriteMode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(WriteMode))}, not {mode!r}")
+        normal = self._changing(path)
+        with located(normal), resolve(self._store, encode(normal), may_miss=True) as place:
+            if place.is_dir:
+                raise fail(errno.EISDIR)
+            if mode == "create" and (not place.missing or place.is_symlink):
+                raise fail(errno.EEXIST)
+            if place.missing:
+                self._make_parents(normal, place, create_parents)
+            else:
+                _check_file(place)
+            return open_writer(self._store, normal, place, mode)
+
+    def open_text(self, path: str, *, encoding: str = "utf-8") -> TextReader:
+        check_encoding(encoding)
+        return FileTextReader(self.open_read(path), encoding)
+
+    # -- snapshots ---------------------------------------------------------------------------
+    def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
+        with self._state() as state:
+            return self._snapshots.take(state, tag)
+
+    def restore(self, snapshot: FilesystemSnapshot) -> None:
+        self.import_archive(self._snapshots.path(snapshot))
+
+    def export_archive(self, path: str | os.PathLike[str]) -> None:
+        with self._state() as state:
+            export_archive(state, path)
+
+    def import_archive(self, path: str | os.PathLike[str]) -> None:
+        self._changing(ROOT, root_is_fine=True)
+        with self._state() as state:
+            put_archive(self._store, state, path)
+
+    # -- helpers -----------------------------------------------------------------------------
+    def _state(self) -> AbstractContextManager[Tree]:
+        """The state as a tree, for as long as the context lasts."""
+        return nullcontext(StoreTree(self._store))
+
+    def _search_tree(self) -> AbstractContextManager[Tree]:
+        return nullcontext(StoreTree(self._store, with_xattrs=False))
+
+    @contextmanager
+    def _place(self, normal: str) -> Iterator[Place]:
+        """What is at a normalised path; errors on the way there name it."""
+        with located(normal):
+            place = resolve(self._store, encode(normal))
+        with place:
+            yield place
+
+
+def _check_file(place: Place) -> None:
+    """Only regular files are read and written: a fifo would wait for its other end for ever."""
+    if not place.is_file:
+        raise fail(errno.EISDIR) if place.is_dir else OSError(errno.EINVAL, "Not a regular file")
+
+
+def _renamed(path: str, base: str, asked: str) -> str:
+    """A path below `base` as one below `asked`, which a symlink made lead there."""
+    if base == asked:
+        return path
+    below = path if base == ROOT else path[len(base) :].lstrip("/")
+    return f"{asked}/{below}" if below and asked != ROOT else below or asked
+
+
+def _time(ns: int) -> datetime | None:
+    try:
+        return _EPOCH + timedelta(microseconds=ns // 1000)
+    except OverflowError:  # a year that `datetime` does not have
+        return None

@@ -1,0 +1,178 @@
+"""HostStore: the files below a directory of the host, by directory descriptors.
+
+Names are looked up with openat(2) in descriptors, never followed: O_PATH | O_NOFOLLOW.  A node is opened
+for its content through /proc/self/fd, which leads to the same file whatever became of its name.
+The root is opened anew by each call: a descriptor kept would keep a mount from being unmounted.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from protocol.adapters.path_filesystem.files import Status
+
+__all__ = ["HostFile", "HostStore"]
+
+_PIECE_BYTES: Final = 1 << 20  # read at once: os.pread allocates what it is asked for before it reads
+_NODE: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+
+
+class HostStore:
+    """Nodes are file descriptors.  A file system that is mounted read-only is one here."""
+
+    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
+        self.root = os.path.realpath(root)
+        self.read_only = read_only or bool(os.statvfs(self.root).f_flag & os.ST_RDONLY)
+
+    def top(self) -> int:
+        return os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def child(self, node: int, name: bytes) -> int:
+        return os.open(name, _NODE, dir_fd=node)
+
+    def release(self, node: int) -> None:
+        os.close(node)
+
+    def status(self, node: int) -> Status:
+        return _status(os.fstat(node))
+
+    def status_of(self, node: int, name: bytes) -> Status:
+        return _status(os.stat(name, dir_fd=node, follow_symlinks=False))
+
+    def readlink(self, node: int) -> bytes:
+        return os.readlink(b"", dir_fd=node)  # of the descriptor itself, readlink(2)
+
+    def names(self, node: int) -> list[tuple[bytes, int]]:
+        directory = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=node)
+        try:
+            with os.scandir(directory) as entries:
+                return [(os.fsencode(entry.name), _kind(entry)) for entry in entries]
+        finally:
+            os.close(directory)
+
+    def xattrs(self, node: int) -> Mapping[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        if stat.S_ISLNK(os.fstat(node).st_mode):
+            return found  # user attributes are for files and directories only, xattr(7)
+        try:
+            for name in os.listxattr(_path(node)):
+                found[os.fsencode(name)] = os.getxattr(_path(node), name)
+        except OSError as error:
+            # ENODATA: one was removed meanwhile, or is for the eyes of others (security.*).
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENODATA, errno.ENOSYS}:
+                raise
+        return found
+
+    # -- content -----------------------------------------------------------------------------
+    def open(self, node: int, mode: Literal["read", "append"]) -> HostFile:
+        how = os.O_RDONLY if mode == "read" else os.O_WRONLY | os.O_APPEND
+        file = HostFile(os.open(_path(node), how | _FILE))
+        os.close(node)
+        return file
+
+    def create(self, node: int, name: bytes, mode: int | None) -> HostFile:
+        how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+        return HostFile(os.open(name, how, 0o666 if mode is None else mode, dir_fd=node))
+
+    # -- entries -----------------------------------------------------------------------------
+    def mkdir(self, node: int, name: bytes) -> None:
+        os.mkdir(name, dir_fd=node)
+
+    def symlink(self, node: int, name: bytes, target: bytes) -> None:
+        os.symlink(target, name, dir_fd=node)
+
+    def link(self, source: int, node: int, name: bytes) -> None:
+        os.link(_path(source), name, dst_dir_fd=node, follow_symlinks=True)
+
+    def mknod(self, node: int, name: bytes, mode: int, rdev: int) -> None:
+        os.mknod(name, mode, rdev, dir_fd=node)
+
+    def unlink(self, node: int, name: bytes) -> None:
+        os.unlink(name, dir_fd=node)
+
+    def rmdir(self, node: int, name: bytes) -> None:
+        os.rmdir(name, dir_fd=node)
+
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
+        os.rename(name, new_name, src_dir_fd=node, dst_dir_fd=new_node)
+
+    # -- attributes --------------------------------------------------------------------------
+    def set_mode(self, node: int, mode: int) -> None:
+        os.chmod(_path(node), stat.S_IMODE(mode))
+
+    def set_owner(self, node: int, uid: int, gid: int) -> None:
+        os.chown(_path(node), uid, gid)
+
+    def set_mtime(self, node: int, mtime_ns: int) -> None:
+        os.utime(_path(node), ns=(os.fstat(node).st_atime_ns, mtime_ns))
+
+    def set_xattrs(self, node: int, xattrs: Mapping[bytes, bytes]) -> None:
+        present = self.xattrs(node)
+        for name in present:
+            if name not in xattrs:
+                os.removexattr(_path(node), name)
+        for name, value in xattrs.items():
+            if present.get(name) != value:
+                os.setxattr(_path(node), name, value)
+
+
+class HostFile:
+    """An open file.  One that nobody closes is closed, with a ResourceWarning, as Python's own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = io.FileIO(descriptor, "rb")  # its mode does not matter: only the descriptor is used
+        self.node = descriptor
+
+    def size(self) -> int:
+        return os.fstat(self.node).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        pieces: list[bytes] = []
+        while size > 0:
+            piece = os.pread(self.node, min(size, _PIECE_BYTES), offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:
+        return os.pwrite(self.node, data, offset)  # with O_APPEND at the end, whatever `offset`, pwrite(2)
+
+    def sync(self) -> None:
+        os.fsync(self.node)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _path(node: int) -> str:
+    return f"/proc/self/fd/{node}"
+
+
+def _kind(entry: os.DirEntry[str]) -> int:
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+
+
+def _status(seen: os.stat_result) -> Status:
+    return Status(
+        seen.st_mode,
+        seen.st_size,
+        seen.st_mtime_ns,
+        seen.st_uid,
+        seen.st_gid,
+        seen.st_nlink,
+        seen.st_ino,
+        seen.st_rdev,
+    )

@@ -1,0 +1,148 @@
+"""Hydration: files of the host as what a volume begins with."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from protocol.adapters.path_filesystem.host_files import HostStore
+from protocol.adapters.tree import StoreTree
+from protocol.errors import fail
+from protocol.paths import decode, encode, normalise
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.volume import SnapshotableVolume
+
+__all__ = ["HostMount", "hydrate"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostMount:
+    """Files of the host to begin with: what is at or below `host_path` is copied to `mount_path`.
+
+    `include` and `exclude` are patterns as `fnmatch` has them, for paths relative to `host_path` ("*" crosses
+    "/") and for single names.  A file is copied when one of `include` matches (none: every file) and none of
+    `exclude`; a directory that `exclude` matches is left out with all below it.  More than `max_bytes` of
+    content: ValueError, before anything is copied.  Modes and times are kept, symlinks copied as they are;
+    fifos, sockets and devices are left out.
+    """
+
+    host_path: str | os.PathLike[str]
+    mount_path: str = "."
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    max_bytes: int | None = None
+
+
+def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
+    """Lay the host's files over what is in `volume`, all or nothing; the count of files and symlinks.
+
+    FileNotFoundError where there is nothing at `host_path`; ENOSPC over the volume's quota.  No limit on depth
+    and names holds: that binds what agents create.
+    """
+    tree = _MountTree(mount)
+    total = sum(entry.size for entry in tree.walk() if entry.is_file)
+    if mount.max_bytes is not None and total > mount.max_bytes:
+        raise ValueError(f"{os.fspath(mount.host_path)!r} has {total} bytes to copy, the limit is {mount.max_bytes}")
+    scope = encode(normalise(mount.mount_path))
+    volume.import_tree(tree, replace=False, paths=(scope,) if scope else ())
+    return sum(not entry.is_dir for entry in tree.walk())
+
+
+class _MountTree:
+    """What a mount chooses of the host, at the paths where it will be."""
+
+    def __init__(self, mount: HostMount) -> None:
+        host_path = os.path.realpath(mount.host_path)
+        if not os.path.lexists(host_path):
+            raise fail(errno.ENOENT, host_path)
+        self._scope = encode(normalise(mount.mount_path))
+        start = b""
+        if not os.path.isdir(host_path):  # a single file: what it is in, and its name there
+            if not self._scope:
+                raise fail(errno.EISDIR, host_path)
+            host_path, name = os.path.split(host_path)
+            start = os.fsencode(name)
+        self._host = StoreTree(HostStore(host_path))
+        self._entries: dict[bytes, TreeEntry] = {}
+        self._sources: dict[bytes, bytes] = {}  # path here to path there
+        self._children: dict[bytes, list[bytes]] = {}
+        self._add_parents()
+        for entry in _chosen(self._host, start, mount):
+            below = entry.path[len(start) :].lstrip(b"/")
+            self._add(b"/".join(filter(None, (self._scope, below))), entry)
+
+    def _add_parents(self) -> None:
+        self._entries[b""] = TreeEntry(b"", stat.S_IFDIR | 0o755, uid=os.getuid(), gid=os.getgid())
+        parts = self._scope.split(b"/")
+        for end in range(1, len(parts)):
+            self._add(b"/".join(parts[:end]), self._entries[b""])
+
+    def _add(self, path: bytes, entry: TreeEntry) -> None:
+        self._sources[path] = entry.path
+        self._entries[path] = replace(entry, path=path)
+        parent, _, name = path.rpartition(b"/")
+        if path:
+            self._children.setdefault(parent, []).append(name)
+
+    def entry(self, path: bytes) -> TreeEntry:
+        try:
+            return self._entries[path]
+        except KeyError:
+            raise fail(errno.ENOENT, decode(path)) from None
+
+    def children(self, path: bytes) -> list[bytes]:
+        if not self.entry(path).is_dir:
+            raise fail(errno.ENOTDIR, decode(path))
+        return sorted(self._children.get(path, ()))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        waiting = [path]
+        while waiting:
+            entry = self.entry(waiting.pop())
+            yield entry
+            prefix = entry.path + b"/" if entry.path else b""
+            waiting.extend(prefix + name for name in sorted(self._children.get(entry.path, ()), reverse=True))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._host.read(self._sources[path], offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        return self._host.chunks(self._sources[path], size)
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
+        return None
+
+
+def _chosen(host: StoreTree, start: bytes, mount: HostMount) -> Iterator[TreeEntry]:
+    """The entries to copy, parents first.  With `include`, only directories that have something to copy."""
+    waiting = [start]
+    above: list[TreeEntry] = []  # directories not given yet
+    while waiting:
+        path = waiting.pop()
+        entry = host.entry(path)
+        relative = decode(path[len(start) :].lstrip(b"/") if path != start else os.path.basename(path))
+        is_start = path == start
+        if not (is_start and entry.is_dir) and _matches(relative, mount.exclude):
+            continue
+        above = [each for each in above if not each.path or path.startswith(each.path + b"/")]
+        if entry.is_dir:
+            above.append(entry)
+            prefix = path + b"/" if path else b""
+            waiting.extend(prefix + name for name in reversed(host.children(path)))
+            if mount.include and not is_start:
+                continue
+        elif not (entry.is_file or entry.is_symlink) or (mount.include and not _matches(relative, mount.include)):
+            continue
+        else:
+            above.append(entry)
+        yield from above
+        above.clear()
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    name = path.rpartition("/")[2]
+    return any(fnmatch.fnmatchcase(path, each) or fnmatch.fnmatchcase(name, each) for each in patterns)

@@ -1,0 +1,177 @@
+"""Find what a path stands for, symlinks followed, and never outside the root.
+
+One name at a time, each looked up in a directory that is held: whoever swaps a directory for a symlink
+meanwhile makes a lookup fail, and leads nobody out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from protocol.adapters.path_filesystem.files import Status, Store
+from protocol.errors import fail
+
+__all__ = ["Place", "enter", "resolve"]
+
+_LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
+
+
+class Place:
+    """Where a path leads: `names` from the root, no symlink among them; a context that releases `node`.
+
+    `missing` are the names after them that are not there; then `names` and `node` are those of the last
+    directory that is.  `is_symlink`: the path's own last part is a symlink.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        names: tuple[bytes, ...],
+        node: int,
+        status: Status,
+        missing: tuple[bytes, ...] = (),
+        *,
+        is_symlink: bool = False,
+    ) -> None:
+        self._store = store
+        self.names = names
+        self.node = node
+        self.status = status
+        self.missing = missing
+        self.is_symlink = is_symlink
+
+    @property
+    def is_dir(self) -> bool:
+        return not self.missing and stat.S_ISDIR(self.status.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return not self.missing and stat.S_ISREG(self.status.mode)
+
+    def take_node(self) -> int:
+        """The node, which is the caller's to release from now on."""
+        node, self.node = self.node, -1
+        return node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.node >= 0:
+            self._store.release(self.take_node())
+
+
+def enter(store: Store, names: Sequence[bytes]) -> int:
+    """A node of what is at `names` below the root.  No symlink is followed."""
+    node = store.top()
+    for name in names:
+        try:
+            below = store.child(node, name)
+        finally:
+            store.release(node)
+        node = below
+    return node
+
+
+def resolve(store: Store, path: bytes, *, follow: bool = True, may_miss: bool = False) -> Place:
+    """What is at `path`; a symlink in its last part is followed only with `follow`.
+
+    Unless `may_miss`: FileNotFoundError where there is nothing.  NotADirectoryError below a file;
+    PermissionError where a symlink leads outside; ELOOP.
+    """
+    return _Walk(store, path, follow).place(may_miss)
+
+
+class _Walk:
+    """One resolution: `todo` are the parts to go (the next one last), `done` the names that led to `node`."""
+
+    def __init__(self, store: Store, path: bytes, follow: bool) -> None:
+        self._store = store
+        self._follow = follow
+        self._todo = path.split(b"/")[::-1]
+        self._done: list[bytes] = []
+        self._links = 0
+        self._is_symlink = False
+        self._own = len(self._todo)  # so many of `todo`, from its start, are the path's; others a symlink's
+
+    def place(self, may_miss: bool) -> Place:
+        self._node = self._store.top()
+        try:
+            while self._todo:
+                part = self._todo.pop()
+                is_own = len(self._todo) < self._own
+                self._own = min(self._own, len(self._todo))
+                if part == b"..":
+                    self._go_up()
+                elif part not in {b"", b"."} and not self._go_down(part, is_last=is_own and not self._todo):
+                    return self._missing(part, may_miss)
+            status = self._store.status(self._node)
+        except BaseException:
+            self._store.release(self._node)
+            raise
+        return Place(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
+
+    def _go_down(self, name: bytes, *, is_last: bool) -> bool:
+        """Whether there was something to go to.  `is_last`: it is the path's own last part."""
+        store = self._store
+        try:
+            node = store.child(self._node, name)
+        except FileNotFoundError:
+            return False
+        try:
+            is_link = stat.S_ISLNK(store.status(node).mode)
+            target = store.readlink(node) if is_link else b""
+        except BaseException:
+            store.release(node)
+            raise
+        self._is_symlink |= is_last and is_link
+        if not is_link or (is_last and not self._follow):
+            store.release(self._node)
+            self._node = node
+            self._done.append(name)
+            return True
+        store.release(node)
+        self._follow_link(target)
+        return True
+
+    def _follow_link(self, target: bytes) -> None:
+        self._links += 1
+        if self._links > _LINKS_MAX:
+            raise fail(errno.ELOOP)
+        if target.startswith(b"/"):
+            root = os.fsencode(self._store.root).rstrip(b"/")
+            if target != root and not target.startswith(root + b"/"):
+                raise _outside()
+            target = target[len(root) :]
+            self._restart([])
+        self._todo += target.split(b"/")[::-1]
+
+    def _go_up(self) -> None:
+        if not self._done:
+            raise _outside()
+        self._restart(self._done[:-1])
+
+    def _restart(self, names: list[bytes]) -> None:
+        node = enter(self._store, names)
+        self._store.release(self._node)
+        self._node = node
+        self._done = names
+
+    def _missing(self, name: bytes, may_miss: bool) -> Place:
+        rest = [part for part in reversed(self._todo) if part not in {b"", b"."}]
+        if not may_miss or b".." in rest:
+            raise fail(errno.ENOENT)
+        status = self._store.status(self._node)
+        missing = (name, *rest)
+        return Place(self._store, tuple(self._done), self._node, status, missing, is_symlink=self._is_symlink)
+
+
+def _outside() -> PermissionError:
+    return PermissionError(errno.EACCES, "symlink leads outside the root")

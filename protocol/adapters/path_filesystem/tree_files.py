@@ -1,0 +1,156 @@
+"""TreeStore: the files of a `Tree`, to be read and searched as a Filesystem; every change is refused.
+
+So an agent's call that reads much runs in a worker thread, on a state that does not change meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Literal, NoReturn
+
+from protocol.adapters.path_filesystem.files import OpenFile, Status
+from protocol.errors import fail
+from protocol.tree import Tree, TreeEntry
+
+__all__ = ["TreeFile", "TreeStore"]
+
+
+def _go_on() -> None:
+    """The `keep_going` of what nobody cancels."""
+
+
+class TreeStore:
+    """Nodes are numbers given to paths as they are looked up.  One thread at a time, as the tree.
+
+    `keep_going` is called at each look-up and read; what it raises ends the call that is going on.
+    """
+
+    def __init__(self, tree: Tree, *, root: str = "/", keep_going: Callable[[], None] = _go_on) -> None:
+        self.tree = tree
+        self.root = root
+        self.keep_going = keep_going
+        self._paths: dict[int, bytes] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def read_only(self) -> bool:
+        return True
+
+    def top(self) -> int:
+        return self._hold(b"")
+
+    def child(self, node: int, name: bytes) -> int:
+        self.keep_going()
+        path = self._below(node, name)
+        self.tree.entry(path)  # there is one, or it raises
+        return self._hold(path)
+
+    def release(self, node: int) -> None:
+        self._paths.pop(node, None)
+
+    def _hold(self, path: bytes) -> int:
+        node = next(self._numbers)
+        self._paths[node] = path
+        return node
+
+    def _below(self, node: int, name: bytes) -> bytes:
+        above = self._paths[node]
+        return above + b"/" + name if above else name
+
+    # -- what there is ---------------------------------------------------------------------------
+    def status(self, node: int) -> Status:
+        return _status(self.tree.entry(self._paths[node]))
+
+    def status_of(self, node: int, name: bytes) -> Status:
+        return _status(self.tree.entry(self._below(node, name)))
+
+    def readlink(self, node: int) -> bytes:
+        entry = self.tree.entry(self._paths[node])
+        if not entry.is_symlink:
+            raise fail(errno.EINVAL)
+        return entry.target
+
+    def names(self, node: int) -> list[tuple[bytes, int]]:
+        above = self._paths[node]
+        prefix = above + b"/" if above else b""
+        return [(name, self.tree.entry(prefix + name).mode & 0o170000) for name in self.tree.children(above)]
+
+    def xattrs(self, node: int) -> Mapping[bytes, bytes]:
+        return self.tree.entry(self._paths[node]).xattrs
+
+    def open(self, node: int, mode: Literal["read", "append"]) -> OpenFile:
+        if mode != "read":
+            raise fail(errno.EROFS)
+        return TreeFile(self, node, self._paths[node])
+
+    # -- changes ---------------------------------------------------------------------------------
+    def create(self, node: int, name: bytes, mode: int | None) -> OpenFile:  # noqa: ARG002
+        _refuse()
+
+    def mkdir(self, node: int, name: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def symlink(self, node: int, name: bytes, target: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def link(self, source: int, node: int, name: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def mknod(self, node: int, name: bytes, mode: int, rdev: int) -> None:  # noqa: ARG002
+        _refuse()
+
+    def unlink(self, node: int, name: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def rmdir(self, node: int, name: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:  # noqa: ARG002
+        _refuse()
+
+    def set_mode(self, node: int, mode: int) -> None:  # noqa: ARG002
+        _refuse()
+
+    def set_owner(self, node: int, uid: int, gid: int) -> None:  # noqa: ARG002
+        _refuse()
+
+    def set_mtime(self, node: int, mtime_ns: int) -> None:  # noqa: ARG002
+        _refuse()
+
+    def set_xattrs(self, node: int, xattrs: Mapping[bytes, bytes]) -> None:  # noqa: ARG002
+        _refuse()
+
+
+class TreeFile:
+    """A file of a tree, open for reading."""
+
+    def __init__(self, store: TreeStore, node: int, path: bytes) -> None:
+        self._store = store
+        self._path = path
+        self.node = node
+
+    def size(self) -> int:
+        return self._store.tree.entry(self._path).size
+
+    def read(self, offset: int, size: int) -> bytes:
+        self._store.keep_going()
+        return self._store.tree.read(self._path, offset, size)
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:  # noqa: ARG002
+        _refuse()
+
+    def sync(self) -> None:
+        pass  # nothing was written
+
+    def close(self) -> None:
+        self._store.release(self.node)
+
+
+def _status(entry: TreeEntry) -> Status:
+    return Status(entry.mode, entry.size, entry.mtime_ns, entry.uid, entry.gid, entry.nlink, entry.inode, entry.rdev)
+
+
+def _refuse() -> NoReturn:
+    raise fail(errno.EROFS)

@@ -1,0 +1,163 @@
+"""Writing and removing: the calls of `StoreFilesystem` that change a store."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import stat
+from collections.abc import Sequence
+
+from protocol.adapters.path_filesystem.files import OpenFile, Status, Store, held
+from protocol.adapters.path_filesystem.resolve import Place, enter
+from protocol.streams import FileWriter
+from protocol.types import WriteMode
+
+__all__ = ["make_directories", "open_writer", "remove", "temporary_name"]
+
+
+def temporary_name() -> bytes:
+    """A name for a file that is not finished."""
+    return b".vfsd-" + secrets.token_hex(8).encode() + b".tmp"
+
+
+def make_directories(store: Store, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Make the directories `missing`, each in the one before, below `names`; the names of the last one."""
+    for name in missing:
+        with held(store, enter(store, names)) as node, contextlib.suppress(FileExistsError):
+            store.mkdir(node, name)  # somebody else may have been faster
+        names = (*names, name)
+    return names
+
+
+def open_writer(store: Store, path: str, place: Place, mode: WriteMode) -> FileWriter:
+    """A writer of the file at `place`, whose parent exists."""
+    if mode == "append" and not place.missing:
+        node = place.take_node()
+        try:
+            file = store.open(node, "append")
+        except BaseException:
+            store.release(node)
+            raise
+        return FileWriter(path, file, position=file.size())
+    names = (*place.names, *place.missing)
+    parent = enter(store, names[:-1])
+    try:
+        if mode == "overwrite":
+            replacement = _Replacement(store, parent, names[-1], place)
+            return FileWriter(path, replacement.file, commit=replacement.commit, abort=replacement.abort)
+        creation = _Creation(store, parent, names[-1])
+        return FileWriter(path, creation.file, commit=creation.commit, abort=creation.abort)
+    except BaseException:
+        store.release(parent)
+        raise
+
+
+class _Creation:
+    """A new file under its own name, taken at once so that nobody else creates it; removed when it fails."""
+
+    def __init__(self, store: Store, parent: int, name: bytes) -> None:
+        self._store = store
+        self._parent = parent
+        self._name = name
+        self.file: OpenFile = store.create(parent, name, None)
+
+    def commit(self) -> None:
+        self.file.sync()
+        self._store.release(self._parent)
+
+    def abort(self) -> None:
+        store = self._store
+        with held(store, self._parent), contextlib.suppress(FileNotFoundError):
+            # Not what somebody else has put there since.
+            if store.status_of(self._parent, self._name).inode == store.status(self.file.node).inode:
+                store.unlink(self._parent, self._name)
+
+
+class _Replacement:
+    """A file under a temporary name, which takes the old one's place, mode, owner and attributes in the end."""
+
+    def __init__(self, store: Store, parent: int, name: bytes, place: Place) -> None:
+        self._store = store
+        self._parent = parent
+        self._name = name
+        self._old = old = None if place.missing else place.status
+        self._xattrs = {} if old is None else _own_xattrs(store, place.node)
+        self._temporary = temporary_name()
+        # Nobody else may read what will be a private file.
+        self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
+
+    def commit(self) -> None:
+        store = self._store
+        if self._old is not None:
+            if self._xattrs:
+                store.set_xattrs(self.file.node, self._xattrs)
+            copy_ownership(store, self.file.node, self._old)
+        self.file.sync()
+        store.rename(self._parent, self._temporary, self._parent, self._name)
+        store.release(self._parent)
+
+    def abort(self) -> None:
+        with held(self._store, self._parent), contextlib.suppress(FileNotFoundError):
+            self._store.unlink(self._parent, self._temporary)
+
+
+def copy_ownership(store: Store, node: int, old: Status) -> None:
+    """Give `node` the owner, where that is allowed, and the mode of `old`."""
+    made = store.status(node)
+    if (made.uid, made.gid) != (old.uid, old.gid):
+        try:
+            store.set_owner(node, old.uid, old.gid)
+        except PermissionError:
+            # The file is ours now; then it must not run as somebody that it does not belong to.
+            old = old._replace(mode=old.mode & ~(stat.S_ISUID | stat.S_ISGID))
+    store.set_mode(node, old.mode)  # after the owner: changing that clears suid and sgid
+
+
+def _own_xattrs(store: Store, node: int) -> dict[bytes, bytes]:
+    """The extended attributes that a write in place would have left: not the capabilities (write(2), caps)."""
+    names = (b"user.", b"system.posix_acl_")
+    return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
+
+
+def remove(store: Store, names: tuple[bytes, ...], *, recursive: bool) -> int:
+    """Remove what is at `names`, which are not the root's; the count of entries removed.
+
+    IsADirectoryError (ENOTEMPTY) for a directory with entries, unless `recursive`.
+    """
+    with held(store, enter(store, names[:-1])) as parent:
+        if not stat.S_ISDIR(store.status_of(parent, names[-1]).mode):
+            store.unlink(parent, names[-1])
+            return 1
+        try:
+            store.rmdir(parent, names[-1])
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:  # rmdir(2): POSIX allows either
+                raise
+        else:
+            return 1
+    if not recursive:
+        raise IsADirectoryError(errno.ENOTEMPTY, "Directory not empty")
+    return _remove_below(store, names)
+
+
+def _remove_below(store: Store, names: tuple[bytes, ...]) -> int:
+    """Remove a directory and all in it.  Nothing is held from one directory to the next: it may be very deep."""
+    count = 0
+    waiting = [(names, False)]  # a directory, and whether what was in it is gone
+    while waiting:
+        directory, is_empty = waiting.pop()
+        if not is_empty:
+            waiting.append((directory, True))
+            with held(store, enter(store, directory)) as node:
+                for name, kind in store.names(node):
+                    if kind == stat.S_IFDIR:
+                        waiting.append(((*directory, name), False))
+                    else:
+                        store.unlink(node, name)
+                        count += 1
+            continue
+        with held(store, enter(store, directory[:-1])) as parent:
+            store.rmdir(parent, directory[-1])
+        count += 1
+    return count

@@ -1,0 +1,186 @@
+"""AgentTransport: a container anywhere, by a helper that is started in it over one exec stream.
+
+It needs nothing but a Podman service that can exec, and a Python in the image.  The helper runs as the container's
+root, so that it may do what a mount may; what the mount's callers may, the kernel checks by what is shown.
+
+Which ids the mount shows: those of the container, to a root daemon; to another one its own user is the container's
+root, and the other way round (`agent_replies.Owners`), as it is to a rootless Podman.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from protocol.backends.container.agent.link import TIMEOUT_S, AgentLink
+from protocol.backends.container.agent.replies import IDENTITY, Owners
+from protocol.backends.container.agent.start import PYTHONS, helper_command, helper_program
+from protocol.backends.container.agent.tree import AgentTree
+from protocol.backends.container.agent.volume import AgentVolume
+from protocol.backends.container.helper.wire import VERSION, Op
+from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
+from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.state import ContainerState
+from protocol.errors import fail
+
+__all__ = ["AgentTransport"]
+
+_logger = logging.getLogger(__name__)
+
+_NOT_FOUND: Final = frozenset({126, 127})  # the exit status of what could not be started
+_ROOT: Final = "0:0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """What a helper says of itself: its user, whether the directory has ACLs, and the container's own user."""
+
+    uid: int
+    gid: int
+    acl: bool
+    user: tuple[int, int]
+
+
+class AgentTransport:
+    """Implements `protocol.backends.container.transports.transport.Transport`."""
+
+    name: Final = "agent"
+
+    def __init__(
+        self, service: PodmanService, workdir: str, *, read_only: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.supports_acl = False
+        self._service = service
+        self._workdir = workdir
+        self._program = helper_program(workdir)
+        self._read_only = read_only
+        self._timeout_s = timeout_s
+        self._python = ""
+        self._link: AgentLink | None = None
+        self._shown_as = IDENTITY
+        self._ended = trio.Event()
+        self._serving = trio.CancelScope()
+
+    def probe(self, state: ContainerState) -> None:
+        """OSError with what to do where this transport cannot reach the container; blocks, for a worker thread."""
+
+        async def start_once() -> None:
+            async with self._started(state.id) as link:
+                hello = await _hello(link)
+                self.supports_acl = hello.acl and self._owners(hello).is_identity
+
+        try:
+            trio.run(start_once)
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def open(self, state: ContainerState, nursery: trio.Nursery) -> AgentVolume:
+        """See `Transport`."""
+        self._ended = trio.Event()
+        self._serving = trio.CancelScope()
+        link: AgentLink = await nursery.start(self._serve, state.id)
+        self._link = link
+        hello = await _hello(link)
+        self._shown_as = self._owners(hello)
+        return AgentVolume(
+            link,
+            read_only=self._read_only,
+            owners=self._shown_as,
+            user=hello.user,
+            supports_acl=self.supports_acl,
+        )
+
+    def tree(self) -> AgentTree:
+        """The live state as a tree, for another thread than this one, which serves it.  EIO while nothing is open."""
+        if self._link is None:
+            raise fail(errno.EIO)
+        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_as)
+
+    async def wait_lost(self) -> str:
+        """See `Transport`."""
+        assert self._link is not None
+        await self._link.lost.wait()
+        return f"the helper in it is lost: {self._link.reason}"
+
+    async def close(self) -> None:
+        """See `Transport`."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.lose("closed")
+            self._serving.cancel()
+            await self._ended.wait()
+
+    async def _serve(self, container: str, *, task_status: trio.TaskStatus[AgentLink]) -> None:
+        try:
+            with self._serving:
+                async with self._started(container) as link:
+                    task_status.started(link)
+                    await link.lost.wait()
+        finally:
+            self._ended.set()
+
+    @asynccontextmanager
+    async def _started(self, container: str) -> AsyncIterator[AgentLink]:
+        """A helper in the container, by the first Python that there is."""
+        for python in [self._python] if self._python else PYTHONS:
+            command = helper_command(self._program, python)
+            stream = await open_exec(self._service, container, command, user=_ROOT, cwd="/")
+            link = AgentLink(stream, timeout_s=self._timeout_s)
+            try:
+                await link.start(self._program)
+            except OSError as error:
+                status = await _status(stream)
+                await stream.aclose()
+                if status not in _NOT_FOUND:
+                    raise
+                _logger.debug("no %s in the container: %s", python, error)
+                continue
+            except BaseException:
+                await stream.aclose()
+                raise
+            self._python = python
+            async with link.running():
+                yield link
+            return
+        self._python = ""
+        raise OSError(
+            errno.ENOENT,
+            "the image has no Python 3, which the agent transport needs: use an image that has python3, or, for a "
+            "container on this machine, --transport rootfs as root",
+        )
+
+    @staticmethod
+    def _owners(hello: _Hello) -> Owners:
+        owners = Owners((hello.uid, os.geteuid()), (hello.gid, os.getegid()))
+        return IDENTITY if os.geteuid() == 0 or owners.is_identity else owners
+
+
+async def _hello(link: AgentLink) -> _Hello:
+    numbers, _ = await link.call(Op.HELLO)
+    if len(numbers) != 6 or numbers[0] != VERSION or min(numbers) < 0:
+        raise OSError(errno.EPROTO, f"the helper in the container says {numbers} of itself")
+    _, uid, gid, acl, user, group = numbers
+    return _Hello(uid, gid, bool(acl), (user, group))
+
+
+async def _status(stream: ExecStream) -> int:
+    """How a helper that did not start has ended; -1 where nobody can tell, or it has not."""
+    with trio.move_on_after(1):
+        try:
+            return await stream.wait()
+        except OSError:
+            pass
+    return -1
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

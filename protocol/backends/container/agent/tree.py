@@ -1,0 +1,257 @@
+"""AgentTree: the live state of a container's directory as a tree, read through a helper in bulk.
+
+Listing takes one request for thousands of entries, and the next is under way while these are used.  Who reads a file
+in the course of a walk will read those that come after it: they are asked for ahead, as many as _AHEAD_BYTES hold, so
+that a workspace of many small files costs few round trips.
+
+It is the state at the time of each reading: what changes meanwhile is seen before or after the change.
+
+Threading: any one thread but the serving loop's, which must run.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import trio
+
+from protocol.backends.container.agent.link import AgentLink, Pending, Reply
+from protocol.backends.container.agent.replies import IDENTITY, Owners, number_in, string_in, tree_entries_in
+from protocol.backends.container.helper.wire import CHUNK_BYTES, NAME_MAX, Op, WireError
+from protocol.errors import fail
+from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
+from protocol.tree import Tree, TreeEntry
+
+__all__ = ["AgentTree"]
+
+_PAGE_BYTES: Final = 256 * 1024
+_ENTRY_BYTES: Final = 512 * 1024  # the largest, with its attributes: one may be longer than a page
+_AHEAD_BYTES: Final = 4 * CHUNK_BYTES
+_AHEAD_FILES: Final = 128
+_COMING_FILES: Final = 65536
+# What the entries of a directory take here, and of those it is in: some five million, which no honest helper has.
+_LISTED_BYTES: Final = 512 * 1024 * 1024
+_EACH_BYTES: Final = 64  # of each beside its name
+
+
+class AgentTree:
+    """Implements `protocol.tree.Tree`.  `token` is of the loop that serves `link`."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        token: trio.lowlevel.TrioToken,
+        owners: Owners = IDENTITY,
+        *,
+        most_listed_bytes: int = _LISTED_BYTES,
+    ) -> None:
+        self._link = link
+        self._token = token
+        self._owners = owners
+        self._most_listed_bytes = most_listed_bytes
+        # Files of the last walk that were not read yet: path, size; and those that were asked for.
+        self._coming: OrderedDict[bytes, int] = OrderedDict()
+        self._ahead: OrderedDict[bytes, tuple[Pending, int]] = OrderedDict()
+        self._ahead_bytes = 0
+
+    # -- asking ----------------------------------------------------------------------------------
+    def _call(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], most_bytes: int) -> Reply:
+        async def call() -> Reply:
+            return await self._link.call(op, numbers, strings, most_bytes=most_bytes)
+
+        return trio.from_thread.run(call, trio_token=self._token)
+
+    def _post(self, requests: Mapping[bytes, tuple[int, tuple[int, ...], tuple[bytes, ...], int]]) -> list[Pending]:
+        def post() -> list[Pending]:
+            return [
+                self._link.post(op, numbers, strings, most_bytes=most)
+                for op, numbers, strings, most in requests.values()
+            ]
+
+        return trio.from_thread.run_sync(post, trio_token=self._token)
+
+    def _answer(self, pending: Pending) -> Reply:
+        return trio.from_thread.run(self._link.answer, pending, trio_token=self._token)
+
+    @contextmanager
+    def _believed(self) -> Iterator[None]:
+        """What is read of a reply in the block makes sense; else the helper is not asked again."""
+        try:
+            yield
+        except WireError as error:
+            trio.from_thread.run_sync(self._link.lose, f"its reply makes no sense: {error}", trio_token=self._token)
+            raise fail(errno.EIO) from None
+
+    # -- entries ---------------------------------------------------------------------------------
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for all that follow."""
+        _, strings = self._call(Op.TREE_ENTRY, (), (path,), _ENTRY_BYTES)
+        with self._believed():
+            found = list(tree_entries_in(string_in(strings, _ENTRY_BYTES), self._owners))
+            if len(found) != 1 or found[0].path != path:
+                raise WireError(f"{len(found)} entries for {path!r}")
+        return found[0]
+
+    def children(self, path: bytes) -> list[bytes]:
+        names: list[bytes] = []
+        room = self._most_listed_bytes
+        more = True
+        while more:
+            after = names[-1] if names else b""
+            numbers, strings = self._call(Op.TREE_CHILDREN, (), (path, after), CHUNK_BYTES)
+            with self._believed():
+                more = bool(number_in(numbers, 1))
+                page = string_in(strings, CHUNK_BYTES).split(b"\0")[:-1]
+                _check_names(page, after)
+                if more and not page:
+                    raise WireError("more, and nothing")
+                room -= sum(map(len, page)) + _EACH_BYTES * len(page)
+                if room < 0:
+                    raise WireError(f"{path!r} has no end")
+            names += page
+        return names
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        numbers, _ = self._call(Op.TREE_WALK, (), (path,), 0)
+        with self._believed():
+            walk = number_in(numbers, 1 << 62)
+        self._coming.clear()
+        try:
+            yield from self._walked(path, walk)
+        finally:
+            # Also where a walk is given up, in whatever thread, or after the link was lost.
+            with suppress(OSError, RuntimeError):
+                self._post({b"": (Op.TREE_END, (walk,), (), 0)})
+
+    def _walked(self, path: bytes, walk: int) -> Iterator[TreeEntry]:
+        request = {b"": (Op.TREE_NEXT, (walk, _PAGE_BYTES), (), _PAGE_BYTES + _ENTRY_BYTES)}
+        order = _Order(path, self._most_listed_bytes)
+        more = True
+        (pending,) = self._post(request)
+        while more:
+            numbers, strings = self._answer(pending)
+            with self._believed():
+                more = bool(number_in(numbers, 1))
+                page = list(tree_entries_in(string_in(strings, _PAGE_BYTES + _ENTRY_BYTES), self._owners))
+                for entry in page:
+                    order.check(entry)
+                if more and not page:
+                    raise WireError("more, and nothing")
+            if more:
+                (pending,) = self._post(request)
+            self._coming.update((entry.path, entry.size) for entry in page if entry.is_file and entry.size)
+            while len(self._coming) > _COMING_FILES:
+                self._coming.popitem(last=False)
+            yield from page
+
+    # -- content ---------------------------------------------------------------------------------
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            wanted = min(size, CHUNK_BYTES)
+            data = self._content(self._call(Op.TREE_READ, (offset, wanted), (path,), wanted), wanted)
+            parts.append(data)
+            offset += len(data)
+            size -= len(data)
+            if len(data) < wanted:
+                break
+        return b"".join(parts)
+
+    def _content(self, reply: Reply, most: int) -> bytes:
+        with self._believed():
+            return string_in(reply[1], most)
+
+    def chunks(self, path: bytes, size: int = TREE_CHUNK_BYTES) -> Iterator[bytes]:
+        offset = 0
+        while True:
+            pending, wanted = self._asked(path) if not offset else self._ask(path, offset)
+            data = self._content(self._answer(pending), wanted)
+            for at in range(0, len(data), size):
+                yield data[at : at + size]
+            offset += len(data)
+            if len(data) < wanted:
+                return
+
+    def _ask(self, path: bytes, offset: int) -> tuple[Pending, int]:
+        (pending,) = self._post({path: (Op.TREE_READ, (offset, CHUNK_BYTES), (path,), CHUNK_BYTES)})
+        return pending, CHUNK_BYTES
+
+    def _asked(self, path: bytes) -> tuple[Pending, int]:
+        """The request for the begin of a file; those that come after it in the walk are asked for as well."""
+        if path not in self._ahead:
+            if path not in self._coming:
+                return self._ask(path, 0)
+            # What was asked for and is before this one in the walk, nobody will want.
+            self._ahead.clear()
+            self._ahead_bytes = 0
+            while next(iter(self._coming)) != path:
+                self._coming.popitem(last=False)
+        if self._ahead_bytes < _AHEAD_BYTES // 2:
+            self._ask_ahead()
+        pending, wanted = self._ahead.pop(path)
+        self._ahead_bytes -= wanted
+        return pending, wanted
+
+    def _ask_ahead(self) -> None:
+        wanted: dict[bytes, int] = {}
+        total = self._ahead_bytes
+        while self._coming and total < _AHEAD_BYTES and len(self._ahead) + len(wanted) < _AHEAD_FILES:
+            path, size = self._coming.popitem(last=False)
+            # One more than it had, to see whether it has grown since.
+            wanted[path] = min(size + 1, CHUNK_BYTES)
+            total += wanted[path]
+        requests = {path: (Op.TREE_READ, (0, size), (path,), size) for path, size in wanted.items()}
+        for (path, size), pending in zip(wanted.items(), self._post(requests), strict=True):
+            self._ahead[path] = pending, size
+        self._ahead_bytes = total
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (nothing is known without a walk)
+        return None
+
+
+class _Order:
+    """What a walk of `root` may give next: parents before what is in them, siblings in order, nothing twice.
+
+    And of the directories that it is in, whose entries the caller keeps, only as many as `room` bytes hold.
+    """
+
+    def __init__(self, root: bytes, room: int) -> None:
+        self._root = root
+        self._room = room
+        self._begun = False
+        # The directories that the walk is in, each with the last name that was given of it, and what all those take.
+        self._inside: list[tuple[bytes, bytes, int]] = []
+
+    def check(self, entry: TreeEntry) -> None:
+        """WireError where an honest walk would not give `entry`."""
+        if not self._begun:
+            if entry.path != self._root:
+                raise WireError(f"a walk of {self._root!r} that begins with {entry.path!r}")
+            self._begun = True
+        else:
+            above, _, name = entry.path.rpartition(b"/")
+            while self._inside and self._inside[-1][0] != above:
+                self._room += self._inside.pop()[2]
+            if not self._inside:
+                raise WireError(f"{entry.path!r} out of place")
+            _, last, taken = self._inside[-1]
+            _check_names([name], last)
+            size = _EACH_BYTES + len(name)
+            self._room -= size
+            if self._room < 0:
+                raise WireError(f"{above!r} has no end")
+            self._inside[-1] = (above, name, taken + size)
+        if stat.S_ISDIR(entry.mode):
+            self._inside.append((entry.path, b"", 0))
+
+
+def _check_names(names: list[bytes], after: bytes) -> None:
+    for name in names:
+        if not after < name or len(name) > NAME_MAX or b"/" in name or name in {b".", b".."}:
+            raise WireError(f"name {name!r} after {after!r}")
+        after = name

@@ -1,0 +1,425 @@
+"""AgentVolume: a volume whose every answer comes from a helper inside a container (see `agent_link`).
+
+One request of the kernel is one request to the helper; any number may be under way.  Nothing is kept that could grow
+stale, but for the page of a directory that was listed last: a kernel asks for its entries next, one by one
+(READDIRPLUS), and for the rest of it, and gets them without a trip each, for _LISTED_S at most and until anything is
+changed; and that a file that was just made has no capabilities, for which it asks before it writes.
+
+What the helper says is checked (`agent_replies`); a reply that makes no sense ends the link to it.
+
+Threading: the serving loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import trio
+
+from protocol.backends.container.agent.link import AgentLink, Reply
+from protocol.backends.container.agent.replies import (
+    IDENTITY,
+    Listed,
+    Owners,
+    Seen,
+    attributes_in,
+    entries_in,
+    number_in,
+    statfs_in,
+    string_in,
+)
+from protocol.backends.container.helper.wire import (
+    CHUNK_BYTES,
+    ENTRY,
+    KILL_PRIVILEGES,
+    NAME_MAX,
+    SECOND_NS,
+    SET_ATIME,
+    SET_CTIME,
+    SET_GID,
+    SET_MODE,
+    SET_MTIME,
+    SET_SIZE,
+    SET_UID,
+    Op,
+    WireError,
+)
+from protocol.errors import fail
+from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs
+
+__all__ = ["AgentVolume"]
+
+T = TypeVar("T")
+Answer = Coroutine[Any, Any, T]
+
+MAX_FILE_BYTES: Final = 2**63 - 1
+# A page that a kernel asks for with attributes (READDIRPLUS) has some 200 entries, one without five times as many.
+_PAGE_ENTRIES: Final = 200
+_MOST_PAGE_ENTRIES: Final = 1600
+_LISTED_S: Final = 0.2
+_LISTINGS_KEPT: Final = 16
+# What a kernel asks for before the first write to a file, and what a file that was just made cannot have.
+_CAPABILITY: Final = b"security.capability"
+_NEW_S: Final = 0.2
+_NEW_KEPT: Final = 256
+_MOST_XATTR_BYTES: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
+_PATH_MAX: Final = 4096
+_SUPERUSER: Final = Caller(0, 0)
+_DOTS: Final = frozenset({b".", b".."})
+
+
+class _Listing:
+    """A page of a directory: its entries, and what they were seen as, each with a lookup that nobody has yet."""
+
+    __slots__ = ("entries", "places", "seen", "until_s", "wanted")
+
+    def __init__(self, page: list[Listed], until_s: float, wanted: int) -> None:
+        self.entries = [one.entry for one in page]
+        self.places = {one.entry.cookie: at for at, one in enumerate(page, 1)}  # where a scan goes on after it
+        self.seen = {one.entry.name: one.seen for one in page if one.seen is not None}
+        self.until_s = until_s
+        self.wanted = wanted  # how many entries were asked for
+
+
+class AgentVolume:
+    """Implements `protocol.volume.Volume`.  `readdir` answers with a page: more follows after its last cookie.
+
+    `owners` translates users and groups; what the daemon's root makes belongs to `user` (user and group inside).
+    """
+
+    def __init__(
+        self,
+        link: AgentLink,
+        *,
+        read_only: bool = False,
+        owners: Owners = IDENTITY,
+        user: tuple[int, int] = (0, 0),
+        supports_acl: bool = False,
+    ) -> None:
+        self.read_only = read_only
+        self.supports_acl: Final = supports_acl
+        self._link = link
+        self._owners = owners
+        self._user = user
+        self._listings: dict[int, _Listing] = {}
+        self._new: dict[int, float] = {}  # files made a moment ago, and until when they are that
+        self._changes = 0  # grows with the beginning and the end of each
+        self._changing = 0
+
+    # -- asking ----------------------------------------------------------------------------------
+    def _checked(self, read: Callable[[], T]) -> T:
+        """What `read` makes of a reply; where that makes no sense, the helper is not asked again."""
+        try:
+            return read()
+        except WireError as error:
+            self._link.lose(f"its reply makes no sense: {error}")
+            raise fail(errno.EIO) from None
+
+    async def _seen(
+        self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = (), *, root: bool = False
+    ) -> Seen:
+        """An answer of attributes, with a lookup."""
+        reply = await self._link.call(op, numbers, strings, undo=self._undo)
+        return self._checked(lambda: attributes_in(reply[0], self._owners, root=root))
+
+    def _undo(self, reply: Reply) -> None:
+        """Nobody took the lookup of this reply."""
+        seen = self._checked(lambda: attributes_in(reply[0], root=True))
+        self._link.forget(seen.inode, 1)
+
+    async def _change(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = ()) -> Reply:
+        """Ask for a change that answers with nothing to look up."""
+        with self._changed():
+            return await self._link.call(op, numbers, strings)
+
+    async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> Seen:
+        """Ask for a change that answers with a new inode, of type `kind` (0: any)."""
+        with self._changed():
+            seen = await self._seen(op, numbers, strings)
+        if kind and seen.mode & 0o170000 != kind:
+            self._link.lose(f"it made {seen.mode:o} for {kind:o}")
+            raise fail(errno.EIO)
+        return seen
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """While a change is under way: what a listing says meanwhile may be of before or of after."""
+        self._changes += 1
+        self._changing += 1
+        self._drop_listings()
+        try:
+            yield
+        finally:
+            self._changes += 1
+            self._changing -= 1
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise fail(errno.EROFS)
+
+    def _owner(self, caller: Caller) -> tuple[int, int]:
+        """Whose, inside, is what `caller` makes."""
+        uid, gid = (caller.uid, caller.gid)
+        if self._owners.is_identity:
+            return (uid, gid) if uid or not any(self._user) else self._user
+        return self._owners.user(uid), self._owners.group(gid)
+
+    # -- what a listing said -----------------------------------------------------------------------
+    def _listed(self, parent: int, name: bytes) -> Seen | None:
+        listing = self._fresh_listing(parent)
+        return None if listing is None else listing.seen.pop(name, None)
+
+    def _fresh_listing(self, parent: int) -> _Listing | None:
+        listing = self._listings.get(parent)
+        if listing is not None and listing.until_s < trio.current_time():
+            self._drop_listing(parent)
+            return None
+        return listing
+
+    def _drop_listing(self, parent: int) -> None:
+        listing = self._listings.pop(parent, None)
+        if listing is not None:
+            for seen in listing.seen.values():
+                self._link.forget(seen.inode, 1)
+
+    def _drop_listings(self) -> None:
+        for parent in tuple(self._listings):
+            self._drop_listing(parent)
+
+    # -- inodes ------------------------------------------------------------------------------------
+    def lookup(self, parent: int, name: bytes) -> Seen | Answer[Seen]:
+        """See `protocol.volume.Volume`, as for all that follow."""
+        _check_name(name, dots=True)
+        return self._listed(parent, name) or self._seen(Op.LOOKUP, (parent,), (name,), root=name in _DOTS)
+
+    def forget(self, inode: int, count: int) -> None:
+        if inode != ROOT_INODE:
+            self._link.forget(inode, count)
+
+    async def getattr(self, inode: int) -> Seen:
+        numbers, _ = await self._link.call(Op.GETATTR, (inode,))
+        return self._shown(inode, numbers)
+
+    def _shown(self, inode: int, numbers: tuple[int, ...]) -> Seen:
+        seen = self._checked(lambda: attributes_in(numbers, self._owners, root=inode == ROOT_INODE))
+        if seen.inode != inode:
+            self._link.lose(f"it answers of inode {seen.inode} for {inode}")
+            raise fail(errno.EIO)
+        return seen
+
+    async def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+        self._check_writable()
+        given = (
+            (changes.mode, SET_MODE), (changes.uid, SET_UID), (changes.gid, SET_GID), (changes.size, SET_SIZE),
+            (changes.atime_ns, SET_ATIME), (changes.mtime_ns, SET_MTIME), (changes.ctime_ns, SET_CTIME),
+        )  # fmt: skip
+        bits = KILL_PRIVILEGES if changes.kill_privileges else 0
+        for value, bit in given:
+            bits |= bit if value is not None else 0
+        mode, uid, gid, size, atime_ns, mtime_ns, _ = (value or 0 for value, _ in given)
+        if size < 0:
+            raise fail(errno.EINVAL)
+        if size > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        uid, gid = self._owners.user(uid), self._owners.group(gid)
+        times = (*divmod(atime_ns, SECOND_NS), *divmod(mtime_ns, SECOND_NS))
+        numbers, _ = await self._change(Op.SETATTR, (inode, bits, mode, uid, gid, size, *times))
+        return self._shown(inode, numbers)
+
+    async def readlink(self, inode: int) -> bytes:
+        _, strings = await self._link.call(Op.READLINK, (inode,), most_bytes=_PATH_MAX)
+        target = self._checked(lambda: string_in(strings, _PATH_MAX))
+        if not target or b"\0" in target:
+            raise fail(errno.EIO)
+        return target
+
+    # -- making and removing entries ---------------------------------------------------------------
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+        self._check_room(name)
+        numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
+        made = await self._make(Op.MKNOD, numbers, (name,), mode & 0o170000 or 0o100000)
+        self._new.pop(made.inode, None)
+        self._new[made.inode] = trio.current_time() + _NEW_S
+        if len(self._new) > _NEW_KEPT:
+            del self._new[next(iter(self._new))]
+        return made
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
+        self._check_room(name)
+        numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
+        return await self._make(Op.MKDIR, numbers, (name,), 0o040000)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Seen:
+        self._check_room(name)
+        if len(target) >= _PATH_MAX:
+            raise fail(errno.ENAMETOOLONG)
+        return await self._make(Op.SYMLINK, (parent, *self._owner(caller)), (name, target), 0o120000)
+
+    async def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+        self._check_writable()
+        numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
+        return await self._make(Op.TMPFILE, numbers, (), 0o100000)
+
+    async def link(self, inode: int, parent: int, name: bytes) -> Seen:
+        self._check_room(name)
+        seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
+        if seen.inode != inode:
+            self._link.lose(f"it links inode {seen.inode} for {inode}")
+            raise fail(errno.EIO)
+        return seen
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        self._check_writable()
+        _check_name(name)
+        await self._change(Op.UNLINK, (parent,), (name,))
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        self._check_writable()
+        if name in _DOTS:
+            raise fail(errno.EINVAL if name == b"." else errno.ENOTEMPTY)
+        _check_name(name)
+        await self._change(Op.RMDIR, (parent,), (name,))
+
+    async def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int = 0,
+        caller: Caller = _SUPERUSER,
+    ) -> None:
+        self._check_writable()
+        _check_name(name)
+        _check_name(new_name)
+        await self._change(Op.RENAME, (parent, new_parent, flags, *self._owner(caller)), (name, new_name))
+
+    def _check_room(self, name: bytes) -> None:
+        self._check_writable()
+        if name in _DOTS:
+            raise fail(errno.EEXIST)
+        _check_name(name)
+
+    # -- directories -------------------------------------------------------------------------------
+    def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry] | Answer[Iterator[DirectoryEntry]]:
+        """A page of the entries after `cookie`; none where there are no more."""
+        listing = self._fresh_listing(inode) if cookie else None
+        wanted = _PAGE_ENTRIES
+        if listing is not None:
+            at = listing.places.get(cookie, 0)
+            if 0 < at < len(listing.entries):
+                return iter(listing.entries[at:])
+            # Somebody reads on and on, and changes nothing in between.
+            wanted = min(2 * listing.wanted, _MOST_PAGE_ENTRIES)
+        return self._page(inode, cookie, wanted)
+
+    async def _page(self, inode: int, cookie: int, wanted: int) -> Iterator[DirectoryEntry]:
+        changes, changing = self._changes, self._changing
+        most = (wanted + 2) * (ENTRY.size + NAME_MAX)
+        reply = await self._link.call(
+            Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._forget_page(reply, cookie)
+        )
+        page = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._owners)))
+        self._drop_listing(inode)
+        listing = self._listings[inode] = _Listing(page, trio.current_time() + _LISTED_S, wanted)
+        if changing or changes != self._changes:
+            self._drop_listing(inode)  # it may say what is true no more
+        elif len(self._listings) > _LISTINGS_KEPT:
+            self._drop_listing(next(iter(self._listings)))
+        return iter(listing.entries)
+
+    def _forget_page(self, reply: Reply, cookie: int) -> None:
+        for one in self._checked(lambda: list(entries_in(string_in(reply[1], CHUNK_BYTES), cookie))):
+            if one.seen is not None:
+                self._link.forget(one.seen.inode, 1)
+
+    # -- content -----------------------------------------------------------------------------------
+    async def read(self, inode: int, offset: int, size: int) -> Buffer:
+        parts = []
+        while True:
+            wanted = min(size, CHUNK_BYTES)
+            _, strings = await self._link.call(Op.READ, (inode, offset, wanted), most_bytes=wanted)
+            data = self._checked(lambda: string_in(strings, wanted))  # noqa: B023 (called at once)
+            parts.append(data)
+            size -= len(data)
+            offset += len(data)
+            if not size or len(data) < wanted:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+        self._check_writable()
+        if offset + len(data) > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        written = 0
+        while True:
+            part = bytes(memoryview(data)[written : written + CHUNK_BYTES])
+            try:
+                numbers, _ = await self._change(Op.WRITE, (inode, offset + written, int(kill_privileges)), (part,))
+            except OSError:
+                if written:
+                    return written
+                raise
+            count = self._checked(lambda: number_in(numbers, len(part)))  # noqa: B023 (called at once)
+            written += count
+            if count < len(part) or written == len(data):
+                return written
+
+    async def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+        self._check_writable()
+        if offset < 0 or length <= 0:
+            raise fail(errno.EINVAL)
+        if offset + length > MAX_FILE_BYTES:
+            raise fail(errno.EFBIG)
+        await self._change(Op.FALLOCATE, (inode, mode, offset, length))
+
+    async def seek(self, inode: int, offset: int, whence: int) -> int:
+        if whence not in {os.SEEK_DATA, os.SEEK_HOLE}:
+            raise fail(errno.EINVAL)
+        numbers, _ = await self._link.call(Op.SEEK, (inode, offset, whence))
+        return self._checked(lambda: number_in(numbers, MAX_FILE_BYTES))
+
+    async def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
+        self._check_writable()
+        length = min(length, MAX_FILE_BYTES - max(source_offset, target_offset))
+        numbers, _ = await self._change(Op.COPY, (source, source_offset, target, target_offset, length))
+        return self._checked(lambda: number_in(numbers, length))
+
+    async def fsync(self, inode: int, *, data_only: bool) -> None:
+        await self._link.call(Op.FSYNC, (inode, int(data_only)))
+
+    # -- the rest ----------------------------------------------------------------------------------
+    async def statfs(self) -> StatFs:
+        numbers, _ = await self._link.call(Op.STATFS)
+        return self._checked(lambda: statfs_in(numbers))
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        if name == _CAPABILITY and self._new.get(inode, 0.0) > trio.current_time():
+            raise fail(errno.ENODATA)
+        _, strings = await self._link.call(Op.GETXATTR, (inode,), (name,), most_bytes=_MOST_XATTR_BYTES)
+        return self._checked(lambda: string_in(strings, _MOST_XATTR_BYTES))
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
+        self._check_writable()
+        self._new.pop(inode, None)
+        await self._change(Op.SETXATTR, (inode, flags), (name, value))
+
+    async def listxattr(self, inode: int) -> Sequence[bytes]:
+        _, strings = await self._link.call(Op.LISTXATTR, (inode,), most_bytes=_MOST_XATTR_BYTES)
+        names = self._checked(lambda: string_in(strings, _MOST_XATTR_BYTES)).split(b"\0")
+        return tuple(name for name in names if 0 < len(name) <= NAME_MAX)
+
+    async def removexattr(self, inode: int, name: bytes) -> None:
+        self._check_writable()
+        await self._change(Op.REMOVEXATTR, (inode,), (name,))
+
+
+def _check_name(name: bytes, *, dots: bool = False) -> None:
+    """A name is one step: with a slash it would be many, and could lead anywhere."""
+    if not name or b"/" in name or b"\0" in name or (name in _DOTS and not dots):
+        raise fail(errno.EINVAL)
+    if len(name) > NAME_MAX:
+        raise fail(errno.ENAMETOOLONG)

@@ -1,0 +1,278 @@
+"""ExecStream: a two-way stream to a process in a container, by the exec endpoint of Podman's service.
+
+podman-py has no such stream (`exec_run(socket=True)` is ignored, `stdin=True` hangs), and of the two ways round
+that, speaking the endpoint's HTTP upgrade and running `podman exec -i`, this is the former.  Measured against
+Podman 4.3 on one machine: started in 20 ms (`podman exec -i`: 50 ms), 20 µs a round trip (15 µs; 40 µs with
+`--url`), 450 MB/s (450; 250 with `--url`).  Beside that it needs no client program, no process for each stream,
+and has the exit status, the pid and the size of the terminal as fields rather than as a client's habits.
+
+Without a terminal standard output and standard error come apart, in frames with a header of 8 bytes: one byte for
+the stream, three of nothing, four for the length (docs.docker.com, "Attach to a container": stream format).
+
+An exec outlives its connection: the process gets EOF on its standard input and goes on.  So `aclose` kills it: by
+its pid, where the service is on this machine and that may be done, else by a `kill` in the container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import quote, urlencode
+
+import trio
+
+from protocol.backends.container.podman.exec_connection import Connection, connect
+from protocol.backends.container.podman.podman import PodmanService
+
+__all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "open_exec"]
+
+STDOUT: Final = 1
+STDERR: Final = 2
+_FRAME: Final = struct.Struct(">BxxxI")
+_RECEIVE_BYTES: Final = 64 * 1024
+_FIRST_PAUSE_S: Final = 0.002
+_LONGEST_PAUSE_S: Final = 0.5
+_KILL_S: Final = 10.0
+_CONNECT_S: Final = 30.0
+
+
+class Output(NamedTuple):
+    """What a process said: on STDOUT or STDERR (with a terminal all is STDOUT)."""
+
+    channel: Literal[1, 2]
+    data: bytes
+
+
+class ExecStream:
+    """A process in a container.  One task may receive while another sends.  See `open_exec`."""
+
+    def __init__(
+        self,
+        service: PodmanService,
+        exec_id: str,
+        stream: trio.SocketStream,
+        plain: socket.socket,
+        early: bytes,
+        *,
+        tty: bool,
+    ) -> None:
+        self.id: Final = exec_id
+        self._plain = plain
+        self._service = service
+        self._stream = stream
+        self._pending = bytearray(early)
+        self._tty = tty
+        self._channel: Literal[1, 2] = STDOUT
+        self._left = 0  # bytes of the current frame that are still to come
+        self._is_over = False
+        self._status: int | None = None
+
+    async def send(self, data: bytes | bytearray | memoryview) -> None:
+        """Give it `data` on standard input.  BrokenPipeError."""
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise BrokenPipeError(errno.EPIPE, "the process in the container reads no more") from None
+
+    def send_nowait(self, data: bytes) -> int:
+        """Give it what there is room for at once, while nobody is in `send`: how many bytes that were."""
+        try:
+            return self._plain.send(data)
+        except OSError:  # no room, or nobody there: `send` finds out
+            return 0
+
+    async def close_stdin(self) -> None:
+        """Let its standard input end.  (A terminal has no end: send it Ctrl-D.)"""
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._stream.send_eof()
+
+    async def receive(self, max_bytes: int = _RECEIVE_BYTES) -> Output | None:
+        """The next piece of output, of `max_bytes` at most; None at its end.  OSError: it makes no sense."""
+        if not self._tty:
+            while not self._left:
+                while len(self._pending) < _FRAME.size:
+                    if not await self._fill(max_bytes):
+                        return None
+                channel, self._left = _FRAME.unpack_from(self._pending)
+                if channel not in {STDOUT, STDERR}:
+                    raise OSError(errno.EPROTO, f"the Podman service speaks of a stream {channel}")
+                self._channel = channel
+                del self._pending[: _FRAME.size]
+        if not self._pending and not await self._fill(max_bytes):
+            return None
+        data = bytes(self._pending[: max_bytes if self._tty else min(max_bytes, self._left)])
+        del self._pending[: len(data)]
+        self._left = max(0, self._left - len(data))
+        return Output(self._channel, data)
+
+    async def _fill(self, max_bytes: int) -> bool:
+        if self._is_over:
+            return False
+        try:
+            data = await self._stream.receive_some(max_bytes)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            data = b""
+        self._pending += data
+        self._is_over = not data
+        return not self._is_over
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell its terminal how large it is."""
+        size = urlencode({"h": rows, "w": columns})
+        await _ask(self._service, "POST", f"/exec/{self.id}/resize?{size}", {})
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended (128 + N: killed by signal N; 126, 127: it could not be started).
+
+        Does not read what it says: somebody must, or it may not end.  OSError: nobody can tell.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while self._status is None:
+            shown = await self._inspect()
+            if not shown.get("Running"):
+                self._status = int(shown.get("ExitCode", -1))
+                break
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._status
+
+    async def _inspect(self) -> dict[str, Any]:
+        shown = await _ask(self._service, "GET", f"/exec/{self.id}/json")
+        if not isinstance(shown, dict):
+            raise OSError(errno.EPROTO, "the Podman service says nothing of a process")
+        return shown
+
+    async def kill(self) -> None:
+        """Kill it, if it runs.  What it has started itself is not found by this.  OSError."""
+        shown = await self._inspect()
+        if shown.get("Running") and not await self._kill_from_outside(shown):
+            await self._kill_from_inside(str(shown["ContainerID"]), int(shown["Pid"]))
+
+    async def _kill_from_outside(self, shown: Mapping[str, Any]) -> bool:
+        """Whether it could be killed by its pid on this machine, if it is on this machine."""
+        if not self._service.is_local:
+            return False
+        pid, container = int(shown["Pid"]), str(shown["ContainerID"])
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return False
+        try:
+            # The pid may be of another machine, behind a forwarded socket, or may have been given to another process.
+            with open(f"/proc/{pid}/cgroup", "rb") as file:
+                if container.encode() not in file.read():
+                    return False
+            if (await self._inspect()).get("Pid") == pid:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    async def _kill_from_inside(self, container: str, host_pid: int) -> None:
+        query = urlencode({"stream": "false", "ps_args": "hpid,pid"})
+        shown = await _ask(self._service, "GET", f"/containers/{quote(container, safe='')}/top?{query}")
+        inside = {row[0]: row[1] for row in shown.get("Processes") or ()}.get(str(host_pid))
+        if inside is None:
+            return
+        for argv in (["kill", "-KILL", inside], ["sh", "-c", f"kill -KILL {int(inside)}"]):
+            killer = await open_exec(self._service, container, argv, user="0", stdin=False)
+            try:
+                while await killer.receive():
+                    pass
+                if await killer.wait() == 0:
+                    return
+            finally:
+                await killer.disconnect()
+        raise OSError(errno.ESRCH, "a process in the container cannot be killed: the image has neither kill nor sh")
+
+    async def disconnect(self) -> None:
+        """Close the connection; a process that still runs goes on, with its standard input at its end."""
+        self._is_over = True
+        await trio.aclose_forcefully(self._stream)
+
+    async def aclose(self) -> None:
+        """Kill what runs, and close the connection.  Waits _KILL_S at most, also when cancelled; raises no OSError."""
+        with trio.CancelScope(shield=True), trio.move_on_after(_KILL_S):
+            with contextlib.suppress(OSError):
+                if self._status is None:
+                    await self.kill()
+            await self.disconnect()
+            # For what cancelled the caller, if anything did.
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> ExecStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def open_exec(
+    service: PodmanService,
+    container: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    tty: bool = False,
+    user: str | None = None,
+    stdin: bool = True,
+    size: tuple[int, int] | None = None,
+) -> ExecStream:
+    """Start `argv` in the running `container` (name or id) of the service.
+
+    `env` is added to the container's; `cwd` and `user` ("uid:gid", or a name) default to its own; `size` (rows,
+    columns) is of the terminal.  FileNotFoundError: no such container; OSError with ENOTCONN: it does not run;
+    others: the service cannot be reached.  A program that is not there shows as status 127.
+    """
+    request: dict[str, Any] = {
+        "AttachStdin": stdin,
+        "AttachStdout": True,
+        "AttachStderr": True,
+        "Tty": tty,
+        "Cmd": list(argv),
+        "Env": [f"{name}={value}" for name, value in (env or {}).items()],
+        "WorkingDir": cwd or "",
+        "User": user or "",
+    }
+    begin: dict[str, Any] = {"Detach": False, "Tty": tty}
+    if size is not None:
+        begin |= {"h": size[0], "w": size[1]}
+    try:
+        with trio.fail_after(_CONNECT_S):
+            connection = await connect(service)
+            try:
+                made = await connection.request("POST", f"/containers/{quote(container, safe='')}/exec", request)
+                exec_id = str(made["Id"])
+                stream, early = await connection.upgrade(f"/exec/{exec_id}/start", begin)
+            except BaseException:
+                await connection.aclose()
+                raise
+    except trio.TooSlowError:
+        raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
+    except (KeyError, TypeError):
+        raise OSError(errno.EPROTO, "the Podman service does not say which process it started") from None
+    return ExecStream(service, exec_id, stream, connection.plain, early, tty=tty)
+
+
+async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """One request on a connection of its own: that of the process is a plain stream."""
+    connection: Connection | None = None
+    try:
+        with trio.fail_after(_CONNECT_S):
+            connection = await connect(service)
+            return await connection.request(method, path, body)
+    except trio.TooSlowError:
+        raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
+    finally:
+        if connection is not None:
+            with trio.CancelScope(shield=True):
+                await connection.aclose()

@@ -1,0 +1,102 @@
+"""ContainerProcess: the first process of a container on this machine, and what /proc shows of it.
+
+A process id may by now be another process's, and Podman may tell of another machine's: so a pidfd is opened
+first, and whatever is read by the number counts only when the process behind the pidfd still lives, and is one that the
+container's monitor has started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+from typing import Final
+
+from protocol.backends.container.podman.state import ContainerState
+from protocol.backends.container.transports.idmap import IdMap, parse_map
+
+__all__ = ["ContainerProcess"]
+
+_ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class ContainerProcess:
+    """`pidfd` is readable when it has ended.  `root` is an O_PATH descriptor of its root directory.
+
+    `user` and `group` are what it runs as, in the container's own ids.  `close` closes both descriptors.
+    """
+
+    def __init__(self, state: ContainerState) -> None:
+        """OSError: EPERM for a process that we may not look into, ESRCH for one that is none of this machine's."""
+        self.pidfd: Final = _open_pidfd(state)
+        self.root = -1
+        try:
+            _check_is_of(state)
+            self.root = _open_root(state)
+            self.ids = IdMap(
+                parse_map(_read(f"/proc/{state.pid}/uid_map")), parse_map(_read(f"/proc/{state.pid}/gid_map"))
+            )
+            status = _read(f"/proc/{state.pid}/status")
+            self.user = self.ids.users.inside(_effective_id(status, "Uid"))
+            self.group = self.ids.groups.inside(_effective_id(status, "Gid"))
+            self._check_alive(state)
+        except BaseException:
+            self.close()
+            raise
+
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _check_alive(self, state: ContainerState) -> None:
+        if self.has_ended():
+            raise ProcessLookupError(errno.ESRCH, f"the first process of container {state.name} has ended")
+
+    def close(self) -> None:
+        for descriptor in (self.pidfd, self.root):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.root = -1
+
+
+def _open_pidfd(state: ContainerState) -> int:
+    try:
+        return os.pidfd_open(state.pid)
+    except OSError as error:
+        raise _elsewhere(state) if error.errno == errno.ESRCH else error from None
+
+
+def _open_root(state: ContainerState) -> int:
+    try:
+        return os.open(f"/proc/{state.pid}/root", _ROOT_FLAGS)
+    except PermissionError:
+        advice = "be its owner or root, or take the agent transport"
+        raise PermissionError(errno.EACCES, f"container {state.name} may not be looked into by you: {advice}") from None
+
+
+def _check_is_of(state: ContainerState) -> None:
+    """Whether the process was started by a conmon of this machine that carries the container's id."""
+    parent = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{state.pid}/status"), re.MULTILINE)
+    words = _read(f"/proc/{state.conmon_pid}/cmdline").split("\0")
+    if parent is None or int(parent[1]) != state.conmon_pid or state.id not in words:
+        raise _elsewhere(state)
+
+
+def _elsewhere(state: ContainerState) -> OSError:
+    return ProcessLookupError(errno.ESRCH, f"container {state.name} does not run among the processes of this machine")
+
+
+def _effective_id(status: str, what: str) -> int:
+    """proc_pid_status(5): real, effective, saved set, file system."""
+    found = re.search(rf"^{what}:\s+\d+\s+(\d+)", status, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""  # ended: which is found out afterwards

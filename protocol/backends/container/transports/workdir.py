@@ -1,0 +1,86 @@
+"""open_workdir: the workspace directory below a container's root, reached as a process inside would reach it.
+
+Symlinks on the way are the container's: an absolute one begins at its root, ".." at its root stays there, and no
+link of /proc leads anywhere (RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS, openat2(2)).  What is made is made in a
+directory that is held open, under a name that is one step, so nothing that is put in its place meanwhile is followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final
+
+from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, openat2
+
+__all__ = ["open_workdir"]
+
+_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_ATTEMPTS: Final = 16  # EAGAIN: a rename or mount anywhere meanwhile, which the kernel cannot tell from an escape
+_MODE: Final = 0o755
+
+
+def open_workdir(root: int, workdir: str, owner: tuple[int, int]) -> int:
+    """An O_PATH descriptor of the directory `workdir` in the root directory of descriptor `root`.
+
+    What is missing of it is made, and belongs to `owner` (user and group, as the host calls them).  OSError with what
+    to do: EROFS where it would have to be made on what is read-only.
+    """
+    at = b"/"
+    descriptor = _in_root(root, at)
+    for name in os.fsencode(workdir).split(b"/"):
+        if not name:
+            continue
+        at = os.path.join(at, name)
+        try:
+            below = _in_root(root, at)
+        except FileNotFoundError:
+            try:
+                _make(descriptor, name, owner)
+                below = _in_root(root, at)
+            except OSError as error:
+                raise _explained(error, workdir) from None
+        except OSError as error:
+            raise _explained(error, workdir) from None
+        finally:
+            os.close(descriptor)
+        descriptor = below
+    return descriptor
+
+
+def _make(directory: int, name: bytes, owner: tuple[int, int]) -> None:
+    try:
+        os.mkdir(name, _MODE, dir_fd=directory)
+    except FileExistsError:
+        return  # somebody was faster; or a symlink that leads nowhere, which the next attempt tells
+    if os.geteuid() != 0:
+        return
+    # By descriptor: under that name somebody may have put a file by now that is not to be given away.
+    made = open_beneath(directory, name, os.O_PATH | os.O_DIRECTORY)
+    try:
+        if os.fstat(made).st_uid == 0:
+            os.chown(proc_path(made), *owner)
+    finally:
+        os.close(made)
+
+
+def _explained(error: OSError, workdir: str) -> OSError:
+    reason = {
+        errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
+        errno.ENOTDIR: "is no directory in the container",
+        errno.ENOENT: "is a symlink in the container that leads nowhere",
+        errno.EACCES: "is not accessible to this user from outside the container; use --transport agent",
+    }.get(error.errno or 0, error.strerror)
+    return OSError(error.errno, f"the working directory {reason}", workdir)
+
+
+def _in_root(root: int, path: bytes) -> int:
+    left = _ATTEMPTS
+    while True:
+        left -= 1
+        try:
+            return openat2(root, path, _FLAGS, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
+        except BlockingIOError:
+            if not left:
+                raise

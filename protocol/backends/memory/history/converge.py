@@ -1,0 +1,358 @@
+"""Converger: makes the live state like a tree, touching only what differs.
+
+Used for restoring single paths of a snapshot and for putting an archive in place.  Where the tree is a
+view of a memory volume blocks are shared, and where it is of this one inodes keep their numbers; else
+content is compared, and written where it differs.  Trees may be deep: nothing here recurses.
+
+Threading: the serving loop only; the caller's transaction undoes what was done when this raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory import xattrs
+from protocol.backends.memory.content import BLOCK_BYTES, Content
+from protocol.backends.memory.history.view import SnapshotTree
+from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
+from protocol.diff.tree_diff import is_below
+from protocol.errors import fail
+from protocol.volume import NAME_MAX
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.state import State
+    from protocol.tree import Tree, TreeEntry
+
+__all__ = ["Converger"]
+
+_PERMISSIONS: Final = 0o7777
+
+
+class Converger:
+    """One run over one tree.
+
+    `check_quota(pages, inodes, memory)` raises ENOSPC where so many pages and inodes in all are too much, or `memory`
+    more bytes.  What a view of the same volume shares takes no memory.
+
+    The quota is for the state at the end, since room may be made as late as room is taken; on the way
+    only that stops which cannot fit any more, whatever is removed yet.
+    """
+
+    def __init__(
+        self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]
+    ) -> None:
+        self._state = state
+        self._tree = tree
+        self._replace = replace
+        self._check_quota = check_quota
+        self._pages, self._inodes = state.pages, len(state.inodes)  # before
+        self._scopes: Sequence[bytes] = ()
+        self._view = tree if isinstance(tree, SnapshotTree) else None
+        self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
+        self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
+        self._directories: dict[bytes, int] = {}  # path -> live inode of the directories of this run
+
+    def run(self, paths: Sequence[bytes]) -> None:
+        """Make each of `paths`, and what is below it, as it is in the tree.  ENOENT: one is in neither; ENOSPC."""
+        self._scopes = paths
+        for path in paths:
+            self._run(path)
+        pages, inodes = self._state.pages, len(self._state.inodes)
+        # A state over its quota (a restored one may be) is no reason to refuse what does not add to it.
+        self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)
+
+    def _check_growth(self, pages: int, inodes: int = 0, memory: int = 0) -> None:
+        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes.
+
+        Or where `memory` more bytes do not fit now: what is replaced stays until the end.
+        """
+        state = self._state
+        if self._own_view is not None:
+            memory = 0
+        self._check_quota(state.pages - self._pages + pages, len(state.inodes) - self._inodes + inodes, memory)
+
+    def _run(self, path: bytes) -> None:
+        entry = self._entry(path)
+        if entry is None:
+            self._remove_path(path)
+            return
+        parent = self._parents(path)
+        directories = self._directories = {}
+        finished: list[tuple[int, TreeEntry]] = []
+        for each in self._walk(path):
+            above = parent if each.path == path else self._state.inodes[directories[_above(each.path)]]
+            if each.is_dir:
+                node = self._directory(above, each)
+                directories[each.path] = node.inode
+                finished.append((node.inode, each))
+            else:
+                assert above is not None
+                self._leaf(above, each)
+        for number, each in reversed(finished):
+            self._set_metadata(self._state.inodes[number], each)
+
+    def _walk(self, path: bytes) -> Iterator[TreeEntry]:
+        """The entries to work on: each directory before what is in it."""
+        return self._tree.walk(path)
+
+    # -- paths -----------------------------------------------------------------------------------
+    def _entry(self, path: bytes) -> TreeEntry | None:
+        try:
+            return self._tree.entry(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _live(self, path: bytes) -> tuple[Inode, Inode]:
+        """The live directory that `path` is in, and what it stands for.  ENOENT, ENOTDIR."""
+        directory = node = self._state.root_inode
+        for name in path.split(b"/"):
+            directory = node
+            if directory.children is None:
+                raise fail(errno.ENOTDIR, _show(path))
+            number = directory.children.get(name)
+            if number is None:
+                raise fail(errno.ENOENT, _show(path))
+            node = self._state.inodes[number]
+        return directory, node
+
+    def _remove_path(self, path: bytes) -> None:
+        directory, _ = self._live(path)
+        if self._replace:
+            self._remove(directory, path.rpartition(b"/")[2])
+
+    def _parents(self, path: bytes) -> Inode | None:
+        """The live directory that `path` is to be in, made where it is missing; None for the root itself."""
+        if not path:
+            return None
+        directory = self._state.root_inode
+        parts = path.split(b"/")
+        for end in range(1, len(parts)):
+            above = b"/".join(parts[:end])
+            number = (directory.children or {}).get(parts[end - 1])
+            if number is None:
+                entry = self._tree.entry(above)
+                directory = self._make(directory, parts[end - 1], entry)
+                self._set_metadata(directory, entry)
+                directory = self._state.inodes[directory.inode]
+            else:
+                directory = self._state.inodes[number]
+            if directory.children is None:
+                raise fail(errno.ENOTDIR, _show(above))
+        return directory
+
+    # -- one entry ---------------------------------------------------------------------------------
+    def _directory(self, above: Inode | None, entry: TreeEntry) -> Inode:
+        """The live directory for `entry`, without what the tree lacks; its metadata comes when it is full."""
+        if above is None:
+            node = self._state.root_inode
+        else:
+            found = self._child(above, entry.name)
+            if found is None or not found.is_dir:
+                if found is not None:
+                    self._remove(above, entry.name)
+                return self._make(self._state.inodes[above.inode], entry.name, entry)
+            node = found
+        if self._replace:
+            assert node.children is not None
+            for name in sorted(node.children.keys() - set(self._tree.children(entry.path))):
+                self._remove(self._state.inodes[node.inode], name)
+        return self._state.inodes[node.inode]
+
+    def _leaf(self, above: Inode, entry: TreeEntry) -> None:
+        """Make a file, symlink or special file as `entry` says."""
+        name = entry.name
+        node = self._child(above, name)
+        wanted = self._wanted(entry, node)
+        if node is not None and node.inode != wanted:
+            self._remove(above, name)
+            node = None
+        if node is None:
+            above = self._state.inodes[above.inode]
+            node = self._make(above, name, entry) if wanted is None else self._link(above, name, self._inode(wanted))
+        if entry.inode and entry.nlink > 1:
+            self._linked[entry.inode] = node.inode
+        self._set_content(node, entry)
+        self._set_metadata(self._inode(node.inode), entry)
+
+    def _wanted(self, entry: TreeEntry, node: Inode | None) -> int | None:
+        """The live inode that `entry` is to be, `node` being the one there now; None: it must be made."""
+        if entry.nlink > 1 and entry.inode in self._linked:
+            return self._linked[entry.inode]
+        if self._own_view is not None and entry.inode:
+            live = self._state.inodes.get(entry.inode)
+            if live is None or not live.nlink:
+                return None  # it is to be revived
+            if self._is_same_file(live, entry):
+                return live.inode
+        return node.inode if node is not None and self._serves(node, entry) else None
+
+    def _is_same_file(self, live: Inode, entry: TreeEntry) -> bool:
+        """Whether `live` still is the file of `entry`, and was not moved away: one of its paths is one it had."""
+        assert self._own_view is not None
+        now = {self._state.link_path(link) for link in live.links}
+        return entry.path in now or (entry.nlink > 1 and not now.isdisjoint(self._own_view.paths_of(entry.inode)))
+
+    def _serves(self, node: Inode, entry: TreeEntry) -> bool:
+        """Whether `node` can be changed in place to be `entry`: no name that is to stay apart shares it."""
+        # A kernel never asks again for the device number of an inode that it knows.
+        if stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode) or node.rdev != entry.rdev:
+            return False
+        return node.nlink == 1 or all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
+
+    def _is_linked(self, path: bytes, entry: TreeEntry) -> bool:
+        """Whether `path` becomes the same file as `entry`."""
+        if path == entry.path:
+            return True
+        if not entry.inode or not any(is_below(path, scope) for scope in self._scopes):
+            return False
+        other = self._entry(path)
+        return other is not None and other.inode == entry.inode
+
+    def _inode(self, number: int) -> Inode:
+        return self._state.inodes[number]
+
+    def _child(self, directory: Inode, name: bytes) -> Inode | None:
+        children = self._state.inodes[directory.inode].children
+        assert children is not None
+        number = children.get(name)
+        return self._state.inodes[number] if number is not None else None
+
+    # -- making and removing -------------------------------------------------------------------------
+    def _make(self, directory: Inode, name: bytes, entry: TreeEntry) -> Inode:
+        """A new entry for what `entry` says: its old inode where that is free, else a new one."""
+        if len(name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG, _show(entry.path))
+        return self._link(directory, name, self._revived(entry) or self._new(entry))
+
+    def _new(self, entry: TreeEntry) -> Inode:
+        """A new inode for `entry`, without a name."""
+        state = self._state
+        self._check_growth(0, 1, SLACK_BYTES)
+        node = state.create(entry.mode, entry.uid, entry.gid)
+        if entry.is_symlink:
+            state.set_target(node, entry.target)
+        node.rdev = entry.rdev
+        return node
+
+    def _revived(self, entry: TreeEntry) -> Inode | None:
+        if self._own_view is None or not entry.inode:
+            return None
+        live = self._state.inodes.get(entry.inode)
+        if live is not None and live.nlink:
+            return None
+        version = self._own_view.version(entry.inode)
+        assert version is not None
+        self._check_growth(version.pages)
+        return self._state.revive(version)
+
+    def _link(self, directory: Inode, name: bytes, node: Inode) -> Inode:
+        state = self._state
+        directory, node = state.own(directory), state.own(node)
+        state.add_entry(directory, name, node)
+        directory.mtime_ns = directory.ctime_ns = node.ctime_ns = state.clock()
+        return node
+
+    def _remove(self, directory: Inode, name: bytes) -> None:
+        """Remove `name` and everything below it."""
+        state = self._state
+        todo = [(directory.inode, name)]
+        while todo:
+            number, each = todo[-1]
+            above = state.inodes[number]
+            assert above.children is not None
+            node = state.inodes[above.children[each]]
+            if node.children:
+                todo += [(node.inode, below) for below in node.children]
+                continue
+            todo.pop()
+            above, node = state.own(above), state.own(node)
+            state.drop_entry(above, each, node)
+            above.mtime_ns = above.ctime_ns = node.ctime_ns = state.clock()
+            state.release(node)
+
+    # -- content and metadata --------------------------------------------------------------------------
+    def _set_content(self, node: Inode, entry: TreeEntry) -> None:
+        if entry.is_symlink and node.target != entry.target:
+            node = self._state.own(node)
+            self._state.set_target(node, entry.target)
+        elif entry.is_file and self._view is not None:
+            self._share_content(node, entry)
+        elif entry.is_file and not self._equal(node, entry):
+            self._write_content(node, entry)
+
+    def _share_content(self, node: Inode, entry: TreeEntry) -> None:
+        assert self._view is not None
+        version = self._view.version(entry.inode)
+        assert version is not None
+        if version.same_content(node) and version.pages == node.pages:
+            return
+        needed = version.content.allocated if version.content is not None else 0
+        if self._own_view is None:
+            self._view.ledger.repay(needed)  # charged here from now on; the rest of a loan stays until the end
+        self._check_growth(version.pages - node.pages, memory=needed + SLACK_BYTES)
+        content = version.content.share() if version.content else None
+        if content is not None and self._own_view is None:
+            content.adopt(self._state.ledger)
+        self._swap_content(node, content, version.size, shared=self._own_view is not None)
+
+    def _equal(self, node: Inode, entry: TreeEntry) -> bool:
+        if node.size != entry.size:
+            return False
+        content = node.content or Content()
+        offset = 0
+        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
+            if content.read(offset, len(chunk)) != chunk:
+                return False
+            offset += len(chunk)
+        return offset == entry.size
+
+    def _write_content(self, node: Inode, entry: TreeEntry) -> None:
+        content = Content(self._state.ledger)
+        offset = 0
+        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
+            if chunk.count(0) < len(chunk):  # zeros stay a hole
+                growth = content.growth(offset, len(chunk))
+                needed = content.allocated + len(chunk) + (len(chunk) >> 3) + 2 * BLOCK_BYTES
+                self._check_growth(content.pages + growth - node.pages, memory=needed)
+                content.write(offset, chunk, growth)
+            offset += len(chunk)
+        self._swap_content(node, content, offset, shared=False)
+
+    def _swap_content(self, node: Inode, content: Content | None, size: int, *, shared: bool) -> None:
+        state = self._state
+        node = state.own(node)
+        state.swap_content(node, content, shared=shared)
+        state.resize(node, size)
+        node.mtime_ns = node.ctime_ns = state.clock()
+
+    def _set_metadata(self, node: Inode, entry: TreeEntry) -> None:
+        mode = stat.S_IFMT(node.mode) | (entry.mode & _PERMISSIONS)
+        wanted = (mode, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs), entry.rdev)
+        if (node.mode, node.uid, node.gid, node.mtime_ns, node.xattrs or {}, node.rdev) == wanted:
+            return
+        if entry.xattrs:
+            xattrs.check_imported(entry.xattrs)
+            self._check_growth(0, memory=xattrs_bytes(dict(entry.xattrs)))
+        state = self._state
+        node = state.own(node)
+        node.mode, node.uid, node.gid, node.mtime_ns, kept, node.rdev = wanted
+        if (node.xattrs or {}) != kept:
+            state.ledger.set_xattrs(node, kept or None)
+        node.ctime_ns = state.clock()
+        if self._own_view is not None:
+            version = self._own_view.version(entry.inode)
+            if version is not None and version.inode == node.inode and set(version.links) == set(node.links):
+                node.ctime_ns = version.ctime_ns
+
+
+def _above(path: bytes) -> bytes:
+    return path.rpartition(b"/")[0]
+
+
+def _show(path: bytes) -> str:
+    return os.fsdecode(path)  # the code that prints the error escapes it

@@ -1,0 +1,353 @@
+"""Preparation: builds what is new in a tree before the step that puts the tree in place.
+
+Converging with a tree of 100,000 new files takes a second, in which the loop answers nobody.  `steps` builds new files
+and directories with their content in small steps, as inodes of the live state that no path leads to yet.
+`Preparation.run` then gives them their names, and does the rest.  That is one step; most of its time is for what was
+there before.
+
+What is prepared is an island: its topmost inode has no link, is kept by a lookup, and leads to all others.  Counters
+of the state leave islands out until they are linked.  No snapshot may be taken while there is an island; a view may be
+opened.
+
+If a name that is prepared appears meanwhile, or its directory goes, `is_valid` is False.  Then `discard` removes the
+islands, and a `Converger` does everything.
+
+Where the tree is a view of a volume that was filled for this one (`Snapshots.fill`), its inodes are taken over, not
+copied: each has the number that it will have here.  Until `run`, `discard` gives them back as they were; after that the
+tree must not be used any more.
+
+Files that are already as the tree says are noted on the way, and left out of the one step if they have not changed
+until then.  To make that visible, the caller keeps a view of the volume open: then a change makes a new version.
+
+Threading: the serving loop only.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from protocol.backends.memory.history.converge import Converger
+from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
+from protocol.errors import fail
+from protocol.volume import NAME_MAX
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode, Link
+    from protocol.backends.memory.state import State
+    from protocol.tree import Tree, TreeEntry
+
+__all__ = ["Preparation"]
+
+_TAKEN_AT_ONCE: Final = 64  # inodes in a step
+
+
+class Preparation(Converger):
+    """A `Converger` whose new entries are made before it runs.  `paths` are those that it is to run on."""
+
+    def __init__(
+        self,
+        state: State,
+        tree: Tree,
+        *,
+        replace: bool,
+        check_quota: Callable[[int, int, int], None],
+        paths: Sequence[bytes],
+    ) -> None:
+        super().__init__(state, tree, replace=replace, check_quota=check_quota)
+        self._paths = paths
+        self._tops: dict[bytes, int] = {}  # path -> inode
+        self._subdirectories: dict[int, int] = {}  # of a top that is a directory: how many are in it
+        self._same: dict[bytes, Inode] = {}  # path -> live version that is as the tree says
+        self._numbers: list[range] = []  # of the inodes on the islands
+        self._counted = (0, 0, 0)  # files, directories and bytes on the islands
+        self._moving = self._view.inodes_for(state) if self._view is not None else None
+        self._moved: list[tuple[Inode, tuple[Link, ...], int]] = []  # tops that were taken over, links and nlink before
+
+    def steps(self) -> Iterator[int]:
+        """Build the islands; each step gives the number of entries that it was for.  ENOSPC.
+
+        Between two steps the loop may do other work.
+        """
+        for scope in self._paths:
+            for top in self._new_tops(scope):
+                if top is None:
+                    yield 1
+                elif self._moving is not None:
+                    yield from self._taken_over(top, self._moving)
+                else:
+                    yield from self._built(top)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether everything that was prepared can still take its place."""
+        places: dict[bytes, int] = {}
+        return all(self._place(path, places) is not None for path in self._tops)
+
+    def run(self, paths: Sequence[bytes] | None = None) -> None:
+        """See `Converger.run`.  The caller's transaction undoes the islands too."""
+        self._join()
+        super().run(self._paths if paths is None else paths)
+
+    def discard(self) -> Iterator[None]:
+        """Remove the islands, in steps.  Until the last the counters of the state are too high."""
+        if self._moving is not None:
+            yield from self._given_back()
+            return
+        state = self._state
+        self._count_islands(+1)
+        tops, self._tops, self._numbers, self._counted = self._tops, {}, [], (0, 0, 0)
+        for number in tops.values():
+            for name in list(state.inodes[number].children or ()):
+                self._remove(state.inodes[number], name)
+                state.own(state.inodes[number]).nlink = 0
+                yield
+            top = state.own(state.inodes[number])
+            top.lookups = 0
+            state.release(top)
+
+    # -- islands ---------------------------------------------------------------------------------
+    def _new_tops(self, scope: bytes) -> Iterator[TreeEntry | None]:
+        """The topmost entries of the tree below `scope` for which there is nothing live, but a directory to be in.
+
+        None for each other entry that was looked at.
+        """
+        entry = self._entry(scope)
+        if entry is None:
+            return
+        if scope and self._place(scope, {}) is not None:
+            yield entry
+            return
+        top = self._live_directory(scope)
+        waiting = [(scope, top.inode)] if entry.is_dir and top is not None else []
+        while waiting:
+            at, number = waiting.pop()
+            prefix = at + b"/" if at else b""
+            for name in self._tree.children(at):
+                live = self._state.inodes.get(number)  # anew at each step: the loop does other work between them
+                if live is None or live.children is None:
+                    break
+                found = self._child(live, name)
+                below = self._tree.entry(prefix + name)
+                if found is None:
+                    yield below
+                    continue
+                if below.is_dir:
+                    waiting.append((below.path, found.inode))
+                elif self._is_same(found, below):
+                    self._same[below.path] = found
+                yield None
+
+    def _is_same(self, node: Inode, entry: TreeEntry) -> bool:
+        """Whether `node` is already as `entry` says."""
+        if entry.nlink != 1 or node.nlink != 1 or self._view is None:
+            return False
+        version = self._view.version(entry.inode)
+        return (
+            version is not None
+            and (version.mode, version.uid, version.gid, version.mtime_ns, version.rdev)
+            == (node.mode, node.uid, node.gid, node.mtime_ns, node.rdev)
+            and (version.xattrs or {}) == (node.xattrs or {})
+            and version.pages == node.pages
+            and version.same_content(node)
+        )
+
+    def _walk(self, path: bytes) -> Iterator[TreeEntry]:
+        """See `Converger._walk`.  Without the islands, and what was the same and has not changed since."""
+        inodes = self._state.inodes
+        waiting = [path] if path not in self._tops else []
+        while waiting:
+            at = waiting.pop()
+            entry = self._tree.entry(at)
+            yield entry
+            if not entry.is_dir:
+                continue
+            directory = self._directories[at]
+            prefix = at + b"/" if at else b""
+            for name in reversed(self._tree.children(at)):
+                below = prefix + name
+                same = self._same.get(below)
+                # The first change after a view was opened puts another version in its place.
+                if same is not None and inodes.get(same.inode) is same and same.links[0] == (directory, name):
+                    continue
+                if below not in self._tops:
+                    waiting.append(below)
+
+    def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
+        """Make what is below `top` an island of the inodes of the view, whose numbers are consecutive."""
+        if len(top.name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
+        node = last = nodes[top.inode]
+        while last.children:
+            last = nodes[next(reversed(last.children.values()))]
+        self._moved.append((node, node.links, node.nlink))
+        if node.children is not None:
+            self._subdirectories[node.inode] = node.nlink - 2
+        node.links, node.lookups, node.nlink = (), 1, 0
+        self._tops[top.path] = node.inode
+        end = last.inode + 1
+        for first in range(node.inode, end, _TAKEN_AT_ONCE):
+            numbers = range(first, min(first + _TAKEN_AT_ONCE, end))
+            self._take_over([nodes[number] for number in numbers])
+            self._numbers.append(numbers)
+            yield len(numbers)
+
+    def _take_over(self, nodes: Sequence[Inode]) -> None:
+        state = self._state
+        ledger = state.ledger
+        pages = sum(node.pages for node in nodes)
+        self._check_growth(pages, len(nodes), sum(map(live_bytes, nodes)))
+        files, directories, size = self._counted
+        for node in nodes:
+            state.inodes[node.inode] = node
+            ledger.enter_new(node)
+            if node.content is not None:
+                node.content.ledger = ledger
+            if not node.nlink:
+                continue  # the top: counted when it gets its name
+            if node.children is not None:
+                directories += 1
+            else:
+                files += 1
+                if node.is_file:
+                    size += node.size
+        state.pages += pages
+        self._counted = (files, directories, size)
+
+    def _given_back(self) -> Iterator[None]:
+        """Undo `_taken_over`."""
+        assert self._view is not None
+        state = self._state
+        numbers, self._numbers = self._numbers, []
+        for each in numbers:
+            for number in each:
+                node = state.inodes.pop(number)
+                state.pages -= node.pages
+                state.ledger.leave(node)
+                if node.content is not None:
+                    node.content.ledger = self._view.ledger
+            yield
+        for node, links, nlink in self._moved:
+            node.links, node.lookups, node.nlink = links, 0, nlink
+        self._tops, self._moved, self._counted = {}, [], (0, 0, 0)
+
+    def _built(self, top: TreeEntry) -> Iterator[int]:
+        """Build the island of `top`, an entry in a step."""
+        if top.inode in self._linked and top.nlink > 1:
+            return  # another name of a file on an island
+        if len(top.name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
+        before = self._counters()
+        first = self._state.next_inode
+        node = self._new(top)
+        node.lookups = 1
+        self._tops[top.path] = node.inode
+        if not top.is_dir:
+            self._finish(node, top)
+        self._ended(first, before)
+        if not top.is_dir:
+            yield 1
+            return
+        directories = {top.path: node.inode}
+        finished = [top]
+        for entry in self._tree.walk(top.path):
+            if entry.path == top.path:
+                continue
+            before, first = self._counters(), self._state.next_inode
+            above = self._inode(directories[entry.path.rpartition(b"/")[0]])
+            if entry.is_dir:
+                directories[entry.path] = self._make(above, entry.name, entry).inode
+                finished.append(entry)
+                if above.inode == node.inode:
+                    self._subdirectories[node.inode] = self._subdirectories.get(node.inode, 0) + 1
+                    self._inode(node.inode).nlink = 0  # it has no name: what is in it gives it no links
+            else:
+                self._leaf(above, entry)
+            self._ended(first, before)
+            yield 1
+        for entry in reversed(finished):
+            self._set_metadata(self._inode(directories[entry.path]), entry)
+            yield 1
+
+    def _finish(self, node: Inode, entry: TreeEntry) -> None:
+        if entry.inode and entry.nlink > 1:
+            self._linked[entry.inode] = node.inode
+        self._set_content(node, entry)
+        self._set_metadata(self._inode(node.inode), entry)
+
+    def _join(self) -> None:
+        """Give the islands their names.  Their inodes are new to the newest snapshot and to all before it."""
+        state = self._state
+        newest = state.log.newest
+        assert newest is not None, "in a transaction"
+        for numbers in self._numbers:
+            newest.inodes.update(dict.fromkeys(numbers))
+            state.ledger.kept += RECORD_BYTES * len(numbers)
+            for number in numbers:
+                node = state.inodes[number]
+                node.epoch = node.born = state.epoch
+        self._count_islands(+1)
+        places: dict[bytes, int] = {}
+        for path, number in self._tops.items():
+            directory = self._place(path, places)
+            assert directory is not None, "is_valid"
+            node = self._link_filled(directory, path.rpartition(b"/")[2], state.inodes[number])
+            node.lookups -= 1
+
+    def _link_filled(self, directory: Inode, name: bytes, node: Inode) -> Inode:
+        """`_link` of an inode that may be a directory with entries."""
+        children = node.children
+        if not children:
+            return self._link(directory, name, node)
+        node.children = {}
+        node = self._link(directory, name, node)
+        node.children = children
+        node.nlink += self._subdirectories.get(node.inode, 0)
+        return node
+
+    # -- live places -----------------------------------------------------------------------------
+    def _live_directory(self, path: bytes) -> Inode | None:
+        node = self._state.root_inode
+        for name in path.split(b"/") if path else ():
+            found = self._child(node, name) if node.children is not None else None
+            if found is None:
+                return None
+            node = found
+        return node if node.is_dir else None
+
+    def _place(self, path: bytes, known: dict[bytes, int]) -> Inode | None:
+        """The live directory that `path` can be made in; None where there is none, or the name is taken.
+
+        `known` keeps the directories that were found, for the next call.
+        """
+        above, _, name = path.rpartition(b"/")
+        if above not in known:
+            found = self._live_directory(above)
+            known[above] = 0 if found is None else found.inode
+        directory = self._state.inodes.get(known[above])  # its version changes with the first name in it
+        return directory if directory is not None and self._child(directory, name) is None else None
+
+    # -- counters --------------------------------------------------------------------------------
+    def _counters(self) -> tuple[int, int, int]:
+        return self._state.files, self._state.directories, self._state.size_bytes
+
+    def _ended(self, first: int, before: tuple[int, int, int]) -> None:
+        """A step has made the inodes from `first` on: the counters go back to what they were `before`."""
+        after = self._counters()
+        files, directories, size = self._counted
+        self._counted = (
+            files + after[0] - before[0], directories + after[1] - before[1], size + after[2] - before[2],
+        )  # fmt: skip
+        self._state.files, self._state.directories, self._state.size_bytes = before
+        end = self._state.next_inode
+        if self._numbers and self._numbers[-1].stop == first:
+            self._numbers[-1] = range(self._numbers[-1].start, end)
+        elif end > first:
+            self._numbers.append(range(first, end))
+
+    def _count_islands(self, sign: int) -> None:
+        files, directories, size = self._counted
+        self._state.files += sign * files
+        self._state.directories += sign * directories
+        self._state.size_bytes += sign * size

@@ -1,0 +1,286 @@
+"""SnapshotTree: one state of a memory volume as a read-only tree, for another thread to read.
+
+The live table, overlaid with the pre-images of the epoch that the view pins and of all after it.  See
+`undo` for why a thread may read while the loop goes on.  Versions are never changed once a pre-image
+holds them, so what a view hands out stays as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
+from protocol.errors import fail
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.volume import ROOT_INODE
+
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.ledger import Ledger
+    from protocol.backends.memory.state import State
+
+__all__ = ["SnapshotTree"]
+
+
+class SnapshotTree:
+    """The state at the beginning of `epoch`.  `pinned` was opened when the view was: all before it is closed."""
+
+    def __init__(self, state: State, epoch: Epoch, pinned: Epoch) -> None:
+        self._state = state
+        self.epoch = epoch
+        self._pinned = pinned
+        closed = []
+        for each in epoch.chain():
+            if each is pinned:
+                break
+            closed.append(each)
+        self._inodes: PreInodes
+        self._names: PreNames
+        self._inodes, self._names = merged(closed)
+        # Files are asked for folder by folder.  None: the root.  One reference, replaced as a whole: threads may share
+        # a view.
+        self._last_folder: tuple[bytes | None, Inode | None] = (None, None)
+
+    def belongs_to(self, state: State) -> bool:
+        """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
+        return self._state is state
+
+    def inodes_for(self, state: State) -> dict[int, Inode] | None:
+        """The inodes, if they can become inodes of `state` as they are: see `Snapshots.fill`."""
+        return self._state.inodes if self._state.destination is state else None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the state that this is a view of."""
+        return self._state.ledger
+
+    # -- versions ------------------------------------------------------------------------------
+    def version(self, number: int) -> Inode | None:
+        """The inode as it was, or None where there was none."""
+        live = self._state.inodes.get(number)  # before the pre-images: see `undo`
+        if number in self._inodes:
+            return self._inodes[number]
+        for epoch in self._pinned.chain():
+            if number in epoch.inodes:
+                return epoch.inodes[number]
+        return live
+
+    def names(self, directory: Inode) -> dict[bytes, int]:
+        """The entries of a directory as they were: name to inode number."""
+        assert directory.children is not None
+        number = directory.inode
+        entries = directory.children.copy()  # before the pre-images
+        for epoch in reversed(list(self._pinned.chain())):
+            overlay = epoch.names.get(number)
+            if overlay:
+                entries.update(overlay.copy())
+        overlay = self._names.get(number)
+        if overlay:
+            entries.update(overlay)
+        return {name: inode for name, inode in entries.items() if inode}
+
+    def name(self, directory: Inode, name: bytes) -> int:
+        """The inode that `name` in `directory` stood for; 0: nothing."""
+        assert directory.children is not None
+        number = directory.inode
+        live = directory.children.get(name, 0)
+        overlay = self._names.get(number)
+        if overlay is not None and name in overlay:
+            return overlay[name]
+        for epoch in self._pinned.chain():
+            overlay = epoch.names.get(number)
+            if overlay is not None and name in overlay:
+                return overlay[name]
+        return live
+
+    def find(self, path: bytes) -> Inode:
+        """The inode at `path`.  FileNotFoundError, NotADirectoryError."""
+        cut = path.rfind(b"/")
+        folder = path[:cut] if cut >= 0 else None
+        known, inode = self._last_folder
+        if inode is None or known != folder:
+            rest = folder
+            # From where the last search ended, if that is above: else each step down a deep tree starts at the root.
+            if inode is not None and known is not None and folder is not None and folder.startswith(known + b"/"):
+                rest = folder[len(known) + 1 :]
+            else:
+                inode = self.version(ROOT_INODE)
+            assert inode is not None
+            for part in () if rest is None else rest.split(b"/"):
+                inode = self._child(inode, part, path)
+            self._last_folder = folder, inode
+        return self._child(inode, path[cut + 1 :], path) if path else inode
+
+    def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
+        if inode.children is None:
+            raise fail(errno.ENOTDIR, _show(path))
+        found = self.version(self.name(inode, name))
+        if found is None:
+            raise fail(errno.ENOENT, _show(path))
+        return found
+
+    def paths(self, inode: Inode) -> list[bytes]:
+        """All paths that `inode` had: a directory has one at most."""
+        if inode.inode == ROOT_INODE:
+            return [b""]
+        paths = (self._path(*link) for link in inode.links)
+        return [path for path in paths if path is not None]
+
+    def _path(self, directory: int, name: bytes) -> bytes | None:
+        """The path of an entry; None where the directory had none.  No recursion: trees may be deep."""
+        names = [name]
+        while directory != ROOT_INODE:
+            parent = self.version(directory)
+            if parent is None or not parent.links:
+                return None
+            directory, name = parent.links[0]
+            names.append(name)
+        return b"/".join(reversed(names))
+
+    # -- Tree ----------------------------------------------------------------------------------
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`."""
+        return _entry(path, self.find(path))
+
+    def children(self, path: bytes) -> list[bytes]:
+        """See `protocol.tree.Tree`."""
+        inode = self.find(path)
+        if inode.children is None:
+            raise fail(errno.ENOTDIR, _show(path))
+        return sorted(self.names(inode))
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        """See `protocol.tree.Tree`."""
+        stack = [(path, self.find(path))]
+        while stack:
+            at, inode = stack.pop()
+            yield _entry(at, inode)
+            if inode.children is None:
+                continue
+            prefix = at + b"/" if at else b""
+            entries = self.names(inode)
+            for name in sorted(entries, reverse=True):
+                child = self.version(entries[name])
+                if child is not None:
+                    stack.append((prefix + name, child))
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """See `protocol.tree.Tree`."""
+        return _read(self._file(path), offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """See `protocol.tree.Tree`."""
+        inode = self._file(path)
+        for offset in range(0, inode.size, size):
+            yield _read(inode, offset, size)
+
+    # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
+    def node(self, path: bytes) -> Inode:
+        """See `protocol.search.NodeTree`."""
+        return self.find(path)
+
+    def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
+        """See `protocol.search.NodeTree`."""
+        found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
+        live = self._state.inodes.get
+        children = [(name, number, live(number)) for name, number in found.items()]
+        # As `version`: all live versions are read before any pre-image is looked for.
+        layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
+        for name, number, child in children:
+            for layer in layers:
+                if number in layer:
+                    child = layer[number]  # noqa: PLW2901 -- the pre-image takes its place
+                    break
+            if child is not None:
+                yield name, child
+
+    def read_node(self, node: Inode, offset: int, size: int) -> bytes:
+        """See `protocol.search.NodeTree`."""
+        return _read(node, offset, size)
+
+    def count_below(self, path: bytes) -> int:
+        """See `protocol.diff.tree_diff.Counted`."""
+        total = 0
+        waiting = [self.find(path)]
+        while waiting:
+            node = waiting.pop()
+            total += 1
+            if node.children is not None:
+                for _, child in self.child_nodes(node):
+                    if child.children is None:
+                        total += 1
+                    else:
+                        waiting.append(child)
+        return total
+
+    def same_content(self, path: bytes, other: Tree) -> bool | None:
+        """Whether the regular file at `path` has the same bytes in `other`; None where only reading can tell."""
+        if not isinstance(other, SnapshotTree):
+            return None
+        return self.find(path).same_content(other.find(path))
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        """See `protocol.tree.Tree`: the inodes and names that changed in the epochs between the two."""
+        if not isinstance(other, SnapshotTree) or not other.belongs_to(self._state):
+            return None
+        first, last = sorted((self.epoch, other.epoch), key=lambda epoch: epoch.serial)
+        between = []
+        for epoch in first.chain():
+            if epoch is last:
+                break
+            between.append(epoch)
+        inodes, names = merged(between)
+        # What was made since is named by its name, or lies below a name that is new.
+        numbers = [number for number, version in inodes.items() if version is not None]
+        self._state.find_links(numbers)
+        paths: set[bytes] = set()
+        for tree in (self, other):
+            for number in numbers:
+                paths.update(tree.paths_of(number))
+            for directory, entries in names.items():
+                for prefix in tree.paths_of(directory):
+                    paths.update(prefix + b"/" + name if prefix else name for name in entries)
+        return paths
+
+    def paths_of(self, number: int) -> list[bytes]:
+        """All paths that inode `number` had; none where there was no such inode."""
+        version = self.version(number)
+        return [] if version is None else self.paths(version)
+
+    def _file(self, path: bytes) -> Inode:
+        inode = self.find(path)
+        if inode.is_dir:
+            raise fail(errno.EISDIR, _show(path))
+        if not inode.is_file:
+            raise fail(errno.EINVAL, _show(path))
+        return inode
+
+
+def _show(path: bytes) -> str:
+    return os.fsdecode(path)  # the code that prints the error escapes it
+
+
+def _read(inode: Inode, offset: int, size: int) -> bytes:
+    size = min(size, inode.size - offset)
+    if size <= 0:
+        return b""
+    return bytes(inode.content.read(offset, size)) if inode.content is not None else bytes(size)
+
+
+def _entry(path: bytes, inode: Inode) -> TreeEntry:
+    return TreeEntry(
+        path=path,
+        mode=inode.mode,
+        size=0 if inode.is_dir else inode.size,
+        mtime_ns=inode.mtime_ns,
+        uid=inode.uid,
+        gid=inode.gid,
+        nlink=inode.nlink,
+        inode=inode.inode,
+        rdev=inode.rdev,
+        target=inode.target or b"",
+        xattrs=inode.xattrs or {},
+    )

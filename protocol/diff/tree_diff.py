@@ -1,0 +1,283 @@
+"""Diff: what changed between two trees, entry by entry.
+
+Order: paths are sorted by their components, compared as bytes, which is the order of `Tree.walk`: parents
+before children, siblings by name, a directory's whole subtree before its next sibling.
+
+Memory does not grow with the trees or the files: both sides are streamed, and no content is read where sizes
+already differ.  `protocol.diff.patch` turns changes into line counts and into a patch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from stat import S_IFMT
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from protocol.errors import fail
+from protocol.tree import Tree, TreeEntry, unfiltered
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "ComparesContent",
+    "Counted",
+    "Counts",
+    "changes",
+    "count",
+    "is_below",
+    "outermost",
+    "summary",
+]
+
+ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
+_Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One path that differs; `old` is None where it was added, `new` where it was removed.
+
+    `kind`, the first that holds: "added", "removed"; "type" (a file became a directory, ...); "modified" (a
+    file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime).
+
+    A directory's mtime is no change: adding a file to it moves it.  Everything else's is, as "metadata".
+    Link counts and inode numbers never are.
+    """
+
+    path: bytes
+    kind: ChangeKind
+    old: TreeEntry | None
+    new: TreeEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many paths were added, modified (in content, type or metadata) and removed; directories count."""
+
+    added: int = 0
+    modified: int = 0
+    removed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.added + self.modified + self.removed
+
+
+@runtime_checkable
+class ComparesContent(Protocol):
+    """A tree that can tell without reading that a file is the same in another tree.
+
+    Where blocks are shared this answers for a sparse file of 10^15 bytes, which no one can read through.
+    """
+
+    def same_content(self, path: bytes, other: Tree) -> bool | None:
+        """Whether the regular file at `path`, of one size in both, has the same bytes; None: read and see."""
+        ...
+
+
+def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool = True) -> Iterator[Change]:
+    """What differs between `old` and `new`, in the order that the module's docstring gives.
+
+    An added or removed directory yields itself and all below it.  `paths` restricts the answer to these paths
+    and what is below; one that is in neither tree, filtered or not, raises FileNotFoundError, at once.
+
+    `contents=False` reads no file: of one size, files are then "modified" where their mtime differs.
+
+    Where `new.touched(old)` knows the candidates only these are looked at; else both trees are walked.
+    """
+    for path in paths:
+        if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
+            raise fail(2, os.fsdecode(path))
+    scopes = outermost(paths) if paths else [b""]
+    touched = new.touched(old)
+    pairs = (
+        chain.from_iterable(_merged_walk(old, new, scope) for scope in scopes)
+        if touched is None
+        else _candidates(old, new, sorted(touched, key=_order), scopes)
+    )
+    return _compared(old, new, pairs, contents=contents)
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A tree that counts what is below a path in a fraction of the time of a walk."""
+
+    def count_below(self, path: bytes) -> int:
+        """The number of entries at `path` and below it.  FileNotFoundError, NotADirectoryError."""
+        ...
+
+
+def summary(
+    old: Tree, new: Tree, most: int, *, contents: bool = True, tell: Callable[[], None] = lambda: None
+) -> tuple[Counts, list[Change]]:
+    """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
+
+    A subtree that only one of them has is counted as a whole, where that tree is `Counted`.  `tell` is called often;
+    what it raises ends the work.
+    """
+    touched = new.touched(old)
+    first: list[Change] = []
+    added = modified = removed = 0
+    walked: bytes | None = None
+    for path in [b""] if touched is None else sorted(touched, key=_order):
+        if walked is not None and is_below(path, walked):
+            continue
+        tell()
+        left, right = _pair(old, new, path)
+        if left is None and right is None:
+            continue
+        pairs: Iterable[_Pair] = [(left, right)]
+        if touched is None or not _is_same_inode(left, right):
+            walked = path
+            pairs = _merged_walk(old, new, path)
+        found = _compared(old, new, pairs, contents=contents)
+        only: object = new if left is None else old if right is None else None
+        if isinstance(only, Counted):
+            first += islice(found, most - len(first))
+            below = only.count_below(path)
+            added, removed = (added + below, removed) if left is None else (added, removed + below)
+            continue
+        for change in found:
+            tell()
+            added += change.kind == "added"
+            removed += change.kind == "removed"
+            modified += change.kind not in {"added", "removed"}
+            if len(first) < most:
+                first.append(change)
+    return Counts(added, modified, removed), first
+
+
+def count(changed: Iterable[Change]) -> Counts:
+    """Count `changed` by what `Counts` tells apart."""
+    kinds = [change.kind for change in changed]
+    added, removed = kinds.count("added"), kinds.count("removed")
+    return Counts(added, len(kinds) - added - removed, removed)
+
+
+def is_below(path: bytes, top: bytes) -> bool:
+    """Whether `path` is `top` or lies below it."""
+    return not top or path == top or path.startswith(top + b"/")
+
+
+# --- which paths to look at ---------------------------------------------------------------------------------
+
+
+def _order(path: bytes) -> list[bytes]:
+    # Whole paths compared as bytes would put b"a-b" between b"a" and b"a/b".
+    return path.split(b"/") if path else []
+
+
+def outermost(paths: Sequence[bytes]) -> list[bytes]:
+    """`paths` sorted, without those below another one."""
+    outer: list[bytes] = []
+    for path in sorted(paths, key=_order):
+        if not outer or not is_below(path, outer[-1]):
+            outer.append(path)
+    return outer
+
+
+def _entry(tree: Tree, path: bytes) -> TreeEntry | None:
+    try:
+        return tree.entry(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
+    # Inode 0 says nothing; and a number may be used again for another type.
+    return left is not None and right is not None and left.inode == right.inode != 0 and left.is_dir == right.is_dir
+
+
+def _pair(old: Tree, new: Tree, path: bytes) -> _Pair:
+    return _entry(old, path), _entry(new, path)
+
+
+def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[_Pair]:
+    """Every path at and below `top` in either tree, with its entry in each."""
+    left_walk = old.walk(top) if _entry(old, top) else iter(())
+    right_walk = new.walk(top) if _entry(new, top) else iter(())
+    left, right = next(left_walk, None), next(right_walk, None)
+    while left or right:
+        if left and right and left.path == right.path:
+            yield left, right
+            left, right = next(left_walk, None), next(right_walk, None)
+        elif left and (not right or _order(left.path) < _order(right.path)):
+            yield left, None
+            left = next(left_walk, None)
+        else:
+            yield None, right
+            right = next(right_walk, None)
+
+
+def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[_Pair]:
+    """What `Tree.touched` promises to cover: the named paths, and all below those that are not one inode."""
+    walked: bytes | None = None
+    for path in touched:
+        if walked is not None and is_below(path, walked):
+            continue
+        left, right = pair = _pair(old, new, path)
+        same_inode = _is_same_inode(left, right)
+        if same_inode and any(is_below(path, scope) for scope in scopes):
+            yield pair
+        elif not same_inode:
+            walked = path
+            for scope in scopes:
+                if is_below(path, scope) or is_below(scope, path):
+                    yield from _merged_walk(old, new, max(path, scope, key=len))
+
+
+# --- how two entries differ ---------------------------------------------------------------------------------
+
+
+def _compared(old: Tree, new: Tree, pairs: Iterable[_Pair], *, contents: bool) -> Iterator[Change]:
+    for left, right in pairs:
+        kind: ChangeKind | None
+        if left is None or right is None:
+            kind = "removed" if right is None else "added"
+        elif S_IFMT(left.mode) != S_IFMT(right.mode):
+            kind = "type"
+        elif _content_differs(old, new, left, right, contents=contents):
+            kind = "modified"
+        else:
+            kind = "metadata" if _metadata_differs(left, right) else None
+        entry = left or right
+        if kind and entry:
+            yield Change(entry.path, kind, left, right)
+
+
+def _metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:
+    return (
+        (left.mode, left.uid, left.gid) != (right.mode, right.uid, right.gid)
+        or (left.mtime_ns != right.mtime_ns and not left.is_dir)
+        or dict(left.xattrs) != dict(right.xattrs)
+    )
+
+
+def _content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, contents: bool) -> bool:
+    if not left.is_file:
+        return (left.target, left.rdev) != (right.target, right.rdev)
+    if left.size != right.size:
+        return True
+    if not contents:
+        return left.mtime_ns != right.mtime_ns
+    # Equal inode, size and mtime prove nothing: a program may set an mtime back.
+    known = new.same_content(right.path, old) if isinstance(new, ComparesContent) else None
+    return not known if known is not None else not _same_bytes(old.chunks(left.path), new.chunks(right.path))
+
+
+def _same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> bool:
+    """Whether two streams carry the same bytes, however each is cut into chunks."""
+    left_full, right_full = filter(None, left_chunks), filter(None, right_chunks)
+    left = right = b""
+    while True:
+        left = left or next(left_full, b"")
+        right = right or next(right_full, b"")
+        if not left or not right:
+            return left == right
+        common = min(len(left), len(right))
+        if left[:common] != right[:common]:
+            return False
+        left, right = left[common:], right[common:]

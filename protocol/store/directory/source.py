@@ -1,0 +1,204 @@
+"""Sources: what a snapshot can be taken of: a host directory, or any tree."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+from protocol.errors import fail
+from protocol.linux.beneath import open_beneath
+from protocol.store.directory.scan import Progress, Scanned, Unreadable, scan, untold
+from protocol.store.directory.statcache import StatCache
+from protocol.store.format.blobs import LARGE_BYTES, Sink
+from protocol.store.format.rows import Counts, More, Row, counts_of, encode_listing, sum_counts
+
+if TYPE_CHECKING:
+    from protocol.tree import Tree, TreeEntry
+
+__all__ = ["DirectorySource", "Source", "TreeSource"]
+
+_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+Place = int | str | bytes
+
+
+class Source(Protocol):
+    """A state that can be taken in."""
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """(st_dev, st_ino) of the host directory that it is; None where it is none."""
+        ...
+
+    def scan(
+        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
+        progress: Progress = untold,
+    ) -> Scanned:  # fmt: skip
+        """Give the state to `sink`; see `protocol.store.directory.scan.scan`."""
+        ...
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of the regular file at `path`, as it is now."""
+        ...
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        """The content of the regular file at `path`, as it is now."""
+        ...
+
+
+class DirectorySource:
+    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A readable descriptor."""
+        if isinstance(self._place, int):
+            descriptor = os.open(".", _O_DIRECTORY, dir_fd=self._place)
+        else:
+            descriptor = os.open(self._place, _O_DIRECTORY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        seen = os.fstat(self._place) if isinstance(self._place, int) else os.stat(self._place)
+        if not stat.S_ISDIR(seen.st_mode):
+            raise fail(errno.ENOTDIR, None if isinstance(self._place, int) else os.fsdecode(self._place))
+        return seen.st_dev, seen.st_ino
+
+    def scan(
+        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
+        progress: Progress = untold,
+    ) -> Scanned:  # fmt: skip
+        with self.opened() as root:
+            return scan(root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+
+    @contextmanager
+    def _file(self, path: bytes) -> Iterator[int]:
+        with self.opened() as root:
+            descriptor = open_beneath(root, path, _O_READ)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise fail(errno.EINVAL, os.fsdecode(path))
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        with self._file(path) as descriptor:
+            return os.pread(descriptor, size, offset)
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        with self._file(path) as descriptor:
+            at = 0
+            while data := os.pread(descriptor, size, at):
+                yield data
+                at += len(data)
+
+
+class TreeSource:
+    """Any tree: of a container, of an archive, of another volume.  All of it is read."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        return None
+
+    def scan(
+        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
+        progress: Progress = untold,
+    ) -> Scanned:  # fmt: skip
+        del cache, trusted, unreadable  # a tree's entries have no identity that would tell what is unchanged
+        return _TreeWalk(self._tree, sink, progress).take()
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._tree.read(path, offset, size)
+
+    def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
+        return self._tree.chunks(path, size)
+
+
+class _TreeWalk:
+    """A tree being taken in, from the order of `Tree.walk`: a directory is done when a path is not below it."""
+
+    def __init__(self, tree: Tree, sink: Sink, progress: Progress) -> None:
+        self._tree = tree
+        self._sink = sink
+        self._progress = progress
+        self._open: list[tuple[TreeEntry, list[Row]]] = []
+        self._links: dict[int, tuple[bytes, int]] = {}
+        self._files = 0
+        self._read_bytes = 0
+
+    def take(self) -> Scanned:
+        root: Row | None = None
+        for entry in self._tree.walk():
+            while self._open and not _is_in(entry.path, self._open[-1][0].path):
+                self._close()
+            if entry.is_dir:
+                self._open.append((entry, []))
+            else:
+                self._open[-1][1].append(self._leaf(entry))
+        while self._open:
+            root = self._close()
+        assert root is not None
+        below = root.more.counts or Counts()
+        counts = Counts(
+            below.files + len(self._links), below.directories,
+            below.size_bytes + sum(size for _, size in self._links.values()),
+        )  # fmt: skip
+        self._progress(self._files, self._read_bytes)
+        return Scanned(root, counts)
+
+    def _close(self) -> Row:
+        entry, rows = self._open.pop()
+        rows.sort(key=lambda row: row.name)
+        counts = sum_counts(map(counts_of, rows))
+        digest = self._sink.listing(encode_listing(rows))
+        more = More(nlink=entry.nlink, xattrs=tuple(sorted(entry.xattrs.items())), counts=counts)
+        row = Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, 0, digest, more)
+        if self._open:
+            self._open[-1][1].append(row)
+        return row
+
+    def _leaf(self, entry: TreeEntry) -> Row:
+        self._files += 1
+        self._progress(self._files, self._read_bytes)
+        # With one name an inode number says nothing that a snapshot needs.
+        link = entry.inode if entry.nlink > 1 else 0
+        content, size = entry.target, entry.size
+        if entry.is_file:
+            content, size = self._content(entry, link)
+        if link:
+            self._links.setdefault(link, (content, size if entry.is_file else 0))
+        xattrs = tuple(sorted(entry.xattrs.items()))
+        rare = None
+        if link or entry.rdev or xattrs or entry.nlink != 1:
+            rare = More(link=link, nlink=entry.nlink, rdev=entry.rdev, xattrs=xattrs)
+        return Row(entry.name, entry.mode, entry.uid, entry.gid, entry.mtime_ns, size, content, rare)
+
+    def _content(self, entry: TreeEntry, link: int) -> tuple[bytes, int]:
+        if link in self._links:
+            return self._links[link]
+        if not entry.size:
+            return b"", 0
+        return self._sink.stream(self._tree.chunks(entry.path, LARGE_BYTES), self._done)
+
+    def _done(self, count: int) -> None:
+        self._read_bytes += count
+        self._progress(self._files, self._read_bytes)
+
+
+def _is_in(path: bytes, directory: bytes) -> bool:
+    return not directory or path.startswith(directory + b"/")

@@ -1,0 +1,387 @@
+"""Packs: small contents and listings, many in a file; a snapshot is a pack with a record at its end.
+
+    "vfsdpak1"
+    the blobs, one after the other
+    the index: (digest, offset, length) of each, sorted by digest
+    the record: MessagePack, or nothing
+    the footer: where index and record are, the digest of both, "vfsdend1"
+
+A pack is written under another name, synced, and renamed: what is in `packs/` is whole, or was damaged since.
+
+Threading: a `Packs` may be used by several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from protocol.store.directory.statcache import is_racy
+from protocol.store.format.digests import DIGEST_BYTES
+from protocol.store.format.fanout import FanOut
+from protocol.store.format.layout import open_regular, read_regular
+
+if TYPE_CHECKING:
+    from protocol.volume import Buffer
+
+__all__ = ["GENERATION", "MORE", "DamagedError", "Pack", "PackWriter", "Packs", "Place"]
+
+MORE: Final = "`vfsd store check` lists all damage"
+_MAGIC: Final = b"vfsdpak1"
+_ENTRY: Final = struct.Struct("<32sQQ")
+_FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
+_END: Final = b"vfsdend1"
+_BUFFER_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 16 << 10  # of a pack: index and record of most of them
+GENERATION: Final = "generation"  # how often garbage was collected
+# A table is ten times as fast as the index of a pack, and takes five times the memory.
+_SMALL_PACK: Final = 16 << 10  # entries
+_MOST_IN_TABLE: Final = 64 << 10
+_OPEN_FILES: Final = 64
+_O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class DamagedError(OSError):
+    """Something in the store is not what was written there, or is gone (EIO)."""
+
+    def __init__(self, what: str, path: str | None = None) -> None:
+        super().__init__(errno.EIO, what, path)
+
+    def at(self, path: str) -> DamagedError:
+        """The same error, which names the path in the workspace."""
+        return DamagedError(str(self.strerror), path)
+
+
+class Place(NamedTuple):
+    """Where a blob is; `pack` is without the suffix, which changes when a snapshot is dropped."""
+
+    pack: str
+    offset: int
+    length: int
+
+
+class PackWriter:
+    """Writes a pack; nobody sees it until `finish`.  Leave the `with` block without that, and it is gone."""
+
+    def __init__(self, temporary: str) -> None:
+        self._temporary = temporary
+        self._fd = -1
+        self._buffer = bytearray(_MAGIC)
+        self._at = len(_MAGIC)  # where the next blob goes
+        self._index: dict[bytes, tuple[int, int]] = {}
+
+    def __enter__(self) -> PackWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """How long it is so far."""
+        return self._at
+
+    def add(self, digest: bytes, data: Buffer) -> None:
+        """A further blob."""
+        self._index[digest] = (self._at, len(data))
+        self._at += len(data)
+        self._buffer += data
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self._flush()
+
+    def read(self, digest: bytes) -> bytes | None:
+        """A blob that was added, if it was."""
+        place = self._index.get(digest)
+        if place is None:
+            return None
+        offset, length = place
+        written = self._at - len(self._buffer)
+        if offset >= written:
+            return bytes(self._buffer[offset - written : offset - written + length])
+        self._flush()
+        return os.pread(self._fd, length, offset)
+
+    def finish(self, path: str, record: bytes = b"") -> None:
+        """Make it durable and give it its name.  The directory is the caller's to sync."""
+        index = b"".join(
+            _ENTRY.pack(digest, offset, length) for digest, (offset, length) in sorted(self._index.items())
+        )
+        at = self._at
+        digest = hashlib.sha256(index + record).digest()
+        footer = _FOOTER.pack(at, len(self._index), at + len(index), len(record), digest, _END)
+        self._buffer += index + record + footer
+        self._flush()
+        os.fsync(self._fd)
+        self._close()
+        os.rename(self._temporary, path)
+
+    def _flush(self) -> None:
+        if self._fd < 0:
+            self._fd = os.open(self._temporary, _O_WRITE, 0o600)
+        view = memoryview(self._buffer)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        view.release()
+        self._buffer = bytearray()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Pack:
+    """What a pack holds, from its index; DamagedError where that is not whole."""
+
+    __slots__ = ("entries", "index", "name", "record", "size_bytes", "stem")
+
+    def __init__(self, path: str) -> None:
+        self.name = os.path.basename(path)
+        self.stem = _stem(self.name)
+        try:
+            descriptor = open_regular(path)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EIO, errno.EISDIR}:
+                raise
+            raise DamagedError(f"the pack cannot be read ({error.strerror})", path) from None
+        try:
+            self.size_bytes = os.fstat(descriptor).st_size
+            self._read(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, path: str) -> None:
+        tail = os.pread(descriptor, _TAIL_BYTES, max(0, self.size_bytes - _TAIL_BYTES))
+        if len(tail) < _FOOTER.size:
+            raise DamagedError("the pack is cut short", path)
+        at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
+        whole = record_at + record_length + _FOOTER.size == self.size_bytes
+        if end != _END or not whole or record_at - at != self.entries * _ENTRY.size:
+            raise DamagedError("the pack is cut short, or its end was overwritten", path)
+        length = self.size_bytes - _FOOTER.size - at
+        stored = tail[-length - _FOOTER.size : -_FOOTER.size]
+        if len(stored) < length:
+            stored = os.pread(descriptor, length, at)
+        if hashlib.sha256(stored).digest() != digest:
+            raise DamagedError("the pack's index is damaged", path)
+        self.index = stored[: self.entries * _ENTRY.size]
+        self.record = stored[self.entries * _ENTRY.size :]
+
+    def places(self) -> Iterator[tuple[bytes, Place]]:
+        """Every blob, and where it is."""
+        for digest, offset, length in _ENTRY.iter_unpack(self.index):
+            yield digest, Place(self.stem, offset, length)
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is.  Digests are spread evenly, so a guess is close."""
+        low, high = 0, self.entries
+        wanted = int.from_bytes(digest[:8], "big")
+        first, last = 0, 1 << 64
+        index = self.index
+        while low < high:
+            at = low + (wanted - first) * (high - low) // (last - first)
+            at = min(max(at, low), high - 1)
+            start = at * _ENTRY.size
+            found = index[start : start + DIGEST_BYTES]
+            if found == digest:
+                _, offset, length = _ENTRY.unpack_from(index, start)
+                return Place(self.stem, offset, length)
+            if found < digest:
+                low, first = at + 1, int.from_bytes(found[:8], "big")
+            else:
+                high, last = at, int.from_bytes(found[:8], "big")
+            if last <= first:
+                last = first + 1
+        return None
+
+
+class _Lookup:
+    """Finds blobs: those of the first small packs in a table, all others through a fan-out."""
+
+    def __init__(self) -> None:
+        self._table: dict[bytes, Place] = {}
+        self._others = FanOut()
+
+    def add(self, pack: Pack) -> None:
+        """Make the blobs of a pack findable."""
+        if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:
+            self._others.add(pack)
+        else:
+            self._table.update(pack.places())
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is, if in any pack."""
+        return self._table.get(digest) or self._others.find(digest)
+
+
+class Packs:
+    """All packs of a store, as they are at the last `refresh`."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._packs: dict[str, Pack] = {}
+        self._lookup = _Lookup()
+        self._listed: tuple[int, int, int] | None = None  # the directory's identity and times, when it was listed
+        self._generation = b""
+        self.version = 0  # another number whenever packs, or their names, are others
+        self._files: OrderedDict[str, int] = OrderedDict()
+        weakref.finalize(self, _close_files, self._files)
+        self._lock = threading.RLock()
+        self.damaged: dict[str, DamagedError] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            _close_files(self._files)
+
+    def refresh(self) -> None:
+        """See what others have added and removed, and, when a new generation has begun, what they have replaced."""
+        with self._lock:
+            generation = self._read_generation()
+            if generation != self._generation:
+                self._generation = generation
+                self._forget(set(self._packs))
+            before = self._listed
+            stamp = self._stamp()
+            if stamp is not None and stamp == before:
+                return
+            self._take_in(self._names())
+            self._listed = stamp
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes when a name in the directory does; None where a further change might not show in its times."""
+        now_ns = time.time_ns()
+        try:
+            seen = os.stat(self._directory)
+        except FileNotFoundError:
+            return None
+        return None if is_racy(seen.st_ctime_ns, now_ns) else (seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self._directory) if name.endswith((".snap", ".pack")))
+        except FileNotFoundError:
+            return []
+
+    def _take_in(self, listed: list[str]) -> None:
+        # A snapshot that is dropped becomes a pack, and stays the same file.
+        names = {_stem(name): name for name in listed}
+        gone = self._packs.keys() - names.keys()
+        if gone:
+            self._forget(gone)
+        self.damaged = {name: error for name, error in self.damaged.items() if name in names.values()}
+        for stem, name in names.items():
+            known = self._packs.get(stem)
+            if known is None:
+                self._enter(name)
+            elif known.name != name:
+                known.name = name
+                self.version += 1
+
+    def _read_generation(self) -> bytes:
+        try:
+            return read_regular(os.path.join(os.path.dirname(self._directory), GENERATION), 100)
+        except FileNotFoundError:
+            return b""
+
+    def _enter(self, name: str) -> None:
+        try:
+            pack = self._opened(name)
+        except FileNotFoundError:
+            return
+        except DamagedError as error:
+            self.damaged[name] = error
+            return
+        self.damaged.pop(name, None)
+        self._packs[pack.stem] = pack
+        self._lookup.add(pack)
+        self.version += 1
+
+    def _opened(self, name: str) -> Pack:
+        try:
+            return Pack(os.path.join(self._directory, name))
+        except FileNotFoundError:  # dropped since it was listed: then it has the other suffix
+            return Pack(os.path.join(self._directory, _stem(name) + ".pack"))
+
+    def _forget(self, stems: set[str]) -> None:
+        for stem in stems:
+            descriptor = self._files.pop(stem, None)
+            if descriptor is not None:
+                os.close(descriptor)
+        self._packs = {stem: pack for stem, pack in self._packs.items() if stem not in stems}
+        lookup = _Lookup()
+        for pack in self._packs.values():
+            lookup.add(pack)
+        self._lookup = lookup  # at once: another thread may be looking
+        self._listed = None
+        self.version += 1
+
+    def read_anew(self) -> None:
+        """See also what was replaced under its name."""
+        with self._lock:
+            self._forget(set(self._packs))
+            self.refresh()
+
+    def all(self) -> list[Pack]:
+        """The packs that are whole."""
+        with self._lock:
+            return list(self._packs.values())
+
+    def find(self, digest: bytes) -> Place | None:
+        """Where a blob is, if in any."""
+        return self._lookup.find(digest)
+
+    def read(self, place: Place, offset: int = 0, size: int | None = None) -> bytes:
+        """Bytes of a blob, up to `size` of them.  DamagedError."""
+        length = place.length - offset if size is None else min(size, place.length - offset)
+        if length <= 0:
+            return b""
+        with self._lock:
+            descriptor = self._file(place.pack)
+            data = os.pread(descriptor, length, place.offset + offset)
+        if len(data) < length:
+            raise DamagedError("the pack is cut short", os.path.join(self._directory, place.pack))
+        return data
+
+    def _file(self, stem: str) -> int:
+        descriptor = self._files.get(stem)
+        if descriptor is not None:
+            self._files.move_to_end(stem)
+            return descriptor
+        descriptor = self._files[stem] = self._open(os.path.join(self._directory, stem))
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return descriptor
+
+    @staticmethod
+    def _open(path: str) -> int:
+        for suffix in (".snap", ".pack"):
+            with contextlib.suppress(FileNotFoundError):
+                return open_regular(path + suffix)
+        raise DamagedError("a pack is gone", path)
+
+
+def _close_files(files: OrderedDict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,98 @@
+"""Records: what the store keeps of a snapshot beside its state, at the end of the snapshot's pack."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from protocol.store.format.layout import Layout
+from protocol.store.format.packs import MORE, DamagedError
+from protocol.store.format.rows import Row
+from protocol.volume import SnapshotInfo
+
+if TYPE_CHECKING:
+    from protocol.store.format.packs import Pack
+
+__all__ = ["Record", "StoredSnapshot", "pack_name", "read_record", "workspace_and_serial"]
+
+_NAME: Final = re.compile(r"([0-9a-f]+)-(\d+)\.snap")
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """A snapshot as it is written down."""
+
+    version: int
+    workspace: str
+    name: str
+    serial: int
+    created_ns: int
+    files: int
+    directories: int
+    size_bytes: int
+    tag: str | None
+    kind: Literal["user", "safety"]
+    unstable: tuple[bytes, ...]
+    unreadable: tuple[bytes, ...]
+    root: Row
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot(SnapshotInfo):
+    """An immutable, named state of a workspace.
+
+    `unstable` names the files that did not stand still while they were read: what is stored of them is what they had
+    then, perhaps of more than one moment.  `unreadable` names what could not be read, where that was allowed.
+    """
+
+    unstable: tuple[bytes, ...] = ()
+    unreadable: tuple[bytes, ...] = ()
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Record)
+
+
+def encode_record(record: Record) -> bytes:
+    """A record as bytes."""
+    return _encoder.encode(record)
+
+
+def read_record(pack: Pack) -> Record:
+    """The record of a snapshot's pack.  DamagedError."""
+    try:
+        record = _decoder.decode(pack.record)
+    except ValueError:
+        raise DamagedError("the snapshot's record is damaged; " + MORE, pack.name) from None
+    if workspace_and_serial(pack.name) != (Layout.workspace_id(record.workspace), record.serial):
+        raise DamagedError("the snapshot's file has the name of another snapshot; " + MORE, pack.name)
+    return record
+
+
+def info_of(record: Record) -> StoredSnapshot:
+    """A record as callers see it."""
+    return StoredSnapshot(
+        name=record.name,
+        serial=record.serial,
+        created_ns=record.created_ns,
+        files=record.files,
+        directories=record.directories,
+        size_bytes=record.size_bytes,
+        tag=record.tag,
+        kind=record.kind,
+        unstable=record.unstable,
+        unreadable=record.unreadable,
+    )
+
+
+def pack_name(workspace_id: str, serial: int) -> str:
+    """The name of a snapshot's pack."""
+    return f"{workspace_id}-{serial:010d}.snap"
+
+
+def workspace_and_serial(name: str) -> tuple[str, int] | None:
+    """What `pack_name` was made of; None for a pack that is no snapshot."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))

@@ -1,0 +1,183 @@
+"""Verified reading of large contents: every byte is compared with the content's digest before a caller gets it.
+
+The digest of a content of more than CHUNK_BYTES covers the digests of its chunks, which are not stored.  So the first
+read of such a content reads the whole object once and remembers the chunks' digests; after that, each read verifies
+the chunks it touches.  Chunks that are all zeros are not read at all.
+
+Threading: any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
+from protocol.store.format.objects import clone, fed_from_file, put
+from protocol.store.format.packs import MORE, DamagedError
+
+if TYPE_CHECKING:
+    from protocol.store.format.objects import Objects
+
+__all__ = ["VerifiedObjects"]
+
+_MOST_CHUNKS_KNOWN: Final = 1 << 14  # chunk digests that are remembered: of 64 GiB, in 2 MB
+_CHUNKS_CACHED: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of a content whose digest was compared: `digests` lacks those that are all zeros."""
+
+    size: int
+    digests: dict[int, bytes]
+
+
+class VerifiedObjects:
+    """Reads objects and compares what it reads with their digests.  DamagedError where they differ."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._known: OrderedDict[bytes, _Chunks] = OrderedDict()
+        self._recent: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Free the memory of the chunks that were read last."""
+        with self._lock:
+            self._recent.clear()
+
+    def read(self, digest: bytes, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a content, from `offset`."""
+        descriptor = self._objects.open(digest)
+        try:
+            chunks = self._chunks(digest, descriptor)
+            if chunks.size <= CHUNK_BYTES:  # also where the read begins behind the end, which may be the damage
+                return self._recent_chunk(digest, descriptor, chunks, 0)[offset : offset + size]
+            end = min(offset + size, chunks.size)
+            parts = []
+            while offset < end:
+                number, within = divmod(offset, CHUNK_BYTES)
+                part = self._recent_chunk(digest, descriptor, chunks, number)[within : within + end - offset]
+                parts.append(part)
+                offset += len(part)
+            return b"".join(parts)
+        finally:
+            os.close(descriptor)
+
+    def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
+        """A content, in pieces of at most `size` bytes."""
+        descriptor = self._objects.open(digest)
+        try:
+            chunks = self._chunks(digest, descriptor)
+            for number in range(-(-chunks.size // CHUNK_BYTES)):
+                chunk = self._chunk(digest, descriptor, chunks, number)
+                for at in range(0, len(chunk), size):
+                    yield chunk[at : at + size]
+        finally:
+            os.close(descriptor)
+
+    def verify(self, digest: bytes) -> None:
+        """Read all of a content and compare it."""
+        descriptor = self._objects.open(digest)
+        try:
+            self._compare(digest, descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def copy(self, digest: bytes, size: int, target: int) -> None:
+        """Make `target`, an empty file open for reading and writing, this content of `size` bytes; holes stay holes.
+
+        The blocks are shared where the file system can do that.  After DamagedError, `target` has no defined content.
+        """
+        source = self._objects.open(digest)
+        try:
+            if os.fstat(source).st_size != size:
+                raise self._damaged(digest)
+            if clone(source, target):
+                self._compare(digest, target, size)
+                return
+            self._compare(digest, source, size, target)
+            os.ftruncate(target, size)
+        finally:
+            os.close(source)
+
+    def _compare(self, digest: bytes, descriptor: int, size: int, target: int | None = None) -> ContentDigest:
+        """Read the first `size` bytes, which go to `target` if there is one, and compare them."""
+        content = ContentDigest(keeps_chunks=True)
+        failed: list[OSError] = []
+
+        def write(data: memoryview, at: int) -> None:
+            assert target is not None
+            try:
+                put(target, data, at)
+            except OSError as error:  # the target's, and not the store's
+                failed.append(error)
+                raise
+
+        try:
+            fed_from_file(descriptor, size, content, None if target is None else write)
+        except OSError as error:
+            if error in failed:
+                raise
+            raise DamagedError(f"{self._name(digest)} cannot be read ({error.strerror})") from error
+        if content.size != size or content.digest() != digest:
+            raise self._damaged(digest)
+        return content
+
+    def _chunks(self, digest: bytes, descriptor: int) -> _Chunks:
+        with self._lock:
+            known = self._known.get(digest)
+            if known is not None:
+                self._known.move_to_end(digest)
+                return known
+        size = os.fstat(descriptor).st_size
+        if not size:
+            raise self._damaged(digest)
+        if size <= CHUNK_BYTES:  # the only chunk has the content's own digest
+            return _Chunks(size, {0: digest})
+        chunks = _Chunks(size, self._compare(digest, descriptor, size).chunks)
+        with self._lock:
+            self._known[digest] = chunks
+            while len(self._known) > 1 and sum(len(one.digests) for one in self._known.values()) > _MOST_CHUNKS_KNOWN:
+                self._known.popitem(last=False)
+        return chunks
+
+    def _recent_chunk(self, digest: bytes, descriptor: int, chunks: _Chunks, number: int) -> bytes:
+        key = digest, number
+        with self._lock:
+            found = self._recent.get(key)
+            if found is not None:
+                self._recent.move_to_end(key)
+                return found
+        found = self._chunk(digest, descriptor, chunks, number)
+        with self._lock:
+            self._recent[key] = found
+            while len(self._recent) > _CHUNKS_CACHED:
+                self._recent.popitem(last=False)
+        return found
+
+    def _chunk(self, digest: bytes, descriptor: int, chunks: _Chunks, number: int) -> bytes:
+        start = number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, chunks.size - start)
+        wanted = chunks.digests.get(number)
+        if wanted is None:
+            return bytes(length)
+        try:
+            data = os.pread(descriptor, length, start)
+        except OSError as error:
+            raise DamagedError(f"{self._name(digest)} cannot be read ({error.strerror})") from error
+        if len(data) != length or digest_of(data) != wanted:
+            raise self._damaged(digest)
+        return data
+
+    def _damaged(self, digest: bytes) -> DamagedError:
+        return DamagedError(f"{self._name(digest)} is damaged; {MORE}")
+
+    @staticmethod
+    def _name(digest: bytes) -> str:
+        return f"the stored content {digest.hex()[:16]}"

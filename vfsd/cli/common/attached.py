@@ -1,0 +1,191 @@
+"""run_attached: a command of a daemon's, with this process's standard streams, terminal and signals.
+
+One loop over everything: the connection, standard input, standard output and error when they can take more,
+and signals.  So a pager that is not read holds up the command, but neither Ctrl-C nor the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import stat
+import termios
+import tty
+from collections import deque
+from collections.abc import Generator
+from typing import Final
+
+from vfsd.client.exec_call import ExecCall
+from vfsd.wire.exec_messages import ExecEnded, ExecOutput, ExecParams, TerminalSize
+
+__all__ = ["run_attached", "run_collected"]
+
+_PIECE_BYTES: Final = 64 * 1024
+_STREAMS: Final = {"stdout": 1, "stderr": 2}
+_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# A command that ignores the first is given a second; who asks a third time means it.
+_PATIENCE: Final = 3
+
+
+def run_attached(socket_path: str, params: ExecParams, *, terminal: bool) -> ExecEnded:
+    """Have the daemon at `socket_path` run it, and return when it has ended and all its output is out.
+
+    BrokenPipeError when nobody reads that any more.  OSError as `ExecCall.receive`; SystemExit when told to go.
+    """
+    if terminal:
+        params.terminal = _size()
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(_signals(with_size=terminal))
+        call = ExecCall(socket_path, params)
+        stack.callback(call.close)
+        if terminal and params.input:
+            stack.enter_context(_raw())
+        return _Loop(call, told).run()
+
+
+def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict[str, bytes]]:
+    """Have it run, on this process's standard input if it is to have any; how it ended, and what it wrote."""
+    collected = {name: bytearray() for name in _STREAMS}
+    call = ExecCall(socket_path, params)
+    with contextlib.closing(call), selectors.PollSelector() as poll:
+        poll.register(call, selectors.EVENT_READ)
+        while call.ended is None:
+            if call.wants_input != (0 in poll.get_map()):
+                poll.register(0, selectors.EVENT_READ) if call.wants_input else poll.unregister(0)
+            for key, _ in poll.select():
+                if key.fileobj is not call:
+                    call.send_input(_read_input())
+                    continue
+                for output in call.receive():
+                    collected[output.stream] += output.data
+                    call.done_with(output.data)
+        return call.ended, {name: bytes(data) for name, data in collected.items()}
+
+
+class _Loop:
+    def __init__(self, call: ExecCall, told: socket.socket) -> None:
+        self._call = call
+        self._told = told
+        self._asked_to_go = 0
+        self._early: list[str] = []  # signals that came before the command was there
+        self._waiting: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
+        self._written = {1: 0, 2: 0}  # bytes of the first piece that are out
+        self._poll = selectors.PollSelector()  # takes regular files, unlike epoll
+
+    def run(self) -> ExecEnded:
+        with self._poll:
+            self._poll.register(self._call, selectors.EVENT_READ)
+            self._poll.register(self._told, selectors.EVENT_READ)
+            while (ended := self._call.ended) is None or any(self._waiting.values()):
+                self._watch()
+                for key, _ in self._poll.select():
+                    if key.fileobj is self._call:
+                        self._take(self._call.receive())
+                    elif key.fileobj is self._told:
+                        self._pass_signals_on()
+                    elif key.fd == 0:
+                        self._call.send_input(_read_input())
+                    else:
+                        self._write(key.fd)
+            return ended
+
+    def _watch(self) -> None:
+        """Watch what there is something to do with."""
+        watched = self._poll.get_map()
+        if self._call.ended is not None and self._call in watched:
+            self._poll.unregister(self._call)
+        wanted = {0: self._call.wants_input and self._call.ended is None}
+        wanted |= {descriptor: bool(pieces) for descriptor, pieces in self._waiting.items()}
+        for descriptor, is_wanted in wanted.items():
+            if is_wanted and descriptor not in watched:
+                self._poll.register(descriptor, selectors.EVENT_WRITE if descriptor else selectors.EVENT_READ)
+            elif not is_wanted and descriptor in watched:
+                self._poll.unregister(descriptor)
+
+    def _take(self, outputs: list[ExecOutput]) -> None:
+        for each in outputs:
+            self._waiting[_STREAMS[each.stream]].append(each.data)
+        if self._early and self._call.signal(self._early[0]):
+            for name in self._early[1:]:
+                self._call.signal(name)
+            self._early = []
+
+    def _write(self, descriptor: int) -> None:
+        """Write as much as does not block (poll(2): a pipe that is writable takes PIPE_BUF bytes)."""
+        piece = self._waiting[descriptor][0]
+        left = memoryview(piece)[self._written[descriptor] :]
+        whole = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        self._written[descriptor] += os.write(descriptor, left if whole else left[: select.PIPE_BUF])
+        if self._written[descriptor] == len(piece):
+            self._waiting[descriptor].popleft()
+            self._written[descriptor] = 0
+            self._call.done_with(piece)
+
+    def _pass_signals_on(self) -> None:
+        for number in self._told.recv(_PIECE_BYTES):
+            if number == signal.SIGWINCH:
+                self._call.resize(_size())
+                continue
+            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._asked_to_go += 1
+            if self._asked_to_go >= _PATIENCE:
+                raise SystemExit(128 + number)
+            name = signal.Signals(number).name.removeprefix("SIG")
+            if not self._call.signal(name):
+                self._early.append(name)
+
+
+def _read_input() -> bytes:
+    try:
+        return os.read(0, _PIECE_BYTES)
+    except OSError:
+        return b""  # a terminal that is gone, or that belongs to others now
+
+
+# -- this process's terminal and signals -----------------------------------------------------------------
+def _size() -> TerminalSize:
+    """Of the terminal, whichever of the streams that is."""
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            columns, rows = os.get_terminal_size(descriptor)
+            if columns and rows:
+                return TerminalSize(rows, columns)
+    return TerminalSize()
+
+
+@contextlib.contextmanager
+def _raw() -> Generator[None]:
+    """Every key goes to the command's terminal, Ctrl-C too; nothing where standard input is no terminal."""
+    try:
+        before = termios.tcgetattr(0)
+    except termios.error:
+        yield
+        return
+    try:
+        tty.setraw(0)
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # it has gone
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _signals(*, with_size: bool) -> Generator[socket.socket]:
+    """A socket that gives the number of each signal that comes, as a byte (signal.set_wakeup_fd)."""
+    ours, theirs = socket.socketpair()
+    wanted = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    wanted += [signal.SIGWINCH] if with_size else []
+    theirs.setblocking(False)
+    old_descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    old = {number: signal.signal(number, lambda *_: None) for number in wanted}
+    try:
+        with ours, theirs:
+            yield ours
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old_descriptor)

@@ -1,0 +1,159 @@
+"""How changes are shown: a letter and a path, or git's --stat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+import click
+
+from vfsd.cli.common import output
+from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ProblemRecord
+
+__all__ = [
+    "LETTERS",
+    "count_words",
+    "note_expired",
+    "plain_change",
+    "show_changes",
+    "show_expired",
+    "show_problems",
+    "show_safety",
+    "show_stat",
+]
+
+LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
+LETTERS_HELP: Final = (
+    "A added, M modified (content), D removed, T another type (a file is now a symlink, say), "
+    "m metadata only (mode, owner, time, xattrs)"
+)
+_COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
+_GRAPH_COLUMNS: Final = 40
+_REASONS: Final = {"unneeded": "no undo or redo led to it any more", "memory": "memory was needed"}
+_PROBLEMS_SHOWN: Final = 20
+_PATH_END_SHOWN: Final = 100  # characters
+
+
+def show_changes(changes: Iterable[ChangeRecord]) -> None:
+    """`A path`, a line each."""
+    for change in changes:
+        letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
+        output.say(f"{letter} {_path(change)}")
+
+
+def plain_change(change: ChangeRecord) -> str:
+    """The line of a change in a pipe."""
+    return f"{LETTERS[change.change]} {_path(change)}"
+
+
+def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not as they were to be") -> None:
+    """What could not be done, on standard error; then the command has failed (status 1)."""
+    for problem in problems[:_PROBLEMS_SHOWN]:
+        output.note(f"{_cut(problem.path)}: {problem.reason}")
+    if problems:
+        more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
+        output.report(f"{len(problems):,} {what}{more}")
+        click.get_current_context().exit(1)
+
+
+def _cut(path: str) -> str:
+    """A path for people: of one that is very long both ends."""
+    return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
+
+
+def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
+    """Where the state before a change is kept, and what was dropped."""
+    if name is not None:
+        output.say(f"the state before is {name}; `vfsd restore --undo` brings it back")
+    show_expired(expired)
+
+
+def show_expired(expired: Sequence[ExpiredRecord]) -> None:
+    """The snapshots that were dropped, a line each."""
+    for record in expired:
+        output.say(_dropped(record))
+
+
+def note_expired(expired: Sequence[ExpiredRecord]) -> None:
+    """The same on standard error, for a command whose output is a value."""
+    for record in expired:
+        output.note(_dropped(record))
+
+
+def _dropped(record: ExpiredRecord) -> str:
+    return f"dropped {record.name}, taken {_age(record.created_at)} ago: {_REASONS[record.reason]}"
+
+
+def _age(created_at: str) -> str:
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created_at)).total_seconds()))
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            count = seconds // length
+            return f"{count:,} {unit}{'' if count == 1 else 's'}"
+    return "less than a minute"
+
+
+def count_words(counts: ChangeCounts) -> str:
+    """ "2 added, 1 modified", or "no changes"."""
+    parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
+    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
+
+
+@dataclass(slots=True)
+class _Totals:
+    width: int = 0
+    most: int = 0
+    added: int = 0
+    removed: int = 0
+
+
+def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
+    """A line for each change, as `git diff --stat` has it, and a line of totals.  Iterates twice."""
+    totals = _Totals()
+    for change in changes:
+        totals.width = max(totals.width, len(_path(change)))
+        totals.most = max(totals.most, _lines(change))
+        totals.added += change.lines_added or 0
+        totals.removed += change.lines_removed or 0
+    figures = max(len(str(totals.most)), len("Bin"))
+    for change in changes:
+        output.say(f" {_path(change).ljust(totals.width)} | {_stat_of(change, figures, totals.most)}".rstrip())
+    output.say(_last_line(totals, counts))
+
+
+def _path(change: ChangeRecord) -> str:
+    """The path, a directory's with a slash at its end."""
+    return output.show_path(change.path) + ("/" if change.type == "directory" else "")
+
+
+def _lines(change: ChangeRecord) -> int:
+    return (change.lines_added or 0) + (change.lines_removed or 0)
+
+
+def _stat_of(change: ChangeRecord, figures: int, most: int) -> str:
+    if change.binary:
+        return f"{'Bin'.rjust(figures)} {change.old_size or 0} -> {change.new_size or 0} bytes"
+    if not _lines(change):
+        return f"{'0'.rjust(figures)} {change.change} {change.type}"
+    graph = click.style("+" * _scaled(change.lines_added, most), fg="green")
+    graph += click.style("-" * _scaled(change.lines_removed, most), fg="red")
+    return f"{str(_lines(change)).rjust(figures)} {graph}"
+
+
+def _scaled(lines: int | None, most: int) -> int:
+    """Columns for `lines` when `most` lines may take _GRAPH_COLUMNS; something is never shown as nothing."""
+    if not lines or most <= _GRAPH_COLUMNS:
+        return lines or 0
+    return max(1, lines * _GRAPH_COLUMNS // most)
+
+
+def _last_line(totals: _Totals, counts: ChangeCounts) -> str:
+    total = counts.added + counts.modified + counts.removed
+    words = [f" {total:,} path{'' if total == 1 else 's'} changed"]
+    if totals.added:
+        words.append(f"{totals.added:,} insertion{'' if totals.added == 1 else 's'}(+)")
+    if totals.removed:
+        words.append(f"{totals.removed:,} deletion{'' if totals.removed == 1 else 's'}(-)")
+    return ", ".join(words)

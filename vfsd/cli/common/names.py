@@ -1,0 +1,85 @@
+"""The names that a shell's <Tab> offers, and that errors suggest: workspaces, snapshots.
+
+A completer must not hang and must not print: whatever goes wrong, it offers nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from vfsd.cli.common.app import did_you_mean
+from vfsd.client.connection import ControlClient, ControlError, control_error
+from vfsd.client.paths import current_directory
+from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
+from vfsd.wire.messages import SnapshotsParams
+
+__all__ = ["complete_restore", "complete_snapshot", "complete_workspace", "with_similar_snapshots"]
+
+_TIMEOUT_S: Final = 1.0  # longer, and whoever pressed <Tab> thinks that the shell hangs
+
+
+def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """The workspaces, dead ones too."""
+    return _offer(_workspace_names, incomplete)
+
+
+def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A snapshot first, or where none fits an archive; then files."""
+    first = not ctx.params.get(param.name or "") and not ctx.params.get("undo")
+    # Never both: at a mark for files bash's script forgets the names that came before it.
+    return (first and complete_snapshot(ctx, param, incomplete)) or [CompletionItem(incomplete, type="file")]
+
+
+def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    """The snapshots of the workspace that is meant, the newest first."""
+    return _offer(lambda: _snapshot_names(_selector(ctx)), incomplete)
+
+
+def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[CompletionItem]:
+    logging.disable()  # a warning would land in the middle of the command line being typed
+    try:
+        return [item for item in names() if item.value.startswith(incomplete)]
+    except Exception:  # noqa: BLE001 no daemon, no right, garbage: there is nothing to offer
+        return []
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) -> FileNotFoundError:
+    """`error`; where it is about a snapshot that does not exist, with the names that are spelled like it."""
+    name = error.filename
+    if not isinstance(error, ControlError) or not isinstance(name, str) or "no such snapshot" not in str(error):
+        return error
+    names = [item.value for item in _offer(lambda: _snapshots_of(record), "")]
+    better = control_error(error.code, f"{error}{did_you_mean(name, names)}", error.errno, name)
+    return better if isinstance(better, FileNotFoundError) else error
+
+
+def _selector(ctx: click.Context | None) -> Any:
+    """The -w nearest to the command."""
+    while ctx is not None:
+        if ctx.params.get("workspace"):
+            return ctx.params["workspace"]
+        ctx = ctx.parent
+    return None
+
+
+def _workspace_names() -> list[CompletionItem]:
+    return [CompletionItem(record.name, help=record.mountpoint) for record in read_records()]
+
+
+def _snapshot_names(selector: str | None) -> list[CompletionItem]:
+    return _snapshots_of(find_workspace(selector, os.fsdecode(current_directory())))
+
+
+def _snapshots_of(record: WorkspaceRecord) -> list[CompletionItem]:
+    with ControlClient(record.socket, timeout_s=_TIMEOUT_S) as client:
+        answer = client.call("snapshots", SnapshotsParams(changes=False))
+    # The newest first, of ten thousand nobody wants the oldest.
+    return [CompletionItem(snapshot.name, help=snapshot.tag) for snapshot in reversed(answer.snapshots)]

@@ -1,0 +1,253 @@
+"""What a command prints: tables, JSON, progress and errors; for people on a terminal, for programs in a pipe.
+
+On a terminal tables have headings and colours and sizes are rounded.  In a pipe each row is one line of
+tab-separated fields without a heading, sizes in bytes and times in ISO 8601: `cut` and `awk` can rely on it.
+rich is imported only where a terminal is written to: importing it takes longer than most commands.
+"""
+
+from __future__ import annotations
+
+import binascii
+import codecs
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+
+    from vfsd.wire.messages import Progress
+
+__all__ = [
+    "Column",
+    "base64_text",
+    "counted",
+    "fields",
+    "has_colours",
+    "human_size",
+    "note",
+    "on_terminal",
+    "print_json",
+    "progress",
+    "report",
+    "say",
+    "show_path",
+    "show_time",
+    "table",
+    "text_or_base64",
+    "write_bytes",
+]
+
+Cell = str | int | None
+Kind = Literal["text", "size", "count", "time", "path"]
+
+# C0, DEL and C1: a file's name must not move the cursor, nor break a line of a script's input in two.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+_WIDEST_TABLE: Final = 100_000  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    kind: Kind = "text"
+
+
+# -- values ---------------------------------------------------------------------------------------
+def on_terminal(*, err: bool = False) -> bool:
+    """Whether a person reads standard output (or standard error)."""
+    return (sys.stderr if err else sys.stdout).isatty()
+
+
+def has_colours() -> bool:
+    """Whether a terminal may be sent colours: not with NO_COLOR (https://no-color.org), nor where it has none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in {"", "dumb"}
+
+
+def show_path(path: str) -> str:
+    """A wire path as it is, but its control characters as `\\xNN`: also a wire path, and of the same file."""
+
+    def escape(match: re.Match[str]) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
+
+    return _CONTROL.sub(escape, path)
+
+
+def human_size(size_bytes: int) -> str:
+    """512 B, 1.5 KiB, 20 MiB, ..."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    size = float(size_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 the unit is used below
+        size /= 1024
+        if size < 1023.95:
+            break
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """ "1 file", "2 files", "1,000 files"; `plural` is the noun's where an "s" does not make it."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def show_time(iso: str) -> str:
+    """An ISO 8601 time in the zone of whoever reads it."""
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _plain(cell: Cell, kind: Kind) -> str:
+    if cell is None:
+        return "-"
+    return show_path(cell) if kind in {"text", "path"} and isinstance(cell, str) else str(cell)
+
+
+def _pretty(cell: Cell, kind: Kind) -> str:
+    if cell is None:
+        return "-"
+    if kind == "size":
+        return human_size(int(cell))
+    if kind == "count":
+        return f"{cell:,}"
+    return show_time(str(cell)) if kind == "time" else _plain(cell, kind)
+
+
+# -- standard output ------------------------------------------------------------------------------
+def say(text: str) -> None:
+    """One line on standard output; its colours go only to a terminal."""
+    click.echo(text)
+
+
+def write_bytes(data: bytes) -> None:
+    """Bytes straight to standard output."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command: a line in a pipe, indented on a terminal."""
+    import msgspec  # noqa: PLC0415 start-up: `vfsd --help` needs none
+
+    encoded = msgspec.json.encode(value)
+    if on_terminal():
+        encoded = msgspec.json.format(encoded, indent=2)
+    click.echo(encoded.decode())
+
+
+def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
+    """Rows under headings on a terminal; one tab-separated line each in a pipe."""
+    if not on_terminal():
+        for row in rows:
+            click.echo("\t".join(_plain(cell, column.kind) for cell, column in zip(row, columns, strict=True)))
+        return
+    from rich.table import Table  # noqa: PLC0415 start-up, see the module's docstring
+    from rich.text import Text  # noqa: PLC0415 start-up
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.kind in {"size", "count"} else "left"
+        drawn.add_column(column.heading, justify=justify, no_wrap=True)
+    for row in rows:
+        # Text, so that brackets in a name are no markup.
+        drawn.add_row(*(Text(_pretty(cell, column.kind)) for cell, column in zip(row, columns, strict=True)))
+    # As wide as its content: a terminal wraps a long line, which keeps names and paths whole.
+    console = _console()
+    measured = console.measure(drawn, options=console.options.update(width=_WIDEST_TABLE))
+    console.width = max(console.width, measured.maximum)
+    console.print(drawn)
+
+
+def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:
+    """Names and values, one pair a line: aligned on a terminal, separated by a tab in a pipe."""
+    if on_terminal():
+        width = max(len(column.heading) for column, _ in pairs)
+        for column, cell in pairs:
+            say(f"{click.style(column.heading.ljust(width), bold=True)}  {_pretty(cell, column.kind)}")
+    else:
+        for column, cell in pairs:
+            say(f"{column.heading}\t{_plain(cell, column.kind)}")
+
+
+# -- standard error -------------------------------------------------------------------------------
+def note(message: str) -> None:
+    """A remark beside the answer, which standard output must not mix with."""
+    click.echo(f"vfsd: {show_path(message)}", err=True)
+
+
+def report(message: str) -> None:
+    """The one line that says why a command failed."""
+    line = " ".join(message.split("\n"))
+    prefix = "vfsd: error:"
+    if has_colours():
+        prefix = click.style(prefix, fg="red", bold=True)  # which click removes where standard error is no terminal
+    click.echo(f"{prefix} {show_path(line)}", err=True)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[Progress], None] | None]:
+    """A progress bar on standard error, for `on_progress`; None where that is no terminal."""
+    if not on_terminal(err=True):
+        yield None
+        return
+    bar = _Bar(label)
+    try:
+        yield bar.update
+    finally:
+        bar.stop()
+
+
+class _Bar:
+    """Drawn when the first figures come: what is done at once flashes no bar."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._drawn: RichProgress | None = None
+
+    def update(self, step: Progress) -> None:
+        if self._drawn is None:
+            self._start()
+        assert self._drawn is not None
+        shown = human_size(step.done) if step.unit == "bytes" else f"{step.done:,} files"
+        self._drawn.update(self._task, completed=step.done, total=step.total or None, shown=shown)
+
+    def stop(self) -> None:
+        if self._drawn is not None:
+            self._drawn.stop()
+
+    def _start(self) -> None:
+        from rich import progress as rich  # noqa: PLC0415 start-up, see the module's docstring
+
+        text, shown = rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[shown]}")
+        columns = (text, rich.BarColumn(), shown, rich.TimeRemainingColumn())
+        self._drawn = rich.Progress(*columns, console=_console(err=True), transient=True)
+        self._drawn.start()
+        self._task = self._drawn.add_task(self._label, total=None, shown="")
+
+
+def _console(*, err: bool = False) -> Console:
+    from rich.console import Console  # noqa: PLC0415 start-up
+
+    return Console(stderr=err, highlight=False)
+
+
+# -- bytes in JSON ----------------------------------------------------------------------------------
+def text_or_base64(content: bytes, *, truncated: bool) -> str:
+    """What a command wrote, for JSON: as text, or where it is none as "base64:..."."""
+    try:
+        # Not the last: what was cut off may begin within a character.
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
+    except UnicodeDecodeError:
+        return base64_text(content)
+
+
+def base64_text(content: bytes) -> str:
+    """Bytes as JSON can carry them."""
+    return "base64:" + binascii.b2a_base64(content, newline=False).decode()

@@ -1,0 +1,170 @@
+"""What a daemon streams, on its way to standard output: of any size, in little memory.
+
+A daemon drops a client that does not read for half a minute.  So whatever comes is taken at once, and what standard
+output (`less`, say) does not take yet waits in a temporary file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import select
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+import msgspec
+
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App
+from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire.lines import LineBuffer
+from vfsd.wire.messages import ChangeRecord, DiffResult
+
+__all__ = ["ChangeSpool", "PatientOutput", "call_with_changes", "print_with_changes", "write_changes"]
+
+_MEMORY_BYTES: Final = 1024 * 1024  # beyond it the temporary file is on disk
+_STEP_BYTES: Final = 4096  # PIPE_BUF: what a pipe that is ready takes without waiting
+_COPY_BYTES: Final = 1024 * 1024
+_OF_PATCHES: Final = ("problems", "omitted", "patch_bytes")  # of a DiffResult
+_records = msgspec.json.Decoder(ChangeRecord)
+
+
+class PatientOutput:
+    """Standard output, written as fast as it is read; `with` it, and the end waits until all is written."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 closed in __exit__
+        self._written = self._end = 0
+        self._poll = _output_poll()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._file:
+            if kind is None or not issubclass(kind, BrokenPipeError):
+                self._pass_on(lambda: True)
+
+    def write(self, data: bytes) -> None:
+        """Take `data`, and write as much of what there is as standard output takes now."""
+        self._file.seek(self._end)
+        self._file.write(data)
+        self._end += len(data)
+        self._pass_on(self._is_ready)
+        if self._written == self._end:
+            self._file.seek(0)
+            self._file.truncate()
+            self._written = self._end = 0
+
+    def _pass_on(self, is_ready: Callable[[], bool]) -> None:
+        while self._written < self._end and is_ready():
+            self._file.seek(self._written)
+            piece = self._file.read(_STEP_BYTES)
+            self._written += len(piece)
+            output.write_bytes(piece)
+
+    def _is_ready(self) -> bool:
+        # Also ready: a pipe without a reader.  Writing to it says so.
+        return self._poll is None or bool(self._poll.poll(0))
+
+
+def _output_poll() -> select.poll | None:
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file: a test's
+        return None
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return poll
+
+
+class ChangeSpool:
+    """The changes that a daemon streamed; iterated, each is read again."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 closed in __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece of the stream."""
+        self._file.write(data)
+
+    def __iter__(self) -> Iterator[ChangeRecord]:
+        self._file.seek(0)
+        return map(_records.decode, self._file)
+
+    def pieces(self) -> Iterator[bytes]:
+        """The stream as it came."""
+        self._file.seek(0)
+        while piece := self._file.read(_COPY_BYTES):
+            yield piece
+
+
+def write_changes(app: App, record: WorkspaceRecord, params: Any, line: Callable[[ChangeRecord], str]) -> Any:
+    """Call "diff" and write the `line` of each change while they come; gives the answer."""
+    lines = LineBuffer()
+    encoding = sys.stdout.encoding
+    if codecs.lookup(encoding).name == "ascii":
+        encoding = "utf-8"  # as click.echo does
+    with PatientOutput() as out:
+
+        def take(data: bytes) -> None:
+            lines.feed(data)
+            texts = []
+            while (each := lines.next_line()) is not None:
+                texts.append(line(_records.decode(each)) + "\n")
+            out.write("".join(texts).encode(encoding, sys.stdout.errors or "strict"))
+
+        return app.call(record, "diff", params, on_output=take)
+
+
+def call_with_changes(
+    app: App, record: WorkspaceRecord, method: str, params: Any, label: str, show: Callable[[Any, ChangeSpool], None]
+) -> Any:
+    """Call `method`, and have `show` print the answer with its changes, or print both as JSON; gives the answer."""
+    with ChangeSpool() as spool:
+        params.stream = True
+        answer = app.call(record, method, params, label=label, on_output=spool.feed)
+        if app.json:
+            print_with_changes(answer, spool)
+        else:
+            show(answer, spool)
+        return answer
+
+
+def print_with_changes(answer: Any, spool: ChangeSpool) -> None:
+    """`answer` as the one JSON document of a command, with what was streamed as its `changes`."""
+    fields = msgspec.json.decode(msgspec.json.encode(answer), type=dict[str, msgspec.Raw])
+    if isinstance(answer, DiffResult):
+        for name in _OF_PATCHES:
+            del fields[name]
+    if output.on_terminal():
+        # A person reads it: no more than fits into memory.
+        output.print_json({**fields, "changes": list(spool)})
+        return
+    first = True
+    for name, value in fields.items():
+        output.write_bytes((b"{" if first else b",") + msgspec.json.encode(name) + b":")
+        first = False
+        if name == "changes":
+            _write_array(spool)
+        else:
+            output.write_bytes(bytes(value))
+    output.write_bytes(b"}\n")
+
+
+def _write_array(spool: ChangeSpool) -> None:
+    """Lines of JSON as an array: JSON has no newline inside a value, so each newline ends one."""
+    output.write_bytes(b"[")
+    held = b""
+    for piece in spool.pieces():
+        output.write_bytes(held)
+        held = piece.replace(b"\n", b",")
+    output.write_bytes(held.removesuffix(b",") + b"]")

@@ -1,0 +1,112 @@
+"""What the command line's values look like: sizes, backends and workspace names, checked as they are parsed."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from vfsd.client.mount_arguments import check_backend
+from vfsd.wire.options import NAME_PATTERN
+
+__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Seconds", "Size", "in_home", "is_text"]
+
+if TYPE_CHECKING:
+    _SizeType = click.ParamType[int]
+    _TextType = click.ParamType[str]
+else:  # generic only in newer versions of click than the oldest that we support
+    _SizeType = _TextType = click.ParamType
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+# The kernel's file sizes and counts are signed 64-bit numbers (off_t).
+_LARGEST: Final = 2**63 - 1
+
+
+def is_text(value: str) -> bool:
+    """Whether an argument or a variable is UTF-8, as what goes to a daemon must be; but for paths and commands."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Size(_SizeType):
+    """512, 512M, 1.5GiB (powers of 1024) or 512MB (powers of 1000), as in dd(1)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 1048576, 512M, 2GiB or 500MB", param, ctx)
+        number, unit, suffix = match.groups()
+        base = 1000 if unit and (suffix or "").upper() == "B" else 1024
+        factor = base ** _POWERS[unit.upper()]
+        size = int(number) * factor if number.isdigit() else int(float(number) * factor)
+        if not 0 < size <= _LARGEST:
+            self.fail(f"{value!r} is out of range: at least 1 byte, at most 8 EiB", param, ctx)
+        return size
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds.  Not "nan" or "inf", which the control socket's JSON cannot carry."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+class Name(_TextType):
+    """A workspace's name: it becomes a file name and a systemd instance name."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if NAME_PATTERN.fullmatch(value) is None:
+            self.fail(
+                f"{value!r} is not a name: letters, digits, '.', '_' and '-', at most 64, a letter or digit first",
+                param,
+                ctx,
+            )
+        return str(value)
+
+
+def in_home(backend: str) -> str:
+    """`backend` with the `~` of host:~/DIR or overlay:~/DIR expanded, which a shell does only at a word's beginning."""
+    kind, colon, place = backend.partition(":")
+    return f"{kind}{colon}{os.path.expanduser(place)}" if kind in {"host", "overlay"} else backend
+
+
+class Backend(_TextType):
+    """memory, host:DIR, overlay:DIR, container:NAME or image:REF."""
+
+    name = "backend"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        value = in_home(value)
+        try:
+            check_backend(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        choices = ("memory", "host:", "overlay:", "container:", "image:")
+        return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
+
+
+SIZE: Final = Size()
+NAME: Final = Name()
+BACKEND: Final = Backend()

@@ -1,0 +1,345 @@
+"""The control socket's client, blocking: what the command line and `Workspace` call the daemon with.
+
+Imports no trio: a command line that starts in a blink cannot afford it.  Its twin for trio is `aio`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno as errno_numbers
+import functools
+import os
+import socket
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
+from vfsd.wire.messages import (
+    CANCEL_METHOD,
+    CLOSING_METHOD,
+    INTERNAL_ERROR,
+    METHODS,
+    OUTPUT_METHOD,
+    PROGRESS_METHOD,
+    CancelParams,
+    CancelResult,
+    CancelState,
+    ErrorObject,
+    Output,
+    Progress,
+    Request,
+    from_wire_path,
+)
+from vfsd.wire.sockets import connect, is_closed_by_peer
+
+__all__ = [
+    "ATTEMPTS",
+    "ClosingError",
+    "ControlClient",
+    "ControlError",
+    "Exchange",
+    "control_error",
+    "no_daemon",
+    "timed_out",
+    "vanished",
+]
+
+# A daemon with too many idle connections closes some.  It will hardly pick the same client's next one again at once.
+ATTEMPTS: Final = 5
+
+
+class ControlError(OSError):
+    """The daemon's answer is an error; `str()` is what a person reads.
+
+    `code` is JSON-RPC's.  Where the daemon told an errno, `errno` is its number, `filename` the path it is
+    about, and the exception is also of the class that Python has for it (FileNotFoundError, ...).
+    """
+
+    code: int
+
+    def __init__(self, code: int, message: str, errno: int | None = None, filename: str | None = None) -> None:
+        if errno is None:
+            super().__init__(message)
+        else:
+            super().__init__(errno, message, filename)
+        self.code = code
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The classes that `control_error` mixes have no name to be found by.
+        return control_error, (self.code, self._message, self.errno, self.filename)
+
+
+@functools.cache
+def _error_class(builtin: type[OSError]) -> type[ControlError]:
+    if builtin is OSError:
+        return ControlError
+    return type("ControlError", (ControlError, builtin), {"__doc__": ControlError.__doc__})
+
+
+def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
+    """The `ControlError` for an errno: also a FileNotFoundError for ENOENT, and so on."""
+    builtin = OSError if errno is None else type(OSError(errno, ""))
+    return _error_class(builtin)(code, message, errno, filename)
+
+
+def _from_answer(error: ErrorObject) -> ControlError:
+    if error.data is None:
+        return control_error(error.code, error.message)
+    number = getattr(errno_numbers, error.data.errno, None) if error.data.errno else None
+    path = None if error.data.path is None else _path(error.data.path)
+    return control_error(error.code, error.message, number, path)
+
+
+def _path(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError:  # what it is about is no path: the name of an entry in a hostile archive
+        return wire
+
+
+def no_daemon(socket_path: str, error: OSError) -> OSError:
+    """What to raise where connecting to `socket_path` gave `error`."""
+    if error.errno in (errno_numbers.ENOENT, errno_numbers.ECONNREFUSED):
+        return ConnectionRefusedError(f"no daemon answers at {socket_path}: it is not running")
+    if error.errno in (errno_numbers.EACCES, errno_numbers.EPERM):
+        return PermissionError(f"this user may not use the control socket {socket_path}")
+    return ConnectionError(f"cannot connect to {socket_path}: {error.strerror or error}")
+
+
+def vanished(socket_path: str, method: str) -> ConnectionError:
+    """What to raise where the connection ended before the answer."""
+    return ConnectionResetError(f"the daemon at {socket_path} went away before it answered {method!r}")
+
+
+def timed_out(socket_path: str, method: str, timeout_s: float | None) -> TimeoutError:
+    """What to raise where nothing came for `timeout_s`."""
+    return TimeoutError(f"no answer to {method!r} from {socket_path} for {timeout_s or 0:g} s")
+
+
+class ClosingError(ConnectionError):
+    """The daemon closed a connection that no call used, and did not run the request that crossed this."""
+
+
+class _Message(msgspec.Struct):
+    """Anything the server sends: an answer, or a notification about a running call."""
+
+    jsonrpc: str
+    id: int | str | None = None
+    method: str | None = None
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: ErrorObject | msgspec.UnsetType = msgspec.UNSET
+
+
+_messages = msgspec.json.Decoder(_Message)
+
+
+class Exchange:
+    """One call without its I/O: the request's bytes, and what each line that comes back means."""
+
+    def __init__(self, request_id: int, method: str, params: msgspec.Struct | None) -> None:
+        """ValueError for a method that METHODS lacks, TypeError for params of another method."""
+        if method not in METHODS:
+            raise ValueError(f"no such method: {method!r}")
+        expected, self._result_type = METHODS[method]
+        if params is not None and not isinstance(params, expected):
+            raise TypeError(f"{method} takes {expected.__name__}, not {type(params).__name__}")
+        self.method = method
+        self._id = request_id
+        encoded = b"{}" if params is None else msgspec.json.encode(params)
+        self.request = msgspec.json.encode(Request("2.0", method, msgspec.Raw(encoded), request_id)) + b"\n"
+        self.done = False
+        self.result: Any = None
+        self._cancel_id = f"cancel {request_id}"
+        self.cancel_state: CancelState | None = None
+
+    @property
+    def cancel_request(self) -> bytes:
+        """The line that asks the daemon to stop this call; `cancel_state` is its answer, once that is there."""
+        params = msgspec.json.encode(CancelParams(self._id))
+        return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
+
+    def take(self, line: bytes) -> Progress | Output | None:
+        """What `line` tells on the way; or None, and once `done` is set `result` is the answer.
+
+        ControlError for an error answer, and for one that this version does not understand; ClosingError where the
+        request was not run because the daemon closed the connection.
+        """
+        try:
+            return self._take(_messages.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            text = f"cannot read the daemon's answer to {self.method!r} (is it of another version?): {error}"
+            raise ControlError(INTERNAL_ERROR, text) from error
+
+    def _take(self, message: _Message) -> Progress | Output | None:
+        if message.method == PROGRESS_METHOD:
+            return self._if_ours(msgspec.json.decode(message.params, type=Progress))
+        if message.method == OUTPUT_METHOD:
+            return self._if_ours(msgspec.json.decode(message.params, type=Output))
+        if message.method == CLOSING_METHOD:
+            raise ClosingError(f"the daemon closed the idle connection before it ran {self.method!r}; try again")
+        if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
+            self.cancel_state = msgspec.json.decode(message.result, type=CancelResult).state
+            return None
+        # An error without an id is about the connection: refused, a line too long, too slow.
+        if not isinstance(message.error, msgspec.UnsetType) and message.id in (None, self._id):
+            # After one about the connection the server closes it: not `done`, so that it is not used again.
+            self.done = message.id is not None
+            raise _from_answer(message.error)
+        if not isinstance(message.result, msgspec.UnsetType) and message.id == self._id:
+            self.result = msgspec.json.decode(message.result, type=self._result_type)
+            self.done = True
+        return None
+
+    def _if_ours(self, told: Progress | Output) -> Progress | Output | None:
+        return told if told.id == self._id else None
+
+
+class ControlClient:
+    """Calls a daemon's methods, one at a time, over one connection that is opened when needed.
+
+    `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.  For one thread.
+    """
+
+    def __init__(self, socket_path: str, *, timeout_s: float | None = None) -> None:
+        self._path = socket_path
+        self._timeout_s = timeout_s
+        self._sock: socket.socket | None = None
+        self._lines = LineBuffer()
+        self._last_id = 0
+        self._running: Exchange | None = None  # the last one
+        self._is_sent = False  # all of its request
+        self._is_cancel_wanted = False
+        self.on_cancel_state: Callable[[CancelState], object] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; a later call opens another."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def call(
+        self,
+        method: str,
+        params: msgspec.Struct | None = None,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> Any:
+        """The result struct that METHODS names for `method`; `params` None for its defaults.
+
+        ControlError for an error answer, ConnectionError where no daemon answers or it goes away,
+        TimeoutError after `timeout_s` of silence.  Leaving by an exception (a callback's too, or KeyboardInterrupt)
+        closes the connection, by which the daemon cancels the call; the next call opens another.
+        """
+        self._is_cancel_wanted = False
+        for _ in range(ATTEMPTS):
+            try:
+                return self._call(method, params, on_progress, on_output)
+            except ClosingError:
+                continue
+        raise vanished(self._path, method)
+
+    def cancel(self) -> None:
+        """Ask the daemon to stop the call that runs, which ends as `call` says: with ControlError (ECANCELED) where it
+        was stopped and has changed nothing, else as if nobody had asked.
+
+        For a signal handler: it may be called while `call` waits, and does not wait itself.  `on_cancel_state` is
+        called with the daemon's answer.
+        """
+        self._is_cancel_wanted = True
+        self._send_cancel()
+
+    def _send_cancel(self) -> None:
+        exchange = self._running
+        if self._sock is None or exchange is None or exchange.done or not self._is_sent:
+            return
+        with contextlib.suppress(OSError):
+            self._sock.send(exchange.cancel_request, socket.MSG_DONTWAIT)
+
+    @property
+    def cancel_state(self) -> CancelState | None:
+        """What the daemon answered to the last `cancel`; None while it has not."""
+        return None if self._running is None else self._running.cancel_state
+
+    def _call(
+        self,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[Progress], object] | None,
+        on_output: Callable[[bytes], object] | None,
+    ) -> Any:
+        self._last_id += 1
+        exchange = Exchange(self._last_id, method, params)
+        finished = False
+        self._is_sent = False
+        self._running = exchange
+        try:
+            sock = self._connected()
+            self._send(sock, exchange)
+            self._is_sent, is_told = True, False
+            if self._is_cancel_wanted:  # since before that
+                self._send_cancel()
+            for line in self._received(sock, exchange):
+                told = exchange.take(line)
+                if isinstance(told, Progress) and on_progress is not None:
+                    on_progress(told)
+                elif isinstance(told, Output) and on_output is not None:
+                    on_output(told.data)
+                elif exchange.cancel_state is not None and not is_told and self.on_cancel_state is not None:
+                    is_told = True
+                    self.on_cancel_state(exchange.cancel_state)
+                if exchange.done:
+                    break
+            finished = True
+        finally:
+            # An error answer leaves the connection as good as a result does.
+            if not (finished or exchange.done):
+                self.close()
+        return exchange.result
+
+    def _connected(self) -> socket.socket:
+        if self._sock is not None and is_closed_by_peer(self._sock):
+            self.close()  # the daemon closes idle connections, and may have been started anew
+        if self._sock is None:
+            try:
+                self._sock = connect(self._path, self._timeout_s)
+            except OSError as error:
+                raise no_daemon(self._path, error) from error
+            self._lines = LineBuffer()
+        return self._sock
+
+    def _send(self, sock: socket.socket, exchange: Exchange) -> None:
+        try:
+            sock.sendall(exchange.request)
+        except TimeoutError:
+            raise timed_out(self._path, exchange.method, self._timeout_s) from None
+        except ConnectionError:
+            pass  # turned away: what it said before it closed is still to be read
+
+    def _received(self, sock: socket.socket, exchange: Exchange) -> Iterator[bytes]:
+        while True:
+            while (line := self._lines.next_line()) is not None:
+                yield line
+            try:
+                data = sock.recv(RECEIVE_BYTES)
+            except TimeoutError:
+                raise timed_out(self._path, exchange.method, self._timeout_s) from None
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise vanished(self._path, exchange.method)
+            self._lines.feed(data)

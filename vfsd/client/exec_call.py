@@ -1,0 +1,162 @@
+"""ExecCall: the client's side of one `exec`, for a loop that also watches a terminal and signals.
+
+It does no I/O but on its connection, and blocks only in `receive` (until the daemon has sent something) and, for
+moments, in sending.  For one thread.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+import msgspec
+
+from vfsd.client.connection import ControlError, Exchange, no_daemon, vanished
+from vfsd.wire.exec_messages import (
+    OUTPUT,
+    STARTED,
+    ExecEnded,
+    ExecInputParams,
+    ExecMoreParams,
+    ExecOutput,
+    ExecParams,
+    ExecResizeParams,
+    ExecSignalParams,
+    ExecStarted,
+    TerminalSize,
+    cost,
+)
+from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
+from vfsd.wire.messages import Request
+from vfsd.wire.sockets import connect
+
+__all__ = ["ExecCall"]
+
+_EXEC_ID: Final = 1
+
+
+class _Notification(msgspec.Struct):
+    method: str | None = None
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_notifications = msgspec.json.Decoder(_Notification)
+
+
+class ExecCall:
+    """A command that the daemon at `socket_path` runs, on a connection of its own; closing it ends the command.
+
+    `ended` is set once it has ended.
+    """
+
+    def __init__(self, socket_path: str, params: ExecParams) -> None:
+        self._path = socket_path
+        self._exchange = Exchange(_EXEC_ID, "exec", params)
+        self._input: Exchange | None = None  # what was sent, and not taken yet
+        self._last_id = _EXEC_ID
+        self._takes_input = params.input
+        self._window_bytes = params.window_bytes
+        self._done_bytes = 0
+        self._session: str | None = None
+        self._lines = LineBuffer()
+        self.ended: ExecEnded | None = None
+        try:
+            self._sock: socket.socket = connect(socket_path)
+        except OSError as error:
+            raise no_daemon(socket_path, error) from error
+        self._send(self._exchange.request)
+
+    def close(self) -> None:
+        """Close the connection.  A command that still runs is killed."""
+        self._sock.close()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    # -- in -------------------------------------------------------------------------------------------
+    def receive(self) -> list[ExecOutput]:
+        """What has come of the command's output, by now.  Blocks until something has come.
+
+        ControlError where the call failed: also FileNotFoundError for a program that is not there, and so on.
+        ConnectionError where the daemon went away.
+        """
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise vanished(self._path, "exec")
+        self._lines.feed(data)
+        found = []
+        while (line := self._lines.next_line()) is not None and self.ended is None:
+            output = self._take(line)
+            if output is not None:
+                found.append(output)
+        return found
+
+    def _take(self, line: bytes) -> ExecOutput | None:
+        told = _notifications.decode(line)
+        if told.method == OUTPUT:
+            return msgspec.json.decode(told.params, type=ExecOutput)
+        if told.method == STARTED:
+            self._session = msgspec.json.decode(told.params, type=ExecStarted).session
+            return None
+        self._exchange.take(line)
+        if self._exchange.done:
+            self.ended = self._exchange.result
+        elif self._input is not None:
+            self._take_answer(self._input, line)
+        return None
+
+    def _take_answer(self, exchange: Exchange, line: bytes) -> None:
+        try:
+            exchange.take(line)
+        except ControlError:
+            self._takes_input = False  # it reads no more, or has ended
+        if exchange.done:
+            self._input = None
+
+    # -- out ------------------------------------------------------------------------------------------
+    @property
+    def wants_input(self) -> bool:
+        """Whether `send_input` may be called now: the command is there, and has taken what was sent before."""
+        return self._takes_input and self._session is not None and self._input is None
+
+    def send_input(self, data: bytes) -> None:
+        """Send input; b"" is its end."""
+        assert self.wants_input
+        assert self._session is not None
+        self._last_id += 1
+        params = ExecInputParams(session=self._session, data=data, end=not data)
+        self._input = Exchange(self._last_id, "exec.input", params)
+        self._takes_input = bool(data)
+        self._send(self._input.request)
+
+    def done_with(self, output: bytes) -> None:
+        """`output`, a whole piece as it came, is where it belongs: more may come."""
+        self._done_bytes += cost(output)
+        # Not for each piece a message; and in time, so that the command does not wait for it.
+        if self._session is not None and self._done_bytes >= self._window_bytes // 4:
+            self._notify("exec.more", ExecMoreParams(session=self._session, taken_bytes=self._done_bytes))
+            self._done_bytes = 0
+
+    def signal(self, name: str) -> bool:
+        """Send a signal ("INT", ...) to the command; False when it is not there yet."""
+        if self._session is None:
+            return False
+        self._notify("exec.signal", ExecSignalParams(session=self._session, signal=name))
+        return True
+
+    def resize(self, size: TerminalSize) -> None:
+        """Its terminal has another size now."""
+        if self._session is not None:
+            self._notify("exec.resize", ExecResizeParams(session=self._session, size=size))
+
+    def _notify(self, method: str, params: msgspec.Struct) -> None:
+        self._send(msgspec.json.encode(Request("2.0", method, msgspec.Raw(msgspec.json.encode(params)))) + b"\n")
+
+    def _send(self, line: bytes) -> None:
+        try:
+            self._sock.sendall(line)
+        except ConnectionError:
+            pass  # why it was closed is still to be read

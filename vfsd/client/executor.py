@@ -1,0 +1,53 @@
+"""WorkspaceExecutor: what runs the commands of a mounted workspace, as `protocol.tools` takes it.
+
+    context = ToolContext(HostFilesystem(workspace.path), executor=workspace.executor)
+    TOOLS["shell"].call({"command": "make test"}, context)
+
+So the tools `shell` and `python` run where `vfsd exec` does: in the sandbox, in the container, or on this host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
+from vfsd.client.connection import ControlClient
+from vfsd.wire.fs_messages import FsExecParams
+from vfsd.wire.messages import wire_path
+
+__all__ = ["WorkspaceExecutor"]
+
+
+class WorkspaceExecutor:
+    """Implements `protocol.execution.executor.Executor`; may be used from any thread.
+
+    What it gives beside the contract: OSError (EOPNOTSUPP) where the workspace was mounted with nothing to run
+    commands, ConnectionError where its daemon is gone.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        self._socket_path = socket_path
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """See `Executor`.  `stdin` and the words together are at most 512 KiB."""
+        params = FsExecParams(
+            argv=[wire_path(os.fsencode(word)) for word in argv],
+            cwd=wire_path(os.fsencode(cwd)),
+            env=dict(env or {}),
+            timeout_s=timeout_s,
+            output_limit_bytes=output_limit_bytes,
+            stdin=stdin,
+        )
+        with ControlClient(self._socket_path) as client:
+            done = client.call("fs.exec", params)
+        return ExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)

@@ -1,0 +1,244 @@
+"""Starting a daemon: in the background, returning when its mount answers, or in this process.
+
+A background daemon is a fresh interpreter in a session of its own, so that nothing of the starter's state,
+threads or terminal is shared with it; its error messages reach the starter over a pipe, all else its log.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from protocol.linux.regular_file import open_regular
+from vfsd.daemon import interpreter
+from vfsd.machine.mounts import clear_dead_mount
+from vfsd.machine.runtime import ensure_socket_dir
+from vfsd.wire.handshake import Failed, Ready, decode_report, encode_options
+from vfsd.wire.options import MountOptions
+
+__all__ = ["START_TIMEOUT_S", "Ready", "foreground", "launch", "log_path"]
+
+# Generous: the start may read an archive of gigabytes.
+START_TIMEOUT_S: Final = 300.0
+# What a half-started daemon gets to unmount after SIGTERM, before SIGKILL.
+STOP_TIMEOUT_S: Final = 5.0
+LOG_LINES_QUOTED: Final = 10
+# The log says more of these: it died, it hangs, it met what no errno stands for, it talks nonsense.
+_UNEXPECTED: Final = frozenset({errno.EIO, errno.ETIMEDOUT, errno.EPROTO})
+_REPORT_MAX_BYTES: Final = 1024 * 1024
+_DAEMON_MODULE: Final = "vfsd.daemon.main"
+
+
+def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_module: str = _DAEMON_MODULE) -> Ready:
+    """Start a daemon in the background; return when its mount answers.
+
+    OSError of Python's own subclass for the errno when the start failed, with the daemon's message;
+    TimeoutError when it took longer than `timeout_s`.  Where the reason is unexpected, the exception's notes
+    quote the end of the log.  On any failure, and on KeyboardInterrupt, no daemon is left.
+    """
+    log = log_path(options.name)
+    with contextlib.ExitStack() as stack:
+        log_fd, is_ours = _open_log(log)
+        stack.callback(os.close, log_fd)
+        log_start = os.fstat(log_fd).st_size
+        report_fd, child_report_fd = os.pipe()
+        report = stack.enter_context(open(report_fd, "rb"))
+        with _pipe_holding(encode_options(options)) as options_fd:
+            try:
+                daemon = _start(daemon_module, options_fd, child_report_fd, log_fd)
+            finally:
+                os.close(child_report_fd)  # only the daemon's end is left, so that its death is an EOF
+        try:
+            ready = _await_ready(report.fileno(), daemon, timeout_s)
+        except BaseException as error:
+            _stop(daemon, options.mountpoint)
+            if isinstance(error, OSError) and error.errno in _UNEXPECTED:
+                _quote_log(error, log, log_start)
+            elif isinstance(error, OSError) and is_ours:
+                _remove_idle_log(log, log_fd)
+            raise
+    # It goes on without us; but if it ends before we do, it must not stay a zombie.
+    threading.Thread(target=daemon.wait, name=f"vfsd-{options.name}", daemon=True).start()
+    return ready
+
+
+def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:
+    """Run the daemon in this process until it is unmounted; it logs to standard error.
+
+    `ready` is called once the mount answers.  Raises what a failed start raises, OSError or ValueError.
+    """
+    # Start-up: a background start, and `import vfsd`, need neither pyfuse3 nor an engine in this process.
+    from vfsd.daemon import daemon  # noqa: PLC0415
+    from vfsd.daemon import main as daemon_process  # noqa: PLC0415
+
+    daemon_process.run(options, ready or (lambda _: None), daemon.run_daemon)
+
+
+def log_path(name: str) -> str:
+    """Where the background daemon of workspace `name` logs; the log of the one before has ".1" behind it."""
+    return os.path.join(ensure_socket_dir(), name + ".log")
+
+
+# -- the process ------------------------------------------------------------------------------------
+def _start(module: str, options_fd: int, report_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
+    # -P: the current directory, "/", is no place to import from.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(options_fd), str(report_fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=log_fd,
+        stderr=log_fd,
+        pass_fds=(options_fd, report_fd),
+        cwd="/",  # a daemon that stood in a directory would keep its file system busy
+        start_new_session=True,  # Ctrl-C and a closing terminal are not meant for it
+        env=_environment(),
+    )
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, made to hold from another directory: the same vfsd is imported."""
+    environment = interpreter.environment(os.environ)
+    entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    package_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if package_root not in installed and package_root not in entries:
+        entries.append(package_root)
+    if entries:
+        environment["PYTHONPATH"] = os.pathsep.join(entries)
+    return environment
+
+
+@contextlib.contextmanager
+def _pipe_holding(data: bytes) -> Iterator[int]:
+    """The reading end of a pipe that holds `data`, for a child to inherit."""
+    reader, writer = os.pipe()
+    try:
+        try:
+            # Paths are at most a few PATH_MAX; a pipe holds 64 KiB (pipe(7)), so this does not wait for a reader.
+            os.set_blocking(writer, False)
+            os.write(writer, data)
+        finally:
+            os.close(writer)
+        yield reader
+    finally:
+        os.close(reader)
+
+
+def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready:
+    """What the daemon says when its mount answers.  OSError when it fails, dies, or takes too long."""
+    report = _await_report(descriptor, daemon, timeout_s)
+    if isinstance(report, Failed):
+        _await_end(daemon)
+        raise report.error()
+    return report
+
+
+def _await_report(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready | Failed:
+    """What the daemon says.  OSError when it says nothing: EIO when it died, TimeoutError when it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    received = b""
+    while not received.endswith(b"\n"):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, f"the daemon did not start within {timeout_s:g} s")
+        piece = os.read(descriptor, _REPORT_MAX_BYTES)
+        if not piece:
+            raise OSError(errno.EIO, f"the daemon died while starting ({_end_of(daemon)})")
+        received += piece
+    try:
+        return decode_report(received)
+    except ValueError as error:
+        raise OSError(errno.EPROTO, f"the daemon's report is not understood: {error}") from None
+
+
+def _end_of(daemon: subprocess.Popen[bytes]) -> str:
+    status = _await_end(daemon)
+    if status is None:
+        return "it still runs, but has closed its pipe"
+    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+
+
+def _await_end(daemon: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return daemon.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
+    """End a daemon that did not get ready: gently, so that it unmounts; then without asking."""
+    try:
+        if daemon.poll() is None:
+            daemon.terminate()
+            _await_end(daemon)
+    finally:  # also on a second Ctrl-C
+        if daemon.returncode is None:
+            daemon.kill()
+            daemon.wait()
+    # Killed after it had mounted, it leaves a dead mount.  A live or foreign one is not touched, and not an error.
+    with contextlib.suppress(OSError):
+        clear_dead_mount(mountpoint)
+
+
+# -- the log ----------------------------------------------------------------------------------------
+def _open_log(path: str) -> tuple[int, bool]:
+    """A descriptor to append to the log, emptied, and whether it is ours; what was in it is kept once, as ".1".
+
+    The daemon inherits the lock on it for its life: the log of a workspace that runs is not moved away by a
+    second start of that name, which the daemon is going to refuse.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = open_regular(path, flags)
+    if not _lock(descriptor):
+        return descriptor, False
+    if os.fstat(descriptor).st_size == 0:
+        return descriptor, True
+    os.replace(path, path + ".1")
+    os.close(descriptor)
+    descriptor = open_regular(path, flags)
+    return descriptor, _lock(descriptor)
+
+
+def _remove_idle_log(path: str, descriptor: int) -> None:
+    """Take away the log of a start that failed, if it tells no more than the starter was told: its one line.
+
+    The log of the workspace before it takes its place again.
+    """
+    with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
+        if file.read().count(b"\n") > 1 or not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
+            return
+        try:
+            os.replace(path + ".1", path)
+        except FileNotFoundError:
+            os.unlink(path)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _quote_log(error: OSError, path: str, start: int) -> None:
+    """Note the log's last lines on `error`, from offset `start` on."""
+    with open(open_regular(path), "rb") as file:
+        file.seek(start)
+        lines = collections.deque((line.decode("utf-8", "replace").rstrip() for line in file), LOG_LINES_QUOTED)
+    error.add_note(f"the log is {path}" + ("; it ends:" if lines else ", and empty"))
+    for line in lines:
+        error.add_note("  " + line)

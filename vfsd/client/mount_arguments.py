@@ -1,0 +1,124 @@
+"""What a caller asks for, checked: the options of a mount to be made, or a workspace that runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+
+from vfsd.client.paths import current_directory
+from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
+from vfsd.wire.option_rules import BACKENDS, OptionError, check_options
+from vfsd.wire.options import EngineChoice, MountOptions, TransportChoice
+
+__all__ = ["FilePath", "MountArguments", "check_backend", "mount_options", "running_workspace"]
+
+FilePath: TypeAlias = str | os.PathLike[str]
+
+# What follows the colon of each kind of backend but memory.
+_ARGUMENTS: Final = {
+    "host": "a directory",
+    "overlay": "a directory",
+    "container": "a container's name",
+    "image": "an image's name",
+}
+_OF_DIRECTORIES: Final = frozenset({"host", "overlay"})
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for what is no backend."""
+    kind, _, argument = backend.partition(":")
+    if backend == "memory":
+        return
+    if kind not in _ARGUMENTS:
+        raise ValueError(f"{backend!r} is not one of {', '.join(BACKENDS.values())}")
+    if not argument:
+        raise ValueError(f"{backend!r} lacks {_ARGUMENTS[kind]} after the colon")
+
+
+def _host_directory(directory: str, mountpoint: str) -> str:
+    """`directory`, absolute.  OSError where it is none, ValueError where a mount at `mountpoint` would show itself."""
+    place = os.path.abspath(directory)
+    if not os.path.isdir(place):
+        code = errno.ENOTDIR if os.path.lexists(place) else errno.ENOENT
+        raise OSError(code, "there is no such directory to serve" if code == errno.ENOENT else "not a directory", place)
+    real, real_mountpoint = os.path.realpath(place), os.path.realpath(mountpoint)
+    if real == real_mountpoint:
+        raise ValueError(f"{place} cannot be served at itself: mount it at another directory")
+    for inner, outer, what in (
+        (real_mountpoint, real, f"the mountpoint {mountpoint} is inside {place}, which it would show"),
+        (real, real_mountpoint, f"{place} is inside the mountpoint {mountpoint}, which would hide it"),
+    ):
+        if os.path.commonpath((inner, outer)) == outer:
+            raise ValueError(what)
+    return place
+
+
+class MountArguments(TypedDict, total=False):
+    """What `mount_options` takes beside mountpoint and backend.  `MountOptions` says what each means without it."""
+
+    name: str | None
+    engine: EngineChoice
+    archive: FilePath | None
+    max_bytes: int | None
+    max_inodes: int | None
+    max_memory: int | None
+    read_only: bool
+    allow_other: bool
+    cache_timeout_s: float | None
+    xattrs: bool
+    include: Sequence[str]
+    exclude: Sequence[str]
+    exec_on_host: bool
+    store: FilePath | None
+    sandbox: str | None
+    snapshot_each: bool
+    podman_url: str | None
+    workdir: str | None
+    transport: TransportChoice
+    network: str | None
+    pids_limit: int | None
+    memory_bytes: int | None
+    log_level: Literal["debug", "info", "warning", "error"]
+    log_format: Literal["text", "json", "journal"]
+
+
+def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
+    """The options of a mount at `mountpoint`; without a `name`, one made from its last part.
+
+    ValueError for a value that makes no sense (OptionError, where it is an option's), TypeError for an argument that
+    there is not, OSError for a directory that cannot be served.
+    """
+    check_backend(backend)
+    if not os.fspath(mountpoint):
+        raise ValueError("the mountpoint is an empty string")  # not where the caller stands
+    place = os.path.abspath(mountpoint)
+    kind, _, argument = backend.partition(":")
+    if kind in _OF_DIRECTORIES:
+        backend = f"{kind}:{_host_directory(argument, place)}"
+    given: dict[str, Any] = dict(arguments)
+    if given.get("name") is None:
+        given["name"] = unique_name(place)
+    for name in ("archive", "store"):
+        if given.get(name) is not None:
+            if not os.fspath(given[name]):
+                raise OptionError(f"{{{name}}} is an empty string")
+            given[name] = os.path.abspath(given[name])
+    for name in ("include", "exclude"):
+        given[name] = tuple(given.get(name, ()))
+    options = MountOptions(mountpoint=place, backend=backend, **given)
+    check_options(options)
+    return options
+
+
+def running_workspace(selector: str | None = None) -> WorkspaceRecord:
+    """The workspace that `selector` (a name, or a path in it) means.
+
+    None picks $VFSD_WORKSPACE, else the one that the current directory is in, else the only one running.
+    FileNotFoundError, whose text says what there is, where none is meant.
+    """
+    try:
+        return find_workspace(selector, os.fsdecode(current_directory()))
+    except WorkspaceNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, str(error)) from None

@@ -1,0 +1,201 @@
+"""The `exec` methods: a command whose output its client watches, and whose input it types.
+
+Threading: handlers run on the serving loop.  A session lasts as long as its `exec` call; when that call's client
+goes away the call is cancelled, and with it the command.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import trio
+
+from protocol.execution.executor import Command, Terminal
+from protocol.paths import decode, normalise
+from vfsd.daemon.control.call_context import Call, Handler, InvalidParamsError
+from vfsd.daemon.exec.place import Process, Stream
+from vfsd.daemon.exec.running import Commands, Limits
+from vfsd.wire.exec_messages import (
+    OUTPUT,
+    STARTED,
+    ExecEnded,
+    ExecInputParams,
+    ExecMoreParams,
+    ExecOutput,
+    ExecParams,
+    ExecResizeParams,
+    ExecSignalParams,
+    ExecStarted,
+    Nothing,
+    TerminalSize,
+    cost,
+)
+from vfsd.wire.messages import from_wire_path
+
+__all__ = ["ExecMethods", "command_words"]
+
+SESSIONS_AT_ONCE: Final = 64
+
+
+class ExecMethods:
+    """The `exec` verbs of one workspace."""
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self._sessions: dict[str, _Session] = {}
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handler of each method of `exec_messages.EXEC_METHODS`."""
+        return {
+            "exec": self._exec,
+            "exec.input": self._input,
+            "exec.more": self._more,
+            "exec.signal": self._signal,
+            "exec.resize": self._resize,
+        }
+
+    async def _exec(self, params: ExecParams, call: Call) -> ExecEnded:
+        if len(self._sessions) >= SESSIONS_AT_ONCE:
+            raise OSError(errno.EAGAIN, f"{SESSIONS_AT_ONCE} commands run in this workspace already; try again")
+        command = Command(
+            argv=command_words(params.argv),
+            cwd=_directory(params.cwd),
+            env=params.env,
+            user=params.user,
+            terminal=_terminal(params.terminal),
+            has_input=params.input,
+        )
+        name, session = secrets.token_hex(8), _Session(call, params.window_bytes, has_input=params.input)
+        self._sessions[name] = session
+        try:
+            await call.notify(STARTED, ExecStarted(call.request_id, name))
+            ended = await self._commands.run(
+                command,
+                Limits(params.timeout_s, params.output_limit_bytes),
+                on_output=session.pass_on,
+                feed=session.feed,
+            )
+        finally:
+            del self._sessions[name]
+            session.end()
+        return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot, ended.snapshot_error)
+
+    async def _input(self, params: ExecInputParams, _call: Call) -> Nothing:
+        await self._session(params.session).take_input(params.data, end=params.end)
+        return Nothing()
+
+    async def _more(self, params: ExecMoreParams, _call: Call) -> Nothing:
+        self._session(params.session).more(params.taken_bytes)
+        return Nothing()
+
+    async def _signal(self, params: ExecSignalParams, _call: Call) -> Nothing:
+        try:
+            number = signal.Signals[f"SIG{params.signal.removeprefix('SIG')}"]
+        except KeyError:
+            raise InvalidParamsError(f"no such signal: {params.signal!r}") from None
+        await self._session(params.session).when_started(lambda process: process.signal(number))
+        return Nothing()
+
+    async def _resize(self, params: ExecResizeParams, _call: Call) -> Nothing:
+        size = Terminal(params.size.rows, params.size.columns)
+        await self._session(params.session).when_started(lambda process: process.resize(size))
+        return Nothing()
+
+    def _session(self, name: str) -> _Session:
+        session = self._sessions.get(name)
+        if session is None:
+            raise _ended()
+        return session
+
+
+class _Session:
+    """What the client of a running command may do to it."""
+
+    def __init__(self, call: Call, window_bytes: int, *, has_input: bool) -> None:
+        self._call = call
+        self._window_bytes = window_bytes
+        self._room_bytes = window_bytes
+        self._has_room = trio.Event()
+        self._has_input = has_input
+        self._input_ended = False
+        self._input_lock = trio.Lock()
+        self._process: Process | None = None
+        self._started = trio.Event()
+
+    # -- for `Commands` ----------------------------------------------------------------------------------
+    async def feed(self, process: Process) -> None:
+        """Make the process known; its input comes by `take_input`."""
+        self._process = process
+        self._started.set()
+        if not self._has_input:
+            await process.end_input()
+
+    async def pass_on(self, stream: Stream, data: bytes) -> None:
+        """Send output as far as there is room for it."""
+        left = memoryview(data)
+        while left:
+            while self._room_bytes <= 0:
+                self._has_room = trio.Event()
+                await self._has_room.wait()
+            piece = bytes(left[: self._room_bytes])
+            left = left[len(piece) :]
+            self._room_bytes -= cost(piece)
+            await self._call.notify(OUTPUT, ExecOutput(self._call.request_id, stream, piece))
+
+    # -- for the client ----------------------------------------------------------------------------------
+    def more(self, taken_bytes: int) -> None:
+        """Output that cost so much is done with."""
+        # Never more than what was asked for at first, whatever a client says it has taken.
+        self._room_bytes = min(self._window_bytes, self._room_bytes + taken_bytes)
+        self._has_room.set()
+
+    async def take_input(self, data: bytes, *, end: bool) -> None:
+        """Give the process input, in the order of the calls.  BrokenPipeError once it reads no more."""
+        async with self._input_lock:
+            if self._input_ended or not self._has_input:
+                raise BrokenPipeError(errno.EPIPE, "the command's input has ended, or it never had any")
+            if data:
+                await self.when_started(lambda process: process.send(data))
+            if end:
+                self._input_ended = True
+                await self.when_started(lambda process: process.end_input())
+
+    async def when_started(self, act: Callable[[Process], Awaitable[None]]) -> None:
+        """Have `act` on the process, once there is one.  ProcessLookupError when it has ended."""
+        await self._started.wait()
+        if self._process is None:
+            raise _ended()
+        await act(self._process)
+
+    def end(self) -> None:
+        """It has ended, or could not be started."""
+        self._process = None
+        self._started.set()
+
+
+def _ended() -> ProcessLookupError:
+    return ProcessLookupError(errno.ESRCH, "that command has ended")
+
+
+def command_words(words: list[str]) -> list[str]:
+    """The words of a command from the wire."""
+    try:
+        return [os.fsdecode(from_wire_path(word)) for word in words]
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _directory(wire: str) -> str:
+    try:
+        return normalise(decode(from_wire_path(wire)))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _terminal(size: TerminalSize | None) -> Terminal | None:
+    return None if size is None else Terminal(size.rows, size.columns)

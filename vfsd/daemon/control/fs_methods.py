@@ -1,0 +1,410 @@
+"""The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
+
+Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
+responsive whatever is read or searched.  Clients take turns (`vfsd.daemon.control.turns`), and what grows with the answer is
+done in slices, each of which first checks whether somebody still waits.  What writes is one
+step on the serving loop: the tool's function, over the volume, in `MemoryVolume.changes`; nothing in it awaits.  The
+caller is answered when the kernel knows of it.
+Over a backend without immutable trees both work on the mount itself, in a worker thread.
+
+What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
+the dirty pages of a shared mapping, which the kernel writes when it sees fit: the calls here do not wait for
+them (`Served.settle` is a syncfs(2) of the whole mount, for each call of an agent); a snapshot does.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, Final, TypeVar
+
+import msgspec
+import trio
+
+from protocol.adapters.host import HostFilesystem
+from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
+from protocol.adapters.path_filesystem.tree_files import TreeStore
+from protocol.adapters.volume import VolumeFilesystem
+from protocol.backends.memory import MemoryVolume
+from protocol.execution.executor import Command
+from protocol.filesystem import Filesystem
+from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
+from protocol.search.walk import KeepGoing, go_on
+from protocol.tools import TOOLS, ToolContext
+from protocol.tools.files import EditFileParams, Entry, RmParams, entries_of, entry_of, write_bytes
+from protocol.tools.search import GlobParams, GrepParams
+from protocol.types import DEFAULT_READ_LINES
+from vfsd.daemon.control.call_context import Call, Encoded, Handler, InvalidParamsError
+from vfsd.daemon.control.exec_methods import command_words
+from vfsd.daemon.control.turns import Slices, Turns
+from vfsd.daemon.exec.place import Stream
+from vfsd.daemon.exec.running import Commands, Limits, given
+from vfsd.daemon.mounted_volume import Served
+from vfsd.wire.fs_messages import (
+    FsEditParams,
+    FsEditResult,
+    FsEntry,
+    FsExecParams,
+    FsExecResult,
+    FsGlobParams,
+    FsGlobResult,
+    FsGrepParams,
+    FsGrepResult,
+    FsLsParams,
+    FsLsResult,
+    FsMatch,
+    FsReadParams,
+    FsReadResult,
+    FsRmParams,
+    FsRmResult,
+    FsStatParams,
+    FsUnreadable,
+    FsWriteParams,
+    FsWriteResult,
+)
+from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.options import MountOptions
+
+__all__ = ["FsMethods"]
+
+COMMANDS_AT_ONCE: Final = 16  # of all clients; the next waits
+_LISTED_QUICKLY: Final = 1_000  # entries; a longer listing is a search
+_SLICE: Final = 256  # entries of an answer that are encoded at once: less than a millisecond
+_ANSWER_BYTES: Final = 16 << 20  # of an encoded list; what is left out makes it "truncated"
+
+T = TypeVar("T")
+
+
+class FsMethods:
+    """The `fs.` verbs of one workspace."""
+
+    def __init__(self, served: Served, options: MountOptions, commands: Commands) -> None:
+        self._served = served
+        self._options = options
+        self._commands = commands
+        self._at_once = trio.Semaphore(COMMANDS_AT_ONCE)
+        # Apart, so that a look at a file does not wait for searches.
+        self._quick = Turns(2)
+        self._searches = Turns(2)
+        self._slices = Slices()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handler of each method of `fs_messages.FS_METHODS`."""
+        methods: dict[str, Handler] = {
+            "fs.ls": self._ls,
+            "fs.stat": self._stat,
+            "fs.read": self._read,
+            "fs.write": self._write,
+            "fs.edit": self._edit,
+            "fs.glob": self._glob,
+            "fs.grep": self._grep,
+            "fs.rm": self._rm,
+            "fs.exec": self._exec,
+        }
+        return {name: _failing_with_errno(method) for name, method in methods.items()}
+
+    # -- reading: in a thread, on a tree -------------------------------------------------------------
+    async def _ls(self, params: FsLsParams, call: Call) -> Encoded:
+        turns = self._quick if params.limit <= _LISTED_QUICKLY else self._searches
+        return await self._looking(_list, params, call, turns)
+
+    async def _stat(self, params: FsStatParams, call: Call) -> FsEntry:
+        return _entry(await self._looking(_stat, _path(params.path), call, self._quick))
+
+    async def _read(self, params: FsReadParams, call: Call) -> FsReadResult:
+        content, page = await self._looking(_read, params, call, self._quick)
+        self._quick.hold(call, len(content))
+        await call.output(content)
+        return page
+
+    async def _glob(self, params: FsGlobParams, call: Call) -> Encoded:
+        return await self._looking(_find_files, params, call, self._searches)
+
+    async def _grep(self, params: FsGrepParams, call: Call) -> Encoded:
+        return await self._looking(_find_lines, params, call, self._searches)
+
+    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call, turns: Turns) -> T:
+        """`look` in a worker thread, at the state when it is the client's turn, while somebody waits for the answer."""
+        async with turns.turn(call):
+            found = await self._looked(functools.partial(look, wanted), call, turns.threads)
+        if isinstance(found, Encoded):
+            turns.hold(call, sum(map(len, found)))
+        return found
+
+    async def _looked(self, look: Callable[[ToolContext], T], call: Call, threads: trio.CapacityLimiter) -> T:
+        volume = self._snapshotable()
+        if volume is None:
+            return await self._on_mount(look, call.raise_if_cancelled, threads)
+        root = self._options.mountpoint
+
+        def run() -> T:
+            with self._slices.computing(call.raise_if_cancelled) as keep_going:
+                files = StoreFilesystem(TreeStore(tree, root=root, keep_going=keep_going))
+                return look(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
+
+        with volume.tree() as tree:
+            # Waited for also when cancelled: the tree is the thread's until it is done.
+            return await trio.to_thread.run_sync(run, limiter=threads)
+
+    # -- changing: one step on the loop --------------------------------------------------------------
+    async def _write(self, params: FsWriteParams, call: Call) -> FsWriteResult:
+        content = params.content
+        if (content is None) == (params.source is None):
+            raise InvalidParamsError("fs.write takes one of: content, source")
+        if content is None:
+            assert params.source is not None
+            content = await trio.to_thread.run_sync(_source, params.source)
+        write = functools.partial(
+            write_bytes,
+            _path(params.path),
+            content,
+            mode=params.mode,
+            create_parents=params.create_parents,
+        )
+        written = await self._changing(write, call)
+        return FsWriteResult(_wire(written.path), written.bytes_written, written.mode)
+
+    async def _edit(self, params: FsEditParams, call: Call) -> FsEditResult:
+        wanted = EditFileParams(
+            path=_path(params.path),
+            old_text=params.old_text,
+            new_text=params.new_text,
+            replace_all=params.replace_all,
+        )
+        edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted), call)
+        return FsEditResult(_wire(edited.path), edited.replacements, edited.bytes_written)
+
+    async def _rm(self, params: FsRmParams, call: Call) -> FsRmResult:
+        wanted = RmParams(path=_path(params.path), recursive=params.recursive)
+        removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted), call)
+        return FsRmResult(_wire(removed.path), removed.deleted)
+
+    async def _changing(self, change: Callable[[ToolContext], T], call: Call) -> T:
+        """`change`, all of it or nothing; the kernel knows of it when this returns."""
+        volume = self._snapshotable()
+        if volume is None:
+            async with self._served.changing:
+                call.commit()
+                return await self._on_mount(change, go_on)
+        context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
+        async with self._served.changing:
+            call.commit()
+            with volume.changes() as made:
+                result = change(context)
+            await self._served.changed(made.coherence)
+        return result
+
+    def _snapshotable(self) -> MemoryVolume | None:
+        volume = self._served.volume
+        return volume if isinstance(volume, MemoryVolume) else None
+
+    async def _on_mount(
+        self, work: Callable[[ToolContext], T], keep_going: KeepGoing, threads: trio.CapacityLimiter | None = None
+    ) -> T:
+        """`work` on the mount, in a worker thread, as any program would: so the kernel knows of it at once.
+
+        Each of its system calls is a step of its own, and others' may come in between.
+        """
+        place, read_only = self._options.mountpoint, self._options.read_only
+
+        def run() -> T:
+            return work(ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
+
+        with self._served.visiting():
+            return await trio.to_thread.run_sync(run, limiter=threads)
+
+    # -- commands --------------------------------------------------------------------------------------
+    async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
+        command = Command(
+            command_words(params.argv),
+            cwd=normalise(_path(params.cwd)),
+            env=params.env,
+            has_input=bool(params.stdin),
+        )
+        collected: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+
+        async def collect(stream: Stream, data: bytes) -> None:
+            collected[stream] += data
+
+        async with self._at_once:
+            done = await self._commands.run(
+                command,
+                Limits(params.timeout_s, params.output_limit_bytes),
+                on_output=collect,
+                feed=given(params.stdin),
+            )
+        return FsExecResult(
+            done.exit_status,
+            bytes(collected["stdout"]),
+            bytes(collected["stderr"]),
+            done.timed_out,
+            done.truncated,
+            done.snapshot,
+        )
+
+
+# -- what runs in a worker thread ----------------------------------------------------------------------
+def _list(params: FsLsParams, context: ToolContext) -> Encoded:
+    path = _path(params.path)
+    entries = (_entry(entry) for entry in entries_of(path, context))
+    return _encoded_list(FsLsResult(_wire(normalise(path)), []), "entries", entries, params.limit, context.keep_going)
+
+
+def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
+    wanted = GlobParams(
+        pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
+    )
+    found = TOOLS["glob"].run(wanted, context)
+    paths = (_wire(path) for path in found.paths)
+    return _encoded_list(FsGlobResult([], found.truncated), "paths", paths, params.limit, context.keep_going)
+
+
+def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
+    wanted = GrepParams(
+        pattern=params.pattern,
+        path=_path(params.path),
+        glob=params.glob,
+        limit=params.limit,
+        ignore_case=params.ignore_case,
+        everything=params.everything,
+    )
+    found = TOOLS["grep"].run(wanted, context)
+    matches = (
+        FsMatch(
+            path=_wire(match.path),
+            line_number=match.line_number,
+            line=match.line,
+            match_start=match.match_start,
+            match_end=match.match_end,
+        )
+        for match in found.matches
+    )
+    unreadable = [FsUnreadable(_wire(each.path), each.reason) for each in found.unreadable]
+    result = FsGrepResult([], found.truncated, unreadable, found.unreadable_count)
+    return _encoded_list(result, "matches", matches, params.limit, context.keep_going)
+
+
+def _encoded_list(
+    result: FsLsResult | FsGlobResult | FsGrepResult, key: str, values: Iterable[object], limit: int, go_on: KeepGoing
+) -> Encoded:
+    """`result` with up to `limit` of `values` as its list `key`, encoded in slices; "truncated" if some are left.
+
+    The encoder holds the interpreter lock while it works: with 20,000 entries at once the mount would wait for it.
+    """
+    left, pieces, size = iter(values), Encoded(), 0
+    while limit > 0 and size < _ANSWER_BYTES:
+        go_on()
+        some = list(itertools.islice(left, min(limit, _SLICE)))
+        if not some:
+            break
+        piece = msgspec.json.encode(some)[1:-1]
+        pieces += [b",", piece] if pieces else [piece]
+        limit -= len(some)
+        size += len(piece)
+    result.truncated = result.truncated or next(left, None) is not None
+    head, _, tail = msgspec.json.encode(result).partition(b'"%s":[]' % key.encode())
+    return Encoded([head, b'"%s":[' % key.encode(), *pieces, b"]", tail])
+
+
+def _stat(path: str, context: ToolContext) -> Entry:
+    try:
+        return entry_of(context.filesystem.stat(path))
+    except FileNotFoundError:
+        # A symlink that leads nowhere is there all the same.
+        assert context.tree is not None
+        with context.tree() as tree:
+            entry = tree.entry(encode(path))
+        if not entry.is_symlink:
+            raise
+        return Entry(path=path, type="symlink", size_bytes=entry.size, mode=stat.S_IMODE(entry.mode), is_symlink=True)
+
+
+def _read(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
+    filesystem, path = context.filesystem, _path(params.path)
+    if not params.as_bytes:
+        try:
+            return _read_lines(filesystem, path, params)
+        except ValueError as error:
+            if not isinstance(error.__cause__, UnicodeDecodeError):
+                raise
+            if params.offset or params.limit is not None:
+                raise ValueError(f"{path} is no text, so it has no lines: read it as bytes") from None
+    page = filesystem.read_bytes(path, offset=params.offset, limit=params.limit)
+    result = FsReadResult(_wire(page.path), "bytes", page.offset, page.limit, page.size_bytes, page.truncated)
+    return page.content, result
+
+
+def _read_lines(filesystem: Filesystem, path: str, params: FsReadParams) -> tuple[bytes, FsReadResult]:
+    limit = DEFAULT_READ_LINES if params.limit is None else params.limit
+    page = filesystem.read(path, offset=params.offset, limit=limit)
+    result = FsReadResult(_wire(page.path), "lines", page.offset, page.limit, page.total_lines, page.truncated)
+    return page.content.encode(), result
+
+
+def _source(wire: str) -> bytes:
+    """The content of a file of the host that is to be written."""
+    path = _text(wire)
+    if not os.path.isabs(path):
+        raise InvalidParamsError(f"not an absolute path: {wire!r}")
+    # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        limit = DEFAULT_LIMITS.write_bytes
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"a write is limited to {limit} bytes")
+    return content
+
+
+# -- to and from the wire --------------------------------------------------------------------------------
+def _failing_with_errno(handler: Handler) -> Handler:
+    """`handler`, whose ValueErrors are the caller's to know, as an operation that failed (EINVAL)."""
+
+    @functools.wraps(handler)
+    async def answer(params: Any, call: Call) -> Any:
+        try:
+            return await handler(params, call)
+        except InvalidParamsError:
+            raise
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
+
+    return answer
+
+
+def _text(wire: str) -> str:
+    try:
+        return os.fsdecode(from_wire_path(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _path(wire: str) -> str:
+    """A wire path as a Filesystem takes it."""
+    try:
+        return decode(from_wire_path(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def _wire(path: str) -> str:
+    return wire_path(encode(path))
+
+
+def _entry(entry: Entry) -> FsEntry:
+    return FsEntry(
+        path=_wire(entry.path),
+        type=entry.type,
+        size_bytes=entry.size_bytes,
+        mode=f"{entry.mode:04o}",
+        modified_at=None if entry.modified_at is None else entry.modified_at.isoformat(),
+        is_symlink=entry.is_symlink,
+    )

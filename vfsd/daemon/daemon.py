@@ -1,0 +1,308 @@
+"""The daemon: backend, engine, control socket and signals put together, from mount to unmount.
+
+Threading: everything runs on one trio loop; blocking calls (unmounting, reading an archive, asking the
+mount) go to worker threads, because the mount that they may touch is served by the loop.
+
+Order of a start, each step undone when a later one fails: what a dead daemon left is cleared, the archive
+is read, the mount is made, the name's socket is bound (two daemons of one name cannot both get there),
+the engine serves, the mount answers, the record is written, the starter is told.  Order of an end: the file
+system is unmounted (after a signal, by the control socket or by anyone else), the engine returns, an
+unmount that came by the socket is answered, socket and record go.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+import vfsd
+from protocol.linux.regular_file import open_regular
+from vfsd.daemon import interpreter
+from vfsd.daemon.backends import Backend, open_backend
+from vfsd.daemon.control.methods import Methods
+from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.exec.choice import choose_place
+from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.snapshot_each import SnapshotEach
+from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.sd_notify import Notifier
+from vfsd.daemon.snapshots import open_snapshots
+from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.choice import mount_engine
+from vfsd.kernel.inotify_replay import Replay
+from vfsd.kernel.invalidation import tell_kernel
+from vfsd.machine import mounts, runtime
+from vfsd.machine.logs import log_failure
+from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire.handshake import Ready
+
+if TYPE_CHECKING:
+    from vfsd.kernel.engines.base import Engine
+    from vfsd.wire.options import MountOptions
+
+__all__ = ["run_daemon"]
+
+_logger = logging.getLogger(__name__)
+
+# What programs that hold a busy mount get, after a signal, before the daemon goes all the same.
+_LINGER_S: Final = 5.0
+_ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
+_ANSWER_POLL_S: Final = 0.01
+_TIDY_S: Final = 1.0
+_LOST: Final = "what was in that workspace, snapshots too, is lost"
+
+
+async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+    """Mount a workspace and serve it until it is unmounted; `ready` is called when the mount answers.
+
+    Raises what kept it from starting, with nothing left behind: OSError, ArchiveError, ValueError.
+    """
+    interpreter.set_up()
+    # Before the archive is read, which may take minutes, and once more when no other start can come between.
+    recovered = await trio.to_thread.run_sync(_recover, options)
+    backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+    settings = EngineSettings(
+        options.mountpoint,
+        options.name,
+        read_only=options.read_only,
+        allow_other=options.allow_other,
+        cache_timeout_s=backend.cache_timeout_s,
+        xattrs=options.xattrs,
+    )
+    replay = Replay(backend.volume, options.mountpoint)
+    try:
+        with _alone():
+            recovered = _recover(options) or recovered
+            engine = mount_engine(options.engine, backend.volume, settings, replay)
+    except BaseException:
+        backend.close()  # a container that was made for it
+        raise
+    daemon = _Daemon(options, engine, backend, replay)
+    try:
+        await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
+    finally:
+        # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and says so: on the
+        # bare directory programs would go on as if nothing was lost, and a sync job take the emptiness for truth.
+        if not daemon.crashed:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(engine.unmount)
+        backend.close()
+
+
+class _Daemon:
+    """A mounted workspace while it is served."""
+
+    def __init__(self, options: MountOptions, engine: Engine, backend: Backend, replay: Replay) -> None:
+        self._options = options
+        self._engine = engine
+        self._backend = backend
+        self._replay = replay
+        self._notifier = Notifier.from_environment()
+        self._commands = Commands(options.name)
+        self._served = trio.Event()
+        self._answers = False
+        self._unmounted = False
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it ended while the mount was there and answered."""
+        return self._answers and not self._unmounted
+
+    async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
+        """Serve until the file system is unmounted."""
+        options = self._options
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        socket = runtime.socket_path(options.name)
+        record: WorkspaceRecord | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                container = None if self._backend.container is None else self._backend.container.connection
+                if container is not None:
+                    await nursery.start(container.attend, functools.partial(tell_kernel, self._engine))
+                volume, engine, place = self._backend.volume, self._engine, options.mountpoint
+                served = Served(volume, engine, self._replay, place, nursery, container)
+                snapshots = open_snapshots(served, self._backend.stored)
+                runs_at = choose_place(options, self._backend.container)
+                each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
+                self._commands = commands = Commands(options.name, place=runs_at, take_snapshot=each)
+                methods = Methods(served, snapshots, options, started_at, commands)
+                await nursery.start(ControlServer(socket, methods.handlers()).serve)
+                await nursery.start(self._handle_signals, served)
+                nursery.start_soon(self._feed_watchdog)
+                nursery.start_soon(self._tidy)
+                nursery.start_soon(self._serve, methods, nursery)
+                # The loop must be serving already: this asks it.
+                await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
+                await nursery.start(commands.attend)
+                record = self._record(socket, started_at)
+                runtime.write_record(record)
+                # Raises when the starter is gone; until then the mount is undone, not left as after a crash.
+                ready(Ready(options.name, options.mountpoint, socket, os.getpid(), self._engine.name, recovered))
+                self._answers = True
+                self._notifier.ready(f"serving {options.mountpoint}")
+                _logger.info(
+                    "mounted, served by the %s engine", self._engine.name,
+                    extra={"operation": "mount", "path": options.mountpoint},
+                )  # fmt: skip
+        except* (OSError, ValueError) as group:
+            raise _first(group) from None
+        finally:
+            if not self.crashed:
+                await self._leave()
+            if record is not None and not self.crashed:
+                runtime.remove_record(record)
+
+    async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
+        """Answer the kernel until the file system is unmounted; then end everything else."""
+        try:
+            await self._engine.serve()
+        finally:
+            self._served.set()
+        self._unmounted = True
+        _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.mountpoint})
+        self._notifier.stopping()
+        with trio.move_on_after(_ANSWER_S):
+            while methods.answering_unmount:
+                await trio.sleep(_ANSWER_POLL_S)
+        nursery.cancel_scope.cancel()
+
+    def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
+        pid = os.getpid()
+        return WorkspaceRecord(
+            name=self._options.name,
+            mountpoint=self._options.mountpoint,
+            pid=pid,
+            pid_start_ticks=runtime.process_start_ticks(pid) or 0,
+            backend=self._options.backend,
+            started_at=started_at,
+            version=vfsd.__version__,
+            socket=socket,
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+    async def _handle_signals(
+        self, served: Served, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            async with trio.open_nursery() as nursery:
+                async for number in signals:
+                    _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
+                    if nursery.child_tasks:
+                        _logger.warning("asked again: ending at once", extra={"operation": "unmount"})
+                        self._engine.stop()
+                        return
+                    nursery.start_soon(self._unmount, served)
+
+    async def _unmount(self, served: Served) -> None:
+        """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
+        self._notifier.stopping("unmounting")
+        place = self._options.mountpoint
+        await served.left()
+        await self._leave()
+        try:
+            # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.
+            await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)
+        except OSError as error:
+            # A busy one's error names who holds it.
+            log_failure(_logger, "unmount", error, path=place, level=logging.WARNING)
+            await self._detach()
+        with trio.move_on_after(_LINGER_S):
+            await self._served.wait()
+        if not self._served.is_set():
+            _logger.warning(
+                "programs were given %g s to finish; ending without them", _LINGER_S,
+                extra={"operation": "unmount", "path": place},
+            )  # fmt: skip
+            self._engine.stop()
+        await trio.sleep_forever()  # `_serve` ends everything
+
+    async def _leave(self) -> None:
+        """Have what runs commands let go of the mount."""
+        try:
+            with trio.CancelScope(shield=True):
+                await self._commands.leave()
+        except OSError as error:
+            log_failure(_logger, "removing the sandbox", error, level=logging.WARNING)
+
+    async def _detach(self) -> None:
+        place = self._options.mountpoint
+        detach = functools.partial(mounts.unmount, place, lazy=True)
+        try:
+            await trio.to_thread.run_sync(detach, abandon_on_cancel=True)
+        except OSError as error:
+            log_failure(_logger, "unmount --lazy", error, path=place)
+        else:
+            _logger.info("detached lazily", extra={"operation": "unmount", "path": place})
+
+    async def _tidy(self) -> None:
+        """Let the backend put away what it has kept for the last calls."""
+        while True:
+            await trio.sleep(_TIDY_S)
+            self._backend.tidy()
+
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd that the loop turns."""
+        interval_s = self._notifier.watchdog_interval_s
+        if interval_s is None:
+            return
+        while True:
+            self._notifier.watchdog()
+            await trio.sleep(interval_s)
+
+
+def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:
+    """The first error of a group: a start fails for one reason, and its caller is told that."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, OSError | ValueError)
+    return error
+
+
+def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:
+    """Progress of the archive that a start reads: it stops when the start is cancelled."""
+    trio.from_thread.check_cancelled()
+
+
+# -- the start ---------------------------------------------------------------------------------------
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other daemon of this user's checks a mountpoint, or mounts, meanwhile: both would find it free."""
+    path = os.path.join(runtime.ensure_socket_dir(), ".starting")
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _recover(options: MountOptions) -> str | None:
+    """Make sure that name and mountpoint are free; clear what a dead daemon left there, and say what that was.
+
+    FileExistsError for a name in use; else as `mounts.check_mountpoint`.
+    """
+    left = runtime.read_records()
+    for record in left:
+        if record.name == options.name and record.alive:
+            reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
+            raise FileExistsError(errno.EEXIST, reason)
+    dead = mounts.check_mountpoint(options.mountpoint)
+    if dead is None:
+        return None
+    mounts.clear_dead_mount(options.mountpoint)
+    mounts.check_mountpoint(options.mountpoint)
+    costs = [record.what_a_death_costs for record in left if record.mountpoint == options.mountpoint]
+    return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"

@@ -1,0 +1,232 @@
+"""What a volume answers, as the bytes of a reply."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import struct
+from collections.abc import Callable, Iterable
+from struct import Struct
+from typing import Final
+
+from protocol.volume import Attributes, Buffer, StatFs
+from vfsd.kernel.engines.native import wire
+
+__all__ = ["NO_CACHE", "Entry", "Message", "Replies", "Validity", "dirents"]
+
+# A reply: one buffer, or several that are written together.
+Message = bytes | tuple[Buffer, ...]
+Entry = tuple[bytes, int, int, int]  # what `protocol.volume.DirectoryEntry` has, named or not
+
+# st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
+BLOCK_SIZE: Final = 128 * 1024
+_SECOND: Final = 1_000_000_000
+_pack_header: Final = wire.FUSE_OUT_HEADER.pack
+_HEADER_BYTES: Final = wire.OUT_HEADER_BYTES
+_BLKSIZE_AND_FLAGS: Final = struct.pack("=II", BLOCK_SIZE, 0)
+_pack_entry: Final = wire.ENTRY_REPLY.pack
+_ENTRY_HEADER: Final = struct.pack("=Ii", wire.ENTRY_REPLY.size, 0)
+_pack_attributes: Final = wire.ATTR_REPLY.pack
+_ATTR_HEADER: Final = struct.pack("=Ii", wire.ATTR_REPLY.size, 0)
+_STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
+
+
+class Validity:
+    """For how long the kernel may keep a name or attributes: whole seconds and nanoseconds."""
+
+    __slots__ = ("forever", "nanoseconds", "seconds")
+
+    # 68 years.  The kernel turns seconds into jiffies and clamps; this is far from its limits on any HZ.
+    FOREVER_S: Final = 2**31
+
+    def __init__(self, timeout_s: float) -> None:
+        self.forever = timeout_s >= self.FOREVER_S
+        if self.forever:
+            self.seconds, self.nanoseconds = self.FOREVER_S, 0
+        else:
+            self.seconds = int(timeout_s)
+            self.nanoseconds = int((timeout_s - self.seconds) * _SECOND)
+
+
+NO_CACHE: Final = Validity(0)
+
+
+class Replies:
+    """Packs answers.  Each method takes the request's `unique` and the answer, and returns the whole message."""
+
+    def __init__(self, validity: Validity) -> None:
+        self._seconds = validity.seconds
+        self._nanoseconds = validity.nanoseconds
+        # Absence is kept only where nobody but us can end it.
+        if validity.forever:
+            size, error = wire.ENTRY_REPLY.size, 0
+            self._absent_body = wire.FUSE_ENTRY_OUT.pack(0, 0, validity.seconds, 0, 0, 0, *([0] * 16))
+        else:
+            size, error = wire.OUT_HEADER_BYTES, -errno.ENOENT
+            self._absent_body = b""
+        self._validity = wire.FUSE_ENTRY_OUT.pack(
+            0, 0, self._seconds, self._seconds, self._nanoseconds, self._nanoseconds, *([0] * 16)
+        )[16:40]
+        self._attr_validity = wire.FUSE_ATTR_OUT.pack(self._seconds, self._nanoseconds, 0, *([0] * 16))[:16]
+        self._absent_header = functools.partial(wire.FUSE_OUT_HEADER.pack, size, error)
+
+    def found(self, unique: int, a: Attributes | None) -> bytes:
+        """The answer to LOOKUP; None stands for absence."""
+        return self.absent(unique) if a is None else self.entry(unique, a)
+
+    def entry(self, unique: int, a: Attributes) -> bytes:
+        """fuse_entry_out, of which the kernel takes a lookup."""
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
+        inode = a.inode
+        return _pack_entry(
+            _ENTRY_HEADER, unique, inode, a.generation, self._validity,
+            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+        )  # fmt: skip
+
+    def attributes(self, unique: int, a: Attributes) -> bytes:
+        """fuse_attr_out."""
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
+        return _pack_attributes(
+            _ATTR_HEADER, unique, self._attr_validity,
+            a.inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+        )  # fmt: skip
+
+    def entry_and_open(self, unique: int, a: Attributes) -> bytes:
+        """fuse_entry_out and fuse_open_out, as CREATE and TMPFILE answer; the handle is the inode."""
+        body = self.entry(unique, a)[wire.OUT_HEADER_BYTES :] + wire.FUSE_OPEN_OUT.pack(a.inode, 0, 0)
+        return wire.body_reply(unique, body)
+
+    def statx(self, unique: int, a: Attributes) -> bytes:
+        """fuse_statx_out, with the time of birth."""
+        return wire.body_reply(
+            unique,
+            wire.FUSE_STATX_OUT.pack(
+                self._seconds, self._nanoseconds, 0,
+                _STATX_BASIC_STATS_AND_BTIME, BLOCK_SIZE, 0, a.nlink, a.uid, a.gid, a.mode,
+                a.inode, a.size, a.blocks, 0,
+                *divmod(a.atime_ns, _SECOND), *divmod(a.birth_ns, _SECOND),
+                *divmod(a.ctime_ns, _SECOND), *divmod(a.mtime_ns, _SECOND),
+                os.major(a.rdev), os.minor(a.rdev), 0, 0,
+            ),
+        )  # fmt: skip
+
+    def absent(self, unique: int) -> bytes:
+        """That a name does not exist: for the kernel to remember (node 0), or just ENOENT where it must not."""
+        return self._absent_header(unique) + self._absent_body
+
+    def direntplus(self, a: Attributes, entry: Entry) -> bytes:
+        """One entry of READDIRPLUS, with attributes and a lookup."""
+        mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
+        atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
+        ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
+        name, inode, mode, cookie = entry
+        length = len(name)
+        return _DIRENTPLUS[length](
+            inode, a.generation, self._validity,
+            inode, a.size, a.blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            a.mode, a.nlink, a.uid, a.gid, a.rdev & 0xFFFFFFFF, _BLKSIZE_AND_FLAGS,
+            inode, cookie, length, mode >> 12, name,
+        )  # fmt: skip
+
+    @staticmethod
+    def direntplus_bare(entry: Entry) -> bytes:
+        """One entry of READDIRPLUS without attributes, and without a lookup: node 0."""
+        return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
+
+    # -- answers that say nothing of how long they hold --------------------------------------
+    @staticmethod
+    def body(unique: int, body: bytes) -> bytes:
+        return wire.body_reply(unique, body)
+
+    @staticmethod
+    def attribute(unique: int, value: bytes | None) -> bytes:
+        """An extended attribute; None stands for absence."""
+        return _pack_header(_HEADER_BYTES, -errno.ENODATA, unique) if value is None else wire.body_reply(unique, value)
+
+    @staticmethod
+    def done(unique: int, _: object) -> bytes:
+        """Success without a body."""
+        return _pack_header(_HEADER_BYTES, 0, unique)
+
+    @staticmethod
+    def nothing(_unique: int, _: object) -> bytes:
+        """No reply at all, as FORGET and INTERRUPT want it."""
+        return b""
+
+    @staticmethod
+    def data(unique: int, data: Buffer) -> Message:
+        length = len(data)
+        return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + length, 0, unique), data)
+
+    @staticmethod
+    def content(unique: int, data: Buffer | list[Buffer]) -> Message:
+        """What was read, in one piece or several."""
+        if not isinstance(data, list):
+            return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + len(data), 0, unique), data)
+        length = sum(map(len, data))
+        return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + length, 0, unique), *data)
+
+    @staticmethod
+    def written(unique: int, count: int) -> bytes:
+        return wire.WRITE_REPLY.pack(wire.WRITE_REPLY.size, 0, unique, count, 0)
+
+    @staticmethod
+    def copied_64(unique: int, count: int) -> bytes:
+        return wire.body_reply(unique, wire.FUSE_COPY_FILE_RANGE_OUT.pack(count))
+
+    @staticmethod
+    def position(unique: int, offset: int) -> bytes:
+        return wire.body_reply(unique, wire.FUSE_LSEEK_OUT.pack(offset))
+
+    @staticmethod
+    def statfs(unique: int, s: StatFs) -> bytes:
+        size = s.block_size
+        return wire.body_reply(
+            unique,
+            wire.FUSE_KSTATFS.pack(
+                s.blocks, s.blocks_free, s.blocks_free, s.inodes, s.inodes_free, size, s.name_max, size, 0
+            ),
+        )
+
+
+def dirent(entry: Entry) -> bytes:
+    """One entry of READDIR."""
+    name, inode, mode, cookie = entry
+    length = len(name)
+    return _DIRENT[length](inode, cookie, length, mode >> 12, name)
+
+
+def dirents(entries: Iterable[Entry], size: int) -> bytes:
+    """The entries that fit into `size` bytes, as READDIR answers."""
+    parts: list[bytes] = []
+    for name, inode, mode, cookie in entries:
+        length = len(name)
+        packed = _DIRENT[length](inode, cookie, length, mode >> 12, name)
+        size -= len(packed)
+        if size < 0:
+            break
+        parts.append(packed)
+    return b"".join(parts)
+
+
+class _Packers(dict[int, Callable[..., bytes]]):
+    """What packs `header` and a name of so many bytes after it, filled up with zeros to a multiple of 8."""
+
+    def __init__(self, header: Struct) -> None:
+        self._header = header
+
+    def __missing__(self, length: int) -> Callable[..., bytes]:
+        header = self._header
+        pack = self[length] = Struct(f"{header.format}{wire.aligned(header.size + length) - header.size}s").pack
+        return pack
+
+
+_DIRENT: Final = _Packers(wire.FUSE_DIRENT)
+_DIRENTPLUS: Final = _Packers(wire.FUSE_DIRENTPLUS)

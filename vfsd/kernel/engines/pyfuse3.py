@@ -1,0 +1,568 @@
+"""Pyfuse3Engine: serves a volume through `pyfuse3.Operations`, the reference engine and the fallback everywhere.
+
+Threading: the handlers run on the trio loop; `invalidate_inode` and `invalidate_entry` on any other
+thread (`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.
+
+An inode is its own file handle (`fh`), with one bit beside it: see `_MAY_KILL`.
+
+What pyfuse3 cannot carry, so that a mount of this engine lacks it or shows it otherwise than tmpfs:
+
+- O_TMPFILE (EOPNOTSUPP), fallocate (EOPNOTSUPP; glibc's posix_fallocate writes zeros instead),
+  SEEK_DATA and SEEK_HOLE (a file is all data), copy_file_range (the kernel copies), statx's birth time.
+- libfuse negotiates FUSE_HANDLE_KILLPRIV, by which the kernel leaves the clearing of suid and sgid to us,
+  but says with a write not who writes.  So what counts is who opened the file: a write through a
+  descriptor that an unprivileged process opened clears them, through one that root opened does not;
+  tmpfs goes by CAP_FSETID of the writer.  Root stands for CAP_FSETID.
+- libfuse negotiates FUSE_AUTO_INVAL_DATA: the kernel drops a file's pages when the mtime that it asks for
+  has changed, by its own writes too.  The first read after a write asks for attributes and data again.
+- The readdir cache of the kernel (FOPEN_CACHE_DIR) and opens without a request cannot be asked for.
+- libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask also narrows what inherits a
+  default ACL, and an access ACL that its setter's group has no part in leaves sgid as it is.
+- An interrupted request can be taken back by the kernel between poll and read; pyfuse3's blocking read then
+  keeps the loop until the next request.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import select
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+
+import pyfuse3
+import trio
+
+from protocol.errors import errno_of, fail
+from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
+from vfsd.kernel.engines.base import EngineSettings, Impersonator
+from vfsd.kernel.engines.libfuse import mount_error, standard_error
+
+__all__ = ["Pyfuse3Engine"]
+
+log = logging.getLogger(__name__)
+
+# "Without limit" for the kernel, which takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES; about 30 years.
+_FOREVER_S: Final = 1e9
+# Set in an `fh` whose opener may not keep suid and sgid when it writes.  Inode numbers stay below 2**63.
+_MAY_KILL: Final = 1 << 63
+_INODE_MASK: Final = _MAY_KILL - 1
+_SET_ID_BITS: Final = 0o6000  # S_ISUID | S_ISGID
+_STOP_GRACE_S: Final = 5.0  # what handlers in progress get to finish when the engine is stopped
+_BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
+_REQUESTS_FOR_ROOM: Final = 64
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _handler(
+    method: Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]]:
+    """A request handler that raises nothing but FUSEError; counts the request, and itself while it runs.
+
+    Retries once after ENOSPC.  The kernel forgets an inode after it has answered the unlink, so the FORGET that frees
+    the file's space may be read after the next request of the same program; a local file system would have the
+    space by then.  A volume that raises ENOSPC has changed nothing.
+    """
+
+    @functools.wraps(method)
+    async def handle(self: _Handlers, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.requests += 1
+        self.in_progress += 1
+        try:
+            try:
+                return await method(self, *args, **kwargs)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+            await self._wait_for_forgets()
+            return await method(self, *args, **kwargs)
+        except pyfuse3.FUSEError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever leaks would end pyfuse3's loop
+            raise _fuse_error(error, method.__name__) from None
+        finally:
+            self.in_progress -= 1
+
+    return handle
+
+
+def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
+    code = errno_of(error)
+    if code is None:
+        log.error("%s failed unexpectedly, answered EIO", operation, exc_info=error)
+        code = errno.EIO
+    return pyfuse3.FUSEError(code)
+
+
+class _Handlers(pyfuse3.Operations):
+    """The volume as pyfuse3 asks for it."""
+
+    supports_dot_lookup = False  # only NFS export asks for it
+    enable_writeback_cache = False  # a write that returned is in the volume
+
+    def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
+        self.requests = 0
+        self.in_progress = 0
+        self.is_readable: Callable[[], bool] = lambda: False  # whether requests wait in the device; the engine sets it
+        self._volume = volume
+        # A `FlushingVolume` has it; asking for its whole shape would touch every method.
+        self._flush: Callable[[int], Answer[None]] | None = getattr(volume, "flush", None)
+        self._xattrs = settings.xattrs
+        self.enable_acl = settings.xattrs and bool(getattr(volume, "supports_acl", False))
+        self._impersonator = impersonator
+        self._timeout_s = min(settings.cache_timeout_s, _FOREVER_S)
+        # Absence is cached only where nobody but us can end it.
+        self._absent: pyfuse3.EntryAttributes | None = None
+        if settings.cache_timeout_s >= _FOREVER_S:
+            self._absent = pyfuse3.EntryAttributes()
+            self._absent.st_ino = 0
+            self._absent.entry_timeout = self._timeout_s
+
+    # -- helpers -------------------------------------------------------------------------------
+    def _asked_by(self, ctx: pyfuse3.RequestContext) -> tuple[Volume, float]:
+        """The volume that answers this caller, and for how long the kernel may keep the answer (seconds)."""
+        other = self._impersonator
+        # Requests of the kernel itself have pid 0, as an impersonator without a thread.
+        if other is not None and ctx.pid and ctx.pid == other.thread_id:
+            return other.volume, 0.0
+        return self._volume, self._timeout_s
+
+    @staticmethod
+    def _fill(attributes: Attributes, timeout_s: float) -> pyfuse3.EntryAttributes:
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = attributes.inode
+        entry.generation = attributes.generation
+        entry.entry_timeout = entry.attr_timeout = timeout_s
+        entry.st_mode = attributes.mode
+        entry.st_nlink = attributes.nlink
+        entry.st_uid = attributes.uid
+        entry.st_gid = attributes.gid
+        entry.st_rdev = attributes.rdev
+        entry.st_size = attributes.size
+        entry.st_blksize = _BLOCK_BYTES
+        entry.st_blocks = attributes.blocks
+        entry.st_atime_ns = attributes.atime_ns
+        entry.st_mtime_ns = attributes.mtime_ns
+        entry.st_ctime_ns = attributes.ctime_ns
+        return entry
+
+    def _forget_attributes(self, inode: int) -> None:
+        """Make the kernel ask again for the attributes of an inode that the current request holds open.
+
+        Without pages to drop this takes no lock in the kernel (fuse_reverse_inval_inode), so it is
+        the one notification that may be sent from the loop.
+        """
+        try:
+            pyfuse3.invalidate_inode(inode, attr_only=True)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                log.warning("cannot make the kernel forget the mode of inode %d: %s", inode, error)
+
+    async def _wait_for_forgets(self) -> None:
+        """Let the other tasks read the requests that wait in the device, up to `_REQUESTS_FOR_ROOM` of them.
+
+        A FORGET counts as a request here.  The kernel hands out at most eight requests before the FORGETs that wait
+        (fuse_dev_do_read, fs/fuse/dev.c), so a device that is never empty has delivered them too.
+        """
+        last = self.requests + _REQUESTS_FOR_ROOM
+        while self.requests < last and self.is_readable():
+            await trio.lowlevel.checkpoint()
+
+    async def _kills(self, inode: int) -> bool:
+        """Whether there is a suid or sgid bit to clear."""
+        return bool((await _result(self._volume.getattr(inode))).mode & _SET_ID_BITS)
+
+    # -- inodes --------------------------------------------------------------------------------
+    @_handler
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        try:
+            found = volume.lookup(parent_inode, name)
+            return self._fill(await found if isinstance(found, Awaitable) else found, timeout_s)
+        except FileNotFoundError:
+            if self._absent is None or not timeout_s:
+                raise
+            return self._absent
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        self.requests += 1
+        for inode, count in inode_list:
+            try:
+                self._volume.forget(inode, count)
+            except Exception:  # there is no reply that could carry it
+                log.exception("forget of inode %d failed", inode)
+
+    @_handler
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        return self._fill(await _result(volume.getattr(inode)), timeout_s)
+
+    @_handler
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        chown = fields.update_uid or fields.update_gid
+        # ftruncate(2) sets mtime also where the size stays, truncate(2) does not (do_truncate, fs/open.c).
+        now_ns = time.time_ns() if fields.update_size and fh is not None else None
+        changes = AttributeChanges(
+            mode=attr.st_mode & 0o7777 if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else now_ns,
+            ctime_ns=attr.st_ctime_ns if fields.update_ctime else now_ns,
+            # chown(2) clears them whoever calls, truncate(2) only without CAP_FSETID (fs/open.c).
+            kill_privileges=chown or (fields.update_size and ctx.uid != 0),
+        )
+        return self._fill(await _result(volume.setattr(inode, changes)), timeout_s)
+
+    @_handler
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:  # noqa: ARG002
+        return await _result(self._volume.readlink(inode))
+
+    # -- directory entries ---------------------------------------------------------------------
+    @_handler
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        return self._fill(await _result(volume.mknod(parent_inode, name, mode, rdev, _caller(ctx))), timeout_s)
+
+    @_handler
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        return self._fill(await _result(volume.mkdir(parent_inode, name, mode, _caller(ctx))), timeout_s)
+
+    @_handler
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        return self._fill(await _result(volume.symlink(parent_inode, name, target, _caller(ctx))), timeout_s)
+
+    @_handler
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        volume, timeout_s = self._asked_by(ctx)
+        return self._fill(await _result(volume.link(inode, new_parent_inode, new_name)), timeout_s)
+
+    @_handler
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await _result(self._asked_by(ctx)[0].unlink(parent_inode, name))
+
+    @_handler
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await _result(self._asked_by(ctx)[0].rmdir(parent_inode, name))
+
+    @_handler
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        volume = self._asked_by(ctx)[0]
+        await _result(volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx)))
+
+    @_handler
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:  # noqa: ARG002
+        return inode
+
+    @_handler
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        volume = self._volume
+        for name, inode, mode, cookie in await _result(volume.readdir(fh, start_id)):
+            if name in {b".", b".."}:
+                # READDIRPLUS counts no lookup for these two; all that the kernel uses is number and type.
+                entry = pyfuse3.EntryAttributes()
+                entry.st_ino, entry.st_mode = inode, mode
+                if not pyfuse3.readdir_reply(token, name, entry, cookie):
+                    return
+                continue
+            try:
+                attributes = await _result(volume.lookup(fh, name))
+            except FileNotFoundError:
+                continue  # gone since: only where a lookup waits
+            entry = self._fill(attributes, self._timeout_s)
+            if not pyfuse3.readdir_reply(token, name, entry, cookie):
+                volume.forget(entry.st_ino, 1)
+                return
+
+    @_handler
+    async def releasedir(self, fh: int) -> None:
+        """Nothing: a handle carries no state."""
+
+    @_handler
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await _result(self._volume.fsync(fh, data_only=datasync))
+
+    # -- files ---------------------------------------------------------------------------------
+    async def _open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        # libfuse negotiates FUSE_ATOMIC_O_TRUNC: truncating is part of the open.
+        if flags & os.O_TRUNC:
+            kill = ctx.uid != 0 and await self._kills(inode)
+            now_ns = time.time_ns()  # also of a file that is empty already
+            changes = AttributeChanges(size=0, mtime_ns=now_ns, ctime_ns=now_ns, kill_privileges=kill)
+            await _result(self._volume.setattr(inode, changes))
+            if kill:
+                self._forget_attributes(inode)
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        return pyfuse3.FileInfo(fh=inode | _MAY_KILL if writes and ctx.uid != 0 else inode, keep_cache=True)
+
+    @_handler
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        return await self._open(inode, flags, ctx)
+
+    @_handler
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        try:
+            made = await _result(self._volume.mknod(parent_inode, name, mode, 0, _caller(ctx)))
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            # The kernel's cached absence is out of date.  On ESTALE it looks the name up anew and opens what
+            # it finds, after checking permissions, which we could not (do_filp_open, fs/namei.c).
+            raise pyfuse3.FUSEError(errno.ESTALE) from None
+        entry = self._fill(made, self._timeout_s)
+        return await self._open(entry.st_ino, flags & ~os.O_TRUNC, ctx), entry
+
+    @_handler
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        data = self._volume.read(fh & _INODE_MASK, off, size)
+        # pyfuse3 takes any contiguous buffer; its annotation says bytes.
+        return cast("bytes", await data if isinstance(data, Awaitable) else data)
+
+    @_handler
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        inode = fh & _INODE_MASK
+        kill = bool(fh & _MAY_KILL) and await self._kills(inode)
+        written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
+        if written < len(buf):
+            await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
+            written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
+        if kill:
+            self._forget_attributes(inode)
+        return written
+
+    @_handler
+    async def flush(self, fh: int) -> None:
+        if self._flush is None:
+            # Makes the kernel never ask again, which saves a request a close.
+            raise pyfuse3.FUSEError(errno.ENOSYS)
+        await _result(self._flush(fh & _INODE_MASK))
+
+    @_handler
+    async def release(self, fh: int) -> None:
+        """Nothing: a handle carries no state."""
+
+    @_handler
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await _result(self._volume.fsync(fh & _INODE_MASK, data_only=datasync))
+
+    # -- the rest ------------------------------------------------------------------------------
+    @_handler
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:  # noqa: ARG002
+        stats = await _result(self._volume.statfs())
+        data = pyfuse3.StatvfsData()
+        data.f_bsize = data.f_frsize = stats.block_size
+        data.f_blocks = stats.blocks
+        data.f_bfree = data.f_bavail = stats.blocks_free
+        data.f_files = stats.inodes
+        data.f_ffree = data.f_favail = stats.inodes_free
+        data.f_namemax = stats.name_max
+        return data
+
+    @_handler
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:  # noqa: ARG002
+        self._check_xattrs()
+        return await _result(self._volume.getxattr(inode, name))
+
+    @_handler
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+        self._check_xattrs()
+        # pyfuse3 has dealt with XATTR_CREATE and XATTR_REPLACE, by a getxattr before this.
+        await _result(self._volume.setxattr(inode, name, value, 0))
+
+    @_handler
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        self._check_xattrs()
+        names = await _result(self._volume.listxattr(inode))
+        # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
+        return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
+
+    @_handler
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
+        self._check_xattrs()
+        await _result(self._volume.removexattr(inode, name))
+
+    def _check_xattrs(self) -> None:
+        if not self._xattrs:  # the kernel then never asks again
+            raise fail(errno.ENOSYS)
+
+
+async def _result(answer: Answer[R]) -> R:
+    """The result that a volume's method returned, waited for where it is an awaitable."""
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
+def _caller(ctx: pyfuse3.RequestContext) -> Caller:
+    # The kernel has applied the umask already: libfuse does not negotiate FUSE_DONT_MASK.
+    return Caller(ctx.uid, ctx.gid, 0, ctx.pid)
+
+
+class Pyfuse3Engine:
+    """Serves `volume` by `settings`; see `vfsd.kernel.engines.base.Engine`."""
+
+    name: Final = "pyfuse3"
+
+    def __init__(
+        self,
+        volume: Volume,
+        settings: EngineSettings,
+        impersonator: Impersonator | None = None,
+        *,
+        fallback_reason: str | None = None,
+    ) -> None:
+        self.fallback_reason: Final = fallback_reason
+        self._settings = settings
+        self._handlers = _Handlers(volume, settings, impersonator)
+        self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives
+        self._scope: trio.CancelScope | None = None
+        self._lock = threading.Lock()  # guards the two below
+        self._notifying = 0
+        self._closed = True
+
+    @property
+    def requests(self) -> int:
+        return self._handlers.requests
+
+    def mount(self) -> None:
+        if not self._closed:
+            raise OSError(errno.EBUSY, "this engine has mounted already", self._settings.mountpoint)
+        if not stat.S_ISDIR(os.stat(self._settings.mountpoint).st_mode):
+            # The kernel would mount it, and then find that the root is another thing than it was told.
+            raise fail(errno.ENOTDIR, self._settings.mountpoint)
+        before = _fuse_descriptors()
+        with standard_error() as said:
+            try:
+                pyfuse3.init(self._handlers, self._settings.mountpoint, self._options())
+            except RuntimeError as error:
+                failure: RuntimeError | None = error
+            else:
+                failure = None
+        if failure is not None:
+            if "mount" in str(failure):  # pyfuse3 leaves the session behind that it could not mount
+                pyfuse3.close(unmount=False)
+            raise mount_error(failure, said.decode(errors="replace"), self._settings.mountpoint)
+        (self._fd,) = _fuse_descriptors() - before
+        self._handlers.is_readable = self._readable
+        self._closed = False
+
+    def _options(self) -> set[str]:
+        settings = self._settings
+        options = {f"fsname=vfsd:{settings.name}", "subtype=vfsd", "default_permissions"}
+        if settings.allow_other:
+            options.add("allow_other")
+        if settings.read_only:
+            options.add("ro")
+        return options
+
+    async def serve(self) -> None:
+        with trio.CancelScope() as scope:
+            self._scope = scope
+            try:
+                await pyfuse3.main()
+            finally:
+                self._scope = None
+
+    def stop(self) -> None:
+        if self._closed:
+            return
+        pyfuse3.terminate()
+        if self._scope is not None:
+            self._scope.deadline = trio.current_time() + _STOP_GRACE_S
+
+    def unmount(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            busy = self._notifying > 0
+        self._fd = -1
+        if busy:
+            # The session is in use by a thread that waits in the kernel, and the request it waits for
+            # may be one that nobody answers any more: it must outlive the thread.  The process ends soon.
+            log.warning("unmounting %s while the kernel is being told of changes", self._settings.mountpoint)
+            subprocess.run(["fusermount3", "-u", "-z", "-q", self._settings.mountpoint], check=False)
+            return
+        # libfuse detaches lazily, so this does not wait for programs that use the mount.
+        pyfuse3.close(unmount=True)
+
+    async def drained(self) -> None:
+        # A request in the kernel's background queue enters the readable one in the very moment that an
+        # earlier one is answered, so "nothing to read, nothing in progress" covers those too.
+        while self._scope is not None and (self._handlers.in_progress or self._readable()):
+            await trio.lowlevel.checkpoint()
+
+    def _readable(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        events = poll.poll(0)
+        # POLLERR is all that a descriptor shows whose mount is gone.
+        return bool(events) and bool(events[0][1] & select.POLLIN) and not events[0][1] & select.POLLERR
+
+    def invalidate_inode(self, inode: int, *, content: bool) -> None:
+        with self._notification():
+            pyfuse3.invalidate_inode(inode, attr_only=not content)
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        with self._notification():
+            pyfuse3.invalidate_entry(parent, name)
+
+    @contextmanager
+    def _notification(self) -> Iterator[None]:
+        """Keeps the session from being destroyed under a thread that uses it."""
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.ENOTCONN, "not mounted", self._settings.mountpoint)
+            self._notifying += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._notifying -= 1
+
+
+def _fuse_descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
+                found.add(int(name))
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return found

@@ -1,0 +1,113 @@
+"""Who holds a mount: the processes with a directory, a file, a program or a mapping on it.
+
+Found without touching the mount: an O_PATH descriptor of /proc/PID/cwd asks no daemon, and its fdinfo
+names the mount.  Without privileges only the caller's own processes can be looked into.
+
+Source: proc_pid_fdinfo(5) (mnt_id), proc_pid_maps(5); ptrace(2) for who may look.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from vfsd.machine.mountinfo import mount_at, mounts
+
+__all__ = ["Holder", "holders"]
+
+_LINKS: Final = (("cwd", "current directory"), ("root", "root directory"), ("exe", "program"))
+_MOUNT_ID: Final = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
+# address perms offset dev:inode pathname; the device in hexadecimal
+_MAPPING: Final = re.compile(rb"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ *(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that keeps a mount busy, and with `what`: "current directory", "open file /x/y", ..."""
+
+    pid: int
+    command: str
+    what: str
+
+    def describe(self) -> str:
+        return f"pid {self.pid} ({self.command}), {self.what}"
+
+
+def holders(mountpoint: str) -> list[Holder]:
+    """The processes that hold the file system mounted at `mountpoint`, by pid; none where nothing is mounted."""
+    mount = mount_at(mountpoint)
+    if mount is None:
+        return []
+    # Bind mounts and copies in other mount namespaces are other mounts of the same device.
+    mount_ids_by_namespace: dict[str, frozenset[int]] = {}
+    found = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace not in mount_ids_by_namespace:
+                mount_ids_by_namespace[namespace] = frozenset(
+                    m.mount_id for m in mounts(pid) if m.device == mount.device
+                )
+            what = ", ".join(_holds(pid, mount.device, mount_ids_by_namespace[namespace]))
+            if what:
+                found.append(Holder(pid, _command(pid), what))
+        except OSError:
+            continue  # it has ended, or is not ours to look into
+    return found
+
+
+def _holds(pid: int, device: int, mount_ids: frozenset[int]) -> Iterator[str]:
+    """What process `pid` has on the device, one of each kind."""
+    for link, kind in _LINKS:
+        if _mount_of_link(f"/proc/{pid}/{link}") in mount_ids:
+            yield kind
+    open_file = _open_file(pid, mount_ids)
+    if open_file is not None:
+        yield f"open file {open_file}"
+    mapped_file = _mapped_file(pid, device)
+    if mapped_file is not None:
+        yield f"mapped file {mapped_file}"
+
+
+def _mount_of_link(path: str) -> int | None:
+    """The id of the mount that the magic link `path` leads to; None for a kernel thread's, which leads nowhere."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _mount_of_descriptor("self", str(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _mount_of_descriptor(pid: int | str, descriptor: str) -> int | None:
+    with open(f"/proc/{pid}/fdinfo/{descriptor}", "rb") as file:
+        match = _MOUNT_ID.search(file.read())
+    return int(match[1]) if match else None
+
+
+def _open_file(pid: int, mount_ids: frozenset[int]) -> str | None:
+    for descriptor in os.listdir(f"/proc/{pid}/fdinfo"):
+        try:
+            if _mount_of_descriptor(pid, descriptor) in mount_ids:
+                return os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except OSError:
+            continue  # closed meanwhile
+    return None
+
+
+def _mapped_file(pid: int, device: int) -> str | None:
+    with open(f"/proc/{pid}/maps", "rb") as file:
+        for match in _MAPPING.finditer(file.read()):
+            if os.makedev(int(match[1], 16), int(match[2], 16)) == device:
+                return os.fsdecode(match[3])
+    return None
+
+
+def _command(pid: int) -> str:
+    with open(f"/proc/{pid}/comm", "rb") as file:
+        return file.read().rstrip(b"\n").decode("utf-8", "replace")

@@ -1,0 +1,209 @@
+"""Mounts of workspaces: is one dead, can one be made here, and taking one away.
+
+Nothing here hangs on a mount whose daemon lives but does not answer: this process never looks into one.
+Whether a daemon is dead only the mount itself tells; a child process asks it, and is given up in time.
+
+All calls block, and `unmount` waits for the daemon: from the daemon's own loop, call them on a worker thread.
+
+Source: fs/fuse/dev.c (ENOTCONN once /dev/fuse is closed), fusermount3(1), umount(8).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Final
+
+from vfsd.machine.holders import Holder, holders
+from vfsd.machine.mountinfo import VFSD_TYPE, Mount, find_mount, mount_at, mounts, nested_mounts, resolve, vfsd_mounts
+
+__all__ = [
+    "VFSD_TYPE",
+    "Holder",
+    "Mount",
+    "busy_error",
+    "check_mountpoint",
+    "clear_dead_mount",
+    "find_mount",
+    "holders",
+    "is_dead",
+    "mount_at",
+    "mounts",
+    "nested_mounts",
+    "resolve",
+    "unmount",
+    "vfsd_mounts",
+]
+
+PROBE_TIMEOUT_S: Final = 2.0
+UNMOUNT_TIMEOUT_S: Final = 30.0
+# ENOTCONN: the connection is gone.  ECONNABORTED: it went while the question was on its way.
+_DEAD_ERRNOS: Final = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+
+
+# -- dead or alive ----------------------------------------------------------------------------------
+# statvfs is always sent to the daemon; attributes may come from the kernel's cache even when it is dead.
+# Without allow_other the kernel sends it for the mount's owner only, not even for root: hence the ids.  The
+# O_PATH descriptor, for which no daemon is asked, comes first: the owner may not be let through on the way.
+# The exit status is the errno, which no locale translates.
+_PROBE: Final = """
+import posix, sys
+path, uid, gid = sys.argv[1:]
+try:
+    mount = posix.open(path, posix.O_PATH)
+    if posix.geteuid() == 0:
+        posix.setresgid(int(gid), int(gid), int(gid))
+        posix.setresuid(int(uid), int(uid), int(uid))
+    posix.fstatvfs(mount)
+except OSError as error:
+    sys.exit(error.errno)
+"""
+_OWNER: Final = re.compile(r"user_id=(\d+),group_id=(\d+)")
+
+
+def is_dead(mountpoint: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Whether the FUSE mount at `mountpoint` has lost its daemon.  A daemon that only does not answer lives.
+
+    False, too, for what is no FUSE mount.  Takes at most about `timeout_s`.
+    """
+    mount = mount_at(mountpoint)
+    return mount is not None and mount.is_fuse and _probe(mount, timeout_s) in _DEAD_ERRNOS
+
+
+def _probe(mount: Mount, timeout_s: float) -> int | None:
+    """The errno of a statvfs on `mount`, 0 when it works, None when nothing came in time."""
+    # In a process, not a thread: a thread that waits for a daemon can keep this process from exiting.
+    owner = _OWNER.search(mount.options)
+    uid, gid = owner.groups() if owner else ("0", "0")
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROBE, mount.mountpoint, uid, gid],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        return child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        # The daemon has taken the request and does not answer: not even SIGKILL ends that wait
+        # (request_wait_answer in fs/fuse/dev.c).  Left to init; said to be over, lest Popen complains.
+        child.returncode = -1
+    return None
+
+
+# -- before mounting --------------------------------------------------------------------------------
+def check_mountpoint(path: str) -> Mount | None:
+    """Whether a workspace can be mounted at `path`: None, or the dead vfsd mount to be cleared first.
+
+    FileNotFoundError, NotADirectoryError, OSError(ENOTEMPTY), PermissionError, or OSError(EBUSY) that
+    names what is mounted there.
+    """
+    mount = mount_at(path)
+    if mount is not None:
+        if mount.is_vfsd and is_dead(path):
+            return mount
+        raise OSError(errno.EBUSY, f"already a mountpoint, of {mount.describe()}", path)
+    _check_directory(path)
+    return None
+
+
+def _check_directory(path: str) -> None:
+    try:
+        with os.scandir(path) as entries:
+            first = next(entries, None)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "the mountpoint does not exist; make it with mkdir", path) from None
+    except NotADirectoryError:
+        raise NotADirectoryError(errno.ENOTDIR, "the mountpoint is not a directory", path) from None
+    if first is not None:
+        reason = f"the mountpoint is not empty (it holds {first.name!r}), and a mount would hide that"
+        raise OSError(errno.ENOTEMPTY, reason, path)
+    if not os.access(path, os.W_OK, effective_ids=True):  # fusermount3 demands it; root always may
+        raise PermissionError(errno.EACCES, "only a directory that you can write to can be mounted on", path)
+
+
+def clear_dead_mount(path: str) -> Mount | None:
+    """Take away the dead vfsd mount at `path`, and say which it was; None when there is none.
+
+    OSError(EBUSY) for a mount that lives, that is not vfsd's, or that has another mount below it.
+    """
+    cleared: Mount | None = None
+    while (mount := mount_at(path)) is not None:
+        if not mount.is_vfsd or not is_dead(path):
+            if cleared is not None:
+                break  # what lay under the dead one is not ours to judge
+            raise OSError(errno.EBUSY, f"not a dead workspace but {mount.describe()}", path)
+        nested = nested_mounts(path)
+        if nested:
+            where = ", ".join(f"{below.describe()} at {below.mountpoint}" for below in nested)
+            raise OSError(errno.EBUSY, f"the dead {mount.describe()} has mounts below it: {where}", path)
+        if mount_at(path) == mount:  # nobody was faster while the probe ran
+            _detach(mount.mountpoint, lazy=True)
+        cleared = mount
+    return cleared
+
+
+# -- unmounting -------------------------------------------------------------------------------------
+def unmount(path: str, *, lazy: bool = False) -> None:
+    """Unmount the workspace at `path`; `lazy` detaches it from the tree now, and ends it when nobody holds it.
+
+    OSError: EINVAL when no workspace is mounted there; EBUSY, naming who holds it.
+    """
+    mount = mount_at(path)
+    if mount is None:
+        raise OSError(errno.EINVAL, "nothing is mounted there", path)
+    if not mount.is_vfsd:
+        raise OSError(errno.EINVAL, f"not a workspace but {mount.describe()}", path)
+    _detach(mount.mountpoint, lazy=lazy)
+
+
+def busy_error(mountpoint: str) -> OSError:
+    """EBUSY, naming who holds the mount."""
+    return OSError(errno.EBUSY, _busy_reason(mountpoint), mountpoint)
+
+
+def _detach(mountpoint: str, *, lazy: bool) -> None:
+    command = _unmount_command(lazy=lazy)
+    try:
+        done = subprocess.run(
+            [*command, "--", mountpoint],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd="/",
+            env={**os.environ, "LC_ALL": "C"},
+            timeout=UNMOUNT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"{command[0]} did not finish within {UNMOUNT_TIMEOUT_S:.0f} s"
+        raise OSError(errno.ETIMEDOUT, reason, mountpoint) from None
+    if done.returncode == 0:
+        return
+    said = done.stderr.decode("utf-8", "replace").strip() or f"exit status {done.returncode}"
+    if "busy" in said.lower():
+        raise busy_error(mountpoint)
+    code = errno.EPERM if "permi" in said.lower() else errno.EIO
+    raise OSError(code, f"{command[0]}: {said.splitlines()[-1]}", mountpoint)
+
+
+def _unmount_command(*, lazy: bool) -> list[str]:
+    # fusermount3 first, for root too: it looks at the parent directory only, never at a mount that hangs.
+    if shutil.which("fusermount3"):
+        return ["fusermount3", "-u", *(["-z"] if lazy else [])]
+    if shutil.which("umount"):
+        return ["umount", "--internal-only", "--no-canonicalize", *(["--lazy"] if lazy else [])]
+    raise FileNotFoundError(errno.ENOENT, "neither fusermount3 nor umount was found; install fuse3")
+
+
+def _busy_reason(mountpoint: str) -> str:
+    held = [holder.describe() for holder in holders(mountpoint)]
+    held += [f"{below.describe()} mounted at {below.mountpoint}" for below in nested_mounts(mountpoint)]
+    return "busy: held by " + ("; ".join(held) if held else "a process that only its owner or root can see")

@@ -1,0 +1,339 @@
+"""Where running workspaces are found: the runtime directory, its sockets, and a record beside each socket.
+
+Nothing here touches a mount: one whose daemon hangs must not hang `vfsd list`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from protocol.linux.regular_file import read_regular
+from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.options import NAME_PATTERN
+
+__all__ = [
+    "WorkspaceNotFoundError",
+    "WorkspaceRecord",
+    "ensure_socket_dir",
+    "find_workspace",
+    "process_start_ticks",
+    "read_records",
+    "record_path",
+    "remove_record",
+    "runtime_dir",
+    "socket_dir",
+    "socket_path",
+    "unique_name",
+    "write_record",
+]
+
+RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
+WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
+
+_RECORD_SUFFIX: Final = ".json"
+_RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX, each byte escaped
+_NAME_LENGTH: Final = 64  # of NAME_PATTERN
+_MAX_SYMLINKS: Final = 40  # the kernel's MAXSYMLINKS (linux/namei.h)
+
+_logger = logging.getLogger(__name__)
+
+
+# -- the directory ------------------------------------------------------------------------------------
+def runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """$VFSD_RUNTIME_DIR, else $XDG_RUNTIME_DIR, else /run for root, else /tmp/vfsd-<uid>; not created here."""
+    for variable in (RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
+        # The XDG base directory specification: a relative path is invalid and to be ignored.
+        if os.path.isabs(environ.get(variable, "")):
+            return environ[variable]
+    return "/run" if os.geteuid() == 0 else _in_tmp()
+
+
+def _in_tmp() -> str:
+    return f"/tmp/vfsd-{os.geteuid()}"  # noqa: S108 (nothing in it is used before _check_owner)
+
+
+def socket_dir() -> str:
+    """The directory of sockets and records, which may not exist."""
+    return os.path.join(runtime_dir(), "vfsd")
+
+
+def ensure_socket_dir() -> str:
+    """`socket_dir()`, made with mode 0700.
+
+    PermissionError when it is another user's, or a symlink: /tmp is everybody's, and a stranger who made the
+    directory first would hold the sockets.
+    """
+    base, path = runtime_dir(), socket_dir()
+    if base == _in_tmp():
+        _ensure_private(base)
+    else:
+        os.makedirs(base, mode=0o700, exist_ok=True)
+    _ensure_private(path)
+    return path
+
+
+def _ensure_private(path: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    _check_owner(path)
+    if stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
+        os.chmod(path, 0o700)
+
+
+def _check_owner(path: str) -> None:
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another place")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}: set ${RUNTIME_VARIABLE} to another place"
+        )
+
+
+def socket_path(name: str) -> str:
+    """The control socket of workspace `name`.  ValueError for what is no workspace name."""
+    return os.path.join(socket_dir(), _checked(name) + ".sock")
+
+
+def record_path(name: str) -> str:
+    """The record of workspace `name`, beside its socket.  ValueError for what is no workspace name."""
+    return os.path.join(socket_dir(), _checked(name) + _RECORD_SUFFIX)
+
+
+def _checked(name: str) -> str:
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(f"not a workspace name: {name!r} (letters, digits, '.', '_', '-'; at most {_NAME_LENGTH})")
+    return name
+
+
+# -- records ------------------------------------------------------------------------------------------
+class WorkspaceRecord(msgspec.Struct, frozen=True):
+    """What a daemon leaves beside its socket for others to find.
+
+    Paths are absolute, as Python gives them (`os.fsdecode`); the file holds them as wire paths.
+    `started_at` is ISO 8601 in UTC.
+    """
+
+    name: str
+    mountpoint: str
+    pid: int
+    # Field 22 of /proc/<pid>/stat: a pid is given anew, a pid with its start time is not.
+    pid_start_ticks: int
+    backend: str
+    started_at: str
+    version: str
+    socket: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still runs."""
+        return process_start_ticks(self.pid) == self.pid_start_ticks
+
+    @property
+    def state(self) -> Literal["alive", "dead"]:
+        return "alive" if self.alive else "dead"
+
+    @property
+    def what_a_death_costs(self) -> str:
+        """What became of the content when the daemon died: a clause."""
+        kind, _, place = self.backend.partition(":")
+        if kind in {"host", "container"}:
+            return f"what it held is in {'the container ' if kind == 'container' else ''}{place}"
+        return "what it held is lost"
+
+
+_PATH_FIELDS: Final = ("mountpoint", "backend", "socket")
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks after boot; None when it does not run (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # proc(5): "pid (comm) state ...", and comm may hold spaces and parentheses.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def write_record(record: WorkspaceRecord) -> None:
+    """Put the record beside its socket; readers see the old one or the new one."""
+    path = record_path(record.name)
+    as_wire = {field: wire_path(os.fsencode(getattr(record, field))) for field in _PATH_FIELDS}
+    data = msgspec.json.encode(msgspec.structs.replace(record, **as_wire))
+    descriptor, temporary = tempfile.mkstemp(prefix=".record-", dir=os.path.dirname(path))
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data + b"\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def remove_record(record: WorkspaceRecord) -> None:
+    """Remove the record, unless another daemon has put its own there."""
+    path = record_path(record.name)
+    found = _read(path)
+    if found is not None and (found.pid, found.pid_start_ticks) == (record.pid, record.pid_start_ticks):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def read_records() -> list[WorkspaceRecord]:
+    """All records, of dead daemons too, by name.  One that cannot be read is logged and left out.
+
+    PermissionError where a stranger made our directory in /tmp: its sockets are the stranger's too.
+    """
+    directory = socket_dir()
+    try:
+        if runtime_dir() == _in_tmp():
+            _check_owner(_in_tmp())
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    paths = [os.path.join(directory, name) for name in names if name.endswith(_RECORD_SUFFIX) and name[0] != "."]
+    return [record for path in paths if (record := _read(path)) is not None]
+
+
+def _read(path: str) -> WorkspaceRecord | None:
+    try:
+        record = msgspec.json.decode(read_regular(path, _RECORD_MAX_BYTES), type=WorkspaceRecord)
+        _checked(record.name)
+        paths = {field: os.fsdecode(from_wire_path(getattr(record, field))) for field in _PATH_FIELDS}
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        _logger.warning("cannot read the workspace record %s: %s", path, error)
+        return None
+    return msgspec.structs.replace(record, **paths)
+
+
+# -- finding one --------------------------------------------------------------------------------------
+class WorkspaceNotFoundError(LookupError):
+    """No workspace, or more than one, is meant; the text says what there is and what to type."""
+
+
+def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str] = os.environ) -> WorkspaceRecord:
+    """The workspace that `selector` names: its NAME, or a PATH that is its mount point or lies below.
+
+    Without a selector: $VFSD_WORKSPACE, else the mount that `cwd` (absolute) is in, else the only one that
+    runs.  A dead workspace is found too, by name or path: whoever asked is to be told that it is dead.
+    WorkspaceNotFoundError otherwise.
+    """
+    records = read_records()
+    if selector:
+        return _selected(selector, cwd, records, "")
+    if environ.get(WORKSPACE_VARIABLE):
+        return _selected(environ[WORKSPACE_VARIABLE], cwd, records, f" (from ${WORKSPACE_VARIABLE})")
+    inside = _containing(cwd, records)
+    if inside is not None:
+        return inside
+    running = [record for record in records if record.alive]
+    if len(running) == 1:
+        return running[0]
+    if running:
+        raise WorkspaceNotFoundError(
+            f"several workspaces are running, pick one with -w NAME or -w PATH: {_listed(running)}"
+        )
+    raise WorkspaceNotFoundError(_what_exists(records))
+
+
+def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: str) -> WorkspaceRecord:
+    for record in records:
+        if record.name == selector:
+            return record
+    found = _containing(os.path.join(cwd, selector), records)
+    # In a workspace every word is a path in it: a name that is mistyped there must not mean where one stands.
+    is_path = "/" in selector or selector in (".", "..")
+    if found is not None and (is_path or found is not _containing(cwd, records)):
+        return found
+    what = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
+    import difflib  # noqa: PLC0415 start-up: an error has time
+
+    similar = difflib.get_close_matches(selector, [record.name for record in records])
+    hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {what}; {hint}{_what_exists(records)}")
+
+
+def _what_exists(records: list[WorkspaceRecord]) -> str:
+    running = [record for record in records if record.alive]
+    if running:
+        return f"running: {_listed(running)}"
+    dead = [record for record in records if not record.alive]
+    text = "no workspace is running, start one with: vfsd mount MOUNTPOINT"
+    return f"{text} (dead: {_listed(dead)})" if dead else text
+
+
+def _listed(records: Iterable[WorkspaceRecord]) -> str:
+    return ", ".join(f"{record.name} ({record.mountpoint})" for record in records)
+
+
+def _containing(path: str, records: list[WorkspaceRecord]) -> WorkspaceRecord | None:
+    """The record of the innermost mount that `path` is or lies below; a living one before a dead one."""
+    # Innermost: a mount in a mount is reached through the outer one, whose name a walk meets first.
+    by_path: dict[str, WorkspaceRecord] = {}
+    for record in records:
+        if record.mountpoint not in by_path or record.alive:
+            by_path[record.mountpoint] = record
+    reached = _walk(path, frozenset(by_path))
+    while reached not in by_path:
+        if reached == "/":
+            return None
+        reached = os.path.dirname(reached)
+    return by_path[reached]
+
+
+def _walk(path: str, mountpoints: frozenset[str]) -> str:
+    """`path` with its symlinks followed, but only as far as the first mount point on its way.
+
+    As realpath(3), which would ask the mounted file system: that may hang.  Below a mount point `..` and
+    links are taken as they are written.
+    """
+    current, links = "/", 0
+    rest = [part for part in reversed(path.split("/")) if part not in ("", ".")]
+    while rest:
+        part = rest.pop()
+        if part == "..":
+            current = os.path.dirname(current)
+            continue
+        current = os.path.join(current, part)
+        if current in mountpoints:
+            return os.path.normpath("/".join([current, *reversed(rest)]))
+        try:
+            target = os.readlink(current)
+        except OSError:
+            continue  # no link, or nothing there: then what follows is taken as it is written
+        links += 1
+        if links > _MAX_SYMLINKS:
+            return current
+        current = "/" if target.startswith("/") else os.path.dirname(current)
+        rest.extend(part for part in reversed(target.split("/")) if part not in ("", "."))
+    return current
+
+
+# -- names --------------------------------------------------------------------------------------------
+def unique_name(base: str) -> str:
+    """A workspace name for the mount point `base`: its last component made to fit, numbered where taken.
+
+    A dead workspace keeps its name, except from a new one at the same mount point, which replaces it.
+    """
+    base = os.path.normpath(base)
+    fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))
+    name = fitting.lstrip("._-")[:_NAME_LENGTH] or "workspace"
+    taken = {record.name for record in read_records() if record.alive or record.mountpoint != base}
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name[: _NAME_LENGTH - len(str(number)) - 1]}-{number}"
+    return candidate

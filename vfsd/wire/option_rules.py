@@ -1,0 +1,169 @@
+"""Which option of a mount goes with which backend, and the check of all options.
+
+`SCOPES` is the one table: the check, the error messages, `vfsd mount --help` and docs/mount.md all come from it.
+An option without a row goes with every backend.
+
+An `OptionError` names options by placeholders, because the Python API and the command line call them differently:
+`max_bytes` and `--max-bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final
+
+from protocol.backends.container.podman.address import parse_address
+from vfsd.machine.memory_limits import LEAST_MEMORY_BYTES
+from vfsd.wire.options import ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
+
+__all__ = ["BACKENDS", "LARGEST", "SCOPES", "OptionError", "Scope", "check_options"]
+
+# Each kind of backend, and how a user writes it.
+BACKENDS: Final = {
+    "memory": "memory",
+    "overlay": "overlay:DIR",
+    "host": "host:DIR",
+    "container": "container:NAME",
+    "image": "image:REF",
+}
+# Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
+LARGEST: Final = 2**63 - 1
+_POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
+
+
+class OptionError(ValueError):
+    """An option that makes no sense, by itself or with the others.
+
+    `template` names options as "{max_bytes}"; `values` are inserted as they are.
+    """
+
+    def __init__(self, template: str, **values: object) -> None:
+        self._template = template
+        self._values = values
+        super().__init__(self.in_words({}))
+
+    def in_words(self, words: Mapping[str, str]) -> str:
+        """The message, with options called as `words` has them; others by the name of their field."""
+        names = {field.name: field.name for field in fields(MountOptions)} | dict(words)
+        return self._template.format_map(names | self._values)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What an option goes with: one of the `backends`, or one of the other `options`; and `why` with nothing else."""
+
+    backends: tuple[str, ...]
+    why: str
+    options: tuple[str, ...] = ()
+
+    def allows(self, options: MountOptions, kind: str) -> bool:
+        return kind in self.backends or any(is_given(options, name) for name in self.options)
+
+    @property
+    def words(self) -> str:
+        """The backends and options, joined by "or"; options as placeholders."""
+        words = [BACKENDS[kind] for kind in self.backends] + [f"{{{name}}}" for name in self.options]
+        return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+_IN_MEMORY: Final = ("memory", "overlay")
+_ON_DISK: Final = ("host", "container", "image")
+_LIMITS: Final = Scope(_IN_MEMORY, "the others have the limits of their file system")
+_HIDING: Final = Scope(("overlay",), "only an overlay hides what is below it")
+_MADE: Final = Scope(("image",), "it is for a container that vfsd makes", ("sandbox",))
+
+SCOPES: Final[Mapping[str, Scope]] = {
+    "archive": Scope(_IN_MEMORY, "the others have content of their own"),
+    "max_bytes": _LIMITS,
+    "max_inodes": _LIMITS,
+    "max_memory": _LIMITS,
+    "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes the content of the others"),
+    "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
+    "include": _HIDING,
+    "exclude": _HIDING,
+    "sandbox": Scope(("memory", "overlay", "host"), "the commands of a workspace in a container run in that container"),
+    "podman_url": Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
+    "workdir": Scope(("container", "image"), "it is a directory of their container"),
+    "transport": Scope(("container", "image"), "it reaches the files of their container"),
+    "network": _MADE,
+    "pids_limit": _MADE,
+    "memory_bytes": _MADE,
+    "snapshot_each": Scope(
+        ("container", "image"), "without one of them no command runs in the workspace", ("sandbox", "exec_on_host")
+    ),
+}
+
+_DEFAULTS: Final = {field.name: field.default for field in fields(MountOptions) if field.default is not MISSING}
+
+
+def is_given(options: MountOptions, name: str) -> bool:
+    """Whether the option has another value than its default."""
+    value: Any = getattr(options, name)
+    return bool(value != _DEFAULTS[name])
+
+
+def check_options(options: MountOptions) -> None:
+    """Raise OptionError for a value that makes no sense, by itself or with the others."""
+    kind = options.backend.partition(":")[0]
+    _check_values(options)
+    for name, scope in SCOPES.items():
+        if is_given(options, name) and not scope.allows(options, kind):
+            what = f"{{{name}}} goes with {scope.words}, not with the backend {{kind}}: {{why}}"
+            raise OptionError(what, kind=BACKENDS[kind], why=scope.why)
+    if options.sandbox is not None and options.exec_on_host:
+        raise OptionError(
+            "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"
+        )
+
+
+def _check_values(options: MountOptions) -> None:
+    for name, value in ((field.name, getattr(options, field.name)) for field in fields(options)):
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise OptionError(f"{{{name}}} is an empty string")
+    for name in _POSITIVE:
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= LARGEST:
+            raise OptionError(f"{{{name}}} must be positive and at most 2^63 - 1, not {{value}}", value=value)
+    _check_memory(options.max_bytes, options.max_memory)
+    if NAME_PATTERN.fullmatch(options.name) is None:
+        raise OptionError(
+            "{name} {value!r} is not a workspace name: letters, digits, '.', '_' and '-', at most 64, a letter or"
+            " digit first",
+            value=options.name,
+        )
+    for name, choices in (("engine", ENGINES), ("transport", TRANSPORTS)):
+        value = getattr(options, name)
+        if value not in choices:
+            raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=value)
+    _check_container_values(options)
+    timeout_s = options.cache_timeout_s
+    if timeout_s is not None and not 0 <= timeout_s < math.inf:
+        raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
+
+
+def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
+    if max_memory is None:
+        return
+    if max_memory < LEAST_MEMORY_BYTES:
+        raise OptionError("{max_memory} must be at least {least:,} bytes", least=LEAST_MEMORY_BYTES)
+    if max_bytes is not None and max_bytes > max_memory:
+        raise OptionError(
+            "{max_bytes} must be at most {max_memory}, which bounds content, metadata and snapshots together"
+        )
+
+
+def _check_container_values(options: MountOptions) -> None:
+    sandbox, workdir = options.sandbox, options.workdir
+    if sandbox is not None and (not sandbox.startswith("image:") or sandbox == "image:"):
+        raise OptionError("{sandbox} must be image:REF, as image:python:3.12, not {value!r}", value=sandbox)
+    if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
+        raise OptionError(
+            "{workdir} must be an absolute path in the container, without '..', not {value!r}", value=workdir
+        )
+    if options.podman_url is not None:
+        try:
+            parse_address(options.podman_url)
+        except ValueError as error:
+            raise OptionError("{podman_url}: {error}", error=error) from None

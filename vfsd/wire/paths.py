@@ -1,0 +1,22 @@
+"""Paths of a tree as the control socket's parameters name them."""
+
+from __future__ import annotations
+
+from vfsd.daemon.control.call_context import InvalidParamsError
+from vfsd.wire.messages import from_wire_path
+
+__all__ = ["wire_paths_within"]
+
+
+def wire_paths_within(texts: list[str]) -> list[bytes]:
+    """Wire paths as relative paths of a tree.  InvalidParamsError for one that leads out of it."""
+    paths = []
+    for text in texts:
+        try:
+            parts = [part for part in from_wire_path(text).split(b"/") if part not in (b"", b".")]
+        except ValueError as error:
+            raise InvalidParamsError(str(error)) from None
+        if b".." in parts:
+            raise InvalidParamsError(f"a path with '..': {text!r}")
+        paths.append(b"/".join(parts))
+    return paths
