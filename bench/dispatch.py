@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from protocol.backends.memory import MemoryVolume
-from vfsd.daemon import interpreter
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
 from vfsd.kernel.engines.native.negotiation import negotiate
 from vfsd.kernel.engines.native.wire import Opcode
+from vfsd.machine import interpreter
 
 Message = bytes
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}  # system call numbers

@@ -25,9 +25,9 @@ import trio
 from bench._filesystems import end_cleanly
 from bench._micro import create
 from protocol.backends.memory import MemoryVolume
-from vfsd.daemon import interpreter
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, polling
+from vfsd.machine import interpreter
 
 FILES = 400
 ROWS: tuple[tuple[str, Callable[[str], object]], ...] = (

@@ -1,0 +1,1 @@
+"""Differences between two trees, and between two texts; patches that git applies."""

@@ -1,0 +1,1 @@
+"""Run commands on this host under supervision."""

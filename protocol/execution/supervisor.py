@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_TIMERSLACK = 29
 _PR_GET_TIMERSLACK = 30
-_DAEMON_TIMER_SLACK_NS = 1  # what a daemon has for itself (vfsd.daemon.interpreter), and its children inherit
+_DAEMON_TIMER_SLACK_NS = 1  # what a daemon has for itself (vfsd.machine.interpreter), and its children inherit
 _USUAL_TIMER_SLACK_NS = 50_000
 _SCAN_PAUSE_S = 0.01
 # A process that SIGKILL has not ended by then waits in the kernel for something that we cannot give it.

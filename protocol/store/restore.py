@@ -1,8 +1,8 @@
 """Restore: makes a target what a stored state is, touching nothing but what differs.
 
-Path by path, in the order of `protocol.diff.tree_diff.changes`; a directory gets its metadata when all below it is done.  Each
-path is at any moment what it was or what it is to be; but where a directory changes places with something else, there
-is nothing for a moment.
+Path by path, in the order of `protocol.diff.tree_diff.changes`; a directory gets its metadata when everything below it
+is done.  At any moment each path has its old or its new state; only where a directory replaces something else, or is
+replaced by it, the path is absent for a moment.
 
 Threading: any one thread; the workspace's lock keeps other restores away.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import trio
 
-from vfsd.client import launch
 from vfsd.daemon import daemon
+from vfsd.daemon.main import foreground
 from vfsd.wire.options import MountOptions
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     mount_engine = daemon.mount_engine
     daemon.mount_engine = lambda *arguments: Crashing(mount_engine(*arguments))  # type: ignore[assignment,misc]
     options = MountOptions(place, name, engine=engine)  # type: ignore[arg-type]
-    launch.foreground(options, ready=lambda _: print("ready", flush=True))
+    foreground(options, ready=lambda _: print("ready", flush=True))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 
 from protocol import Filesystem, HostFilesystem, InMemoryFilesystem
 from vfsd.client.workspace import Workspace
-from vfsd.daemon.in_process import MountedFilesystem
+from vfsd.kernel.in_process import MountedFilesystem
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import os
 import sys
 from typing import Any
 
-from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.daemon import daemon
+from vfsd.daemon.main import foreground
 
 PR_SET_DUMPABLE = 4
 
@@ -37,7 +37,7 @@ def main() -> None:
 
     daemon.mount_engine = mount_as_root  # type: ignore[assignment]
     options = mount_options(place, f"host:{directory}", name=name, engine=engine, allow_other=True)  # type: ignore[arg-type]
-    launch.foreground(options, ready=lambda _: print("ready", flush=True))
+    foreground(options, ready=lambda _: print("ready", flush=True))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Started:
         ready(answer(asked))
 
     monkeypatch.setattr("vfsd.client.launch.launch", answer)
-    monkeypatch.setattr("vfsd.client.launch.foreground", foreground)
+    monkeypatch.setattr("vfsd.daemon.main.foreground", foreground)
     monkeypatch.chdir(workdir)
     return options
 

@@ -1,4 +1,4 @@
-"""Imports go one way: vfsd -> protocol, and inside each package downward only (docs: "The two packages").
+"""Imports go one way: vfsd -> protocol, and inside each package downward only (docs/architecture.md).
 
 Read with `ast`, never imported: an import inside a function or under TYPE_CHECKING points downward too.
 """
@@ -6,7 +6,7 @@ Read with `ast`, never imported: an import inside a function or under TYPE_CHECK
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,46 +14,64 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
-# Lowest row first.  A module may import what stands in a row below its own; those of one row do not know
-# each other.  A name covers what is below it in the package too, unless that is named itself.
-# What no row names is at the bottom: it imports only what else is there.
+# Lowest row first: the layout of docs/architecture.md.  A module may import from the rows below its own, and
+# within its own name; two names of one row do not import each other.  A name covers what is below it in the package,
+# unless that is named itself.
 LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "protocol": (
-        ("protocol.tree", "protocol.streams"),
-        ("protocol.volume", "protocol.filesystem"),
-        ("protocol.diff.tree_diff", "protocol.archive", "protocol.search"),
-        ("protocol.diff.patch", "protocol.adapters"),
-        ("protocol.backends",),
+        ("protocol.errors",),
+        ("protocol.types", "protocol.paths", "protocol.directory_cookies"),
+        ("protocol.tree",),
+        ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
+        ("protocol.volume", "protocol.search"),
+        ("protocol.filesystem", "protocol.archive"),
         ("protocol.store",),
-        ("protocol.snapshot_manager",),
-        ("protocol.tools",),
-        ("protocol.testing",),
+        ("protocol.adapters",),
+        ("protocol.backends",),
+        ("protocol.tools", "protocol.testing", "protocol.snapshot_manager"),
         ("protocol",),
     ),
     "vfsd": (
-        ("vfsd.daemon.control", "vfsd.kernel.engines"),
-        ("vfsd.daemon.backends", "vfsd.client.executor"),
-        ("vfsd.daemon.daemon", "vfsd.daemon.in_process"),
-        ("vfsd.daemon.main",),
-        ("vfsd.client.launch",),
-        ("vfsd.client.workspace",),
+        ("vfsd.wire",),
+        ("vfsd.machine",),
+        ("vfsd.kernel",),
+        ("vfsd.client",),
+        ("vfsd.daemon",),
         ("vfsd",),
         ("vfsd.cli",),
     ),
 }
-# Contracts that lie beside their implementations, and that everybody may know.
-CONTRACTS = ("vfsd.wire.messages", "vfsd.wire.fs_messages", "vfsd.wire.exec_messages", "vfsd.kernel.engines.base")
+# Pairs that point downward and are forbidden all the same: who drives a daemon, and the daemon, share the wire only.
+APART: tuple[tuple[str, str], ...] = (("vfsd.daemon", "vfsd.client"), ("vfsd.client", "vfsd.daemon"))
 
-# Who alone may import a distribution.
+# Who alone may import a distribution or a module of the standard library.
 OWNERS: Mapping[str, tuple[str, ...]] = {
-    "pyfuse3": ("vfsd",),
+    "pyfuse3": ("vfsd.kernel.engines.pyfuse3",),
     "re2": ("protocol.search",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.backends.overlay",),
-    "trio": ("vfsd", "protocol.backends.container"),
-    "podman": ("protocol.backends.container",),
-    "h11": ("protocol.backends.container",),
+    "trio": ("vfsd.client", "vfsd.daemon", "vfsd.kernel", "protocol.backends.container"),
+    "podman": ("protocol.backends.container.podman",),
+    "h11": ("protocol.backends.container.podman",),
+    # System calls, and the layouts of other programs' structures.
+    "ctypes": (
+        "protocol.linux",
+        "protocol.execution.supervisor",  # these two are programs of their own, with the standard library only
+        "protocol.backends.container.helper",
+        "vfsd.machine.interpreter",
+        "vfsd.kernel",
+    ),
+    "struct": (
+        "protocol.linux",
+        "protocol.archive.records",
+        "protocol.store",
+        "protocol.backends.container.helper",
+        "protocol.backends.container.podman",
+        "vfsd.kernel.engines.native",
+        "vfsd.wire.sockets",
+        "vfsd.daemon.exec.host",  # the size of a terminal window
+    ),
     "vfsd": ("vfsd",),
 }
 
@@ -95,9 +113,9 @@ def imports_of(root: Path, *packages: str) -> list[Import]:
 
 
 def _is_for_version(target: str, name: str, source: ast.Module) -> bool:
-    """Whether a module imports the package that it is in, and uses nothing of it but its version.
+    """Whether a module imports the package that it is in, and uses only its version and its file's path.
 
-    A package is imported before what is in it, so its version is there for everybody.
+    A package is imported before its modules, so every module finds these two.
     """
     if "." in target or not is_within(name, target):
         return False
@@ -106,7 +124,7 @@ def _is_for_version(target: str, name: str, source: ast.Module) -> bool:
         for node in ast.walk(source)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == target
     }
-    return used == {"__version__"}
+    return bool(used) and used <= {"__version__", "__file__"}
 
 
 def _import_nodes(node: ast.AST, *, is_deferred: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -137,8 +155,6 @@ def _targets(node: ast.Import | ast.ImportFrom, name: str, path: Path, modules: 
 def row_of(module: str, rows: tuple[tuple[str, ...], ...]) -> tuple[int, str]:
     """The module's row, counted from 1 (0: named in none), and the name that put it there."""
     best = (0, module)
-    if module in CONTRACTS:
-        return best
     for number, row in enumerate(rows, 1):
         for name in row:
             # The package's own name stands for its __init__ only.
@@ -153,12 +169,26 @@ def upward(imports: list[Import], rows: tuple[tuple[str, ...], ...]) -> list[str
     for one in imports:
         row, name = row_of(one.importer, rows)
         imported_row, imported_name = row_of(one.imported, rows)
+        if row == 0 or imported_row == 0:
+            continue  # `unlisted` reports it
         if imported_row > row:
-            above = "the bottom row (no row of LAYERS names it)" if row == 0 else f"row {row} ({name})"
-            wrong.append(f"{one}, which is above it: row {imported_row} ({imported_name}) against {above}")
-        elif row == imported_row != 0 and name != imported_name:
+            wrong.append(f"{one}, which is above it: row {imported_row} ({imported_name}) against row {row} ({name})")
+        elif row == imported_row and name != imported_name:
             wrong.append(f"{one}, which is beside it: row {row} holds {name} and {imported_name} apart")
     return wrong
+
+
+def unlisted(modules: Iterable[str], rows: tuple[tuple[str, ...], ...]) -> list[str]:
+    return [module for module in modules if row_of(module, rows)[0] == 0]
+
+
+def together(imports: list[Import]) -> list[str]:
+    return [
+        f"{one}, and {importer} and {imported} are kept apart"
+        for one in imports
+        for importer, imported in APART
+        if is_within(one.importer, importer) and is_within(one.imported, imported)
+    ]
 
 
 def trespasses(imports: list[Import]) -> list[str]:
@@ -209,6 +239,27 @@ def test_inside_a_package_imports_point_downward(package: str) -> None:
     assert not wrong, "\n".join(wrong) + ADVICE
 
 
+@pytest.mark.parametrize("package", ["protocol", "vfsd"])
+def test_every_module_has_a_row(package: str) -> None:
+    missing = unlisted(module_names(REPOSITORY, package), LAYERS[package])
+    assert not missing, "\n".join(missing) + ADVICE
+
+
+@pytest.mark.parametrize("package", ["protocol", "vfsd"])
+def test_every_row_names_modules_that_exist(package: str) -> None:
+    modules = module_names(REPOSITORY, package)
+    assert [name for row in LAYERS[package] for name in row if name not in modules] == []
+
+
+def test_the_root_of_vfsd_holds_no_module() -> None:
+    assert [path.name for path in (REPOSITORY / "vfsd").glob("*.py")] == ["__init__.py"]
+
+
+def test_the_client_and_the_daemon_do_not_import_each_other() -> None:
+    wrong = together(imports_of(REPOSITORY, "vfsd"))
+    assert not wrong, "\n".join(wrong) + ADVICE
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     found = cycle(imports_of(REPOSITORY, "protocol", "vfsd"))
     assert not found, " -> ".join(found) + ADVICE
@@ -226,17 +277,18 @@ def sources(tmp_path: Path) -> Path:
         "protocol/__init__.py": "",
         "protocol/errors.py": "from .tree import Tree",
         "protocol/tree.py": "import os\nfrom protocol import diff",
-        "protocol/diff/tree_diff.py": "def f():\n    import trio.lowlevel",
-        "protocol/archive.py": "from . import diff\nfrom protocol import __version__",
+        "protocol/diff.py": "from protocol.streams import chunks\ndef f():\n    import trio.lowlevel",
+        "protocol/streams.py": "from protocol import __version__",
+        "protocol/loose.py": "from protocol import tree",
         "protocol/backends/__init__.py": "",
         "protocol/backends/memory.py": "from ..diff import changes\nimport protocol.tree\nimport vfsd.wire.options",
-        "protocol/backends/container/__init__.py": "import podman, trio",
+        "protocol/backends/container/__init__.py": "import trio",
         "vfsd/__init__.py": "",
-        "vfsd/wire/options.py": "from vfsd import mounts\nimport click",
-        "vfsd/machine/mounts.py": "from vfsd.wire.options import x",
+        "vfsd/wire/options.py": "from vfsd.wire import lines\nimport click",
+        "vfsd/wire/lines.py": "from vfsd.wire.options import x",
         "vfsd/machine/logs.py": "if TYPE_CHECKING:\n    from vfsd.client.launch import Launch",
-        "vfsd/client/launch.py": "from vfsd import logs\nimport vfsd\nprint(vfsd.__version__)",
-        "vfsd/daemon/daemon.py": "import vfsd\nprint(vfsd.__version__, vfsd.Workspace)",
+        "vfsd/client/launch.py": "from vfsd.machine import logs\nimport vfsd\nprint(vfsd.__version__, vfsd.__file__)",
+        "vfsd/daemon/main.py": "import vfsd\nfrom vfsd.client import launch\nprint(vfsd.__version__, vfsd.Workspace)",
     }
     for name, source in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -248,10 +300,14 @@ def test_an_upward_and_a_sideways_import_are_reported_with_their_place(sources: 
     wrong = upward(imports_of(sources, "protocol"), LAYERS["protocol"])
 
     assert [line.split(", which")[0] for line in wrong] == [
-        "protocol/archive.py:1: protocol.archive imports protocol.diff.tree_diff",
+        "protocol/diff.py:1: protocol.diff imports protocol.streams",
         "protocol/errors.py:1: protocol.errors imports protocol.tree",
-        "protocol/tree.py:2: protocol.tree imports protocol.diff.tree_diff",
+        "protocol/tree.py:2: protocol.tree imports protocol.diff",
     ]
+
+
+def test_a_module_without_a_row_is_reported(sources: Path) -> None:
+    assert unlisted(module_names(sources, "protocol"), LAYERS["protocol"]) == ["protocol.loose"]
 
 
 def test_an_import_for_the_type_checker_points_downward_too(sources: Path) -> None:
@@ -262,15 +318,21 @@ def test_an_import_for_the_type_checker_points_downward_too(sources: Path) -> No
     ]
 
 
-def test_of_its_own_package_a_module_may_use_the_version_and_no_more(sources: Path) -> None:
+def test_of_its_own_package_a_module_may_use_version_and_path_only(sources: Path) -> None:
     wrong = [line.split(", which")[0] for line in upward(imports_of(sources, "vfsd"), LAYERS["vfsd"])]
 
-    assert "vfsd/daemon/daemon.py:1: vfsd.daemon.daemon imports vfsd" in wrong
+    assert "vfsd/daemon/main.py:1: vfsd.daemon.main imports vfsd" in wrong
     assert not any("vfsd.client.launch imports vfsd" in line for line in wrong)
 
 
+def test_a_daemon_that_imports_the_client_is_reported(sources: Path) -> None:
+    assert [line.split(", and")[0] for line in together(imports_of(sources, "vfsd"))] == [
+        "vfsd/daemon/main.py:2: vfsd.daemon.main imports vfsd.client.launch"
+    ]
+
+
 def test_a_circle_at_import_time_is_reported(sources: Path) -> None:
-    assert cycle(imports_of(sources, "vfsd")) == ["vfsd.machine.mounts", "vfsd.wire.options", "vfsd.machine.mounts"]
+    assert cycle(imports_of(sources, "vfsd")) == ["vfsd.wire.lines", "vfsd.wire.options", "vfsd.wire.lines"]
 
 
 def test_a_distribution_in_the_wrong_place_is_reported(sources: Path) -> None:
@@ -278,6 +340,6 @@ def test_a_distribution_in_the_wrong_place_is_reported(sources: Path) -> None:
 
     assert [line.split(", which")[0] for line in wrong] == [
         "protocol/backends/memory.py:3: protocol.backends.memory imports vfsd.wire.options",
-        "protocol/diff/tree_diff.py:2: protocol.diff.tree_diff imports trio.lowlevel",
+        "protocol/diff.py:3: protocol.diff imports trio.lowlevel",
         "vfsd/wire/options.py:2: vfsd.wire.options imports click",
     ]

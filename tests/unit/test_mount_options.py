@@ -90,7 +90,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
         ready(answer(asked))
 
     monkeypatch.setattr("vfsd.client.launch.launch", answer)
-    monkeypatch.setattr("vfsd.client.launch.foreground", foreground)
+    monkeypatch.setattr("vfsd.daemon.main.foreground", foreground)
     return options
 
 

@@ -177,8 +177,10 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
         raise click.UsageError("MOUNTPOINT is an empty string")
     options = _options(mountpoint, settings)
     if foreground:
+        from vfsd.daemon.main import foreground as run_in_foreground  # noqa: PLC0415 (start-up: pulls in the daemon)
+
         try:
-            launch.foreground(options, ready=lambda ready: _emit_ready(app, ready))
+            run_in_foreground(options, ready=lambda ready: _emit_ready(app, ready))
         except ValueError as error:  # what only the backend can check; from a background daemon it is EINVAL too
             raise OSError(errno.EINVAL, str(error)) from error
     else:

@@ -18,17 +18,18 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
+import vfsd
 from protocol.linux.regular_file import open_regular
-from vfsd.daemon import interpreter
+from vfsd.machine import interpreter
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import Failed, Ready, decode_report, encode_options
 from vfsd.wire.options import MountOptions
 
-__all__ = ["START_TIMEOUT_S", "Ready", "foreground", "launch", "log_path"]
+__all__ = ["START_TIMEOUT_S", "Ready", "launch", "log_path"]
 
 # Generous: the start may read an archive of gigabytes.
 START_TIMEOUT_S: Final = 300.0
@@ -74,18 +75,6 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
     return ready
 
 
-def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:
-    """Run the daemon in this process until it is unmounted; it logs to standard error.
-
-    `ready` is called once the mount answers.  Raises what a failed start raises, OSError or ValueError.
-    """
-    # Start-up: a background start, and `import vfsd`, need neither pyfuse3 nor an engine in this process.
-    from vfsd.daemon import daemon  # noqa: PLC0415
-    from vfsd.daemon import main as daemon_process  # noqa: PLC0415
-
-    daemon_process.run(options, ready or (lambda _: None), daemon.run_daemon)
-
-
 def log_path(name: str) -> str:
     """Where the background daemon of workspace `name` logs; the log of the one before has ".1" behind it."""
     return os.path.join(ensure_socket_dir(), name + ".log")
@@ -110,7 +99,7 @@ def _environment() -> dict[str, str]:
     """This process's environment, made to hold from another directory: the same vfsd is imported."""
     environment = interpreter.environment(os.environ)
     entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    package_root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package_root = os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__)))
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if package_root not in installed and package_root not in entries:
         entries.append(package_root)

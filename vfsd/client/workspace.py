@@ -44,7 +44,7 @@ from vfsd.wire.options import EngineChoice, MountOptions
 
 if TYPE_CHECKING:
     from protocol.filesystem import Filesystem
-    from vfsd.daemon.in_process import MountedFilesystem
+    from vfsd.kernel.in_process import MountedFilesystem
 
 __all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
@@ -144,7 +144,7 @@ class Workspace(_Base):
         With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs a request less.
         `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
         With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
-        a thread of this process (`vfsd.daemon.in_process`); the arguments of a backend make no sense then.
+        a thread of this process (`vfsd.kernel.in_process`); the arguments of a backend make no sense then.
         `store` is the directory where the snapshots of "host:DIR" are kept, outside of DIR, None for the user's own.
         `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user; `sandbox`,
         "image:REF", in a container of that image, which sees the workspace at /workspace, may have `pids_limit`
@@ -538,7 +538,7 @@ def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
 
 def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool) -> MountedFilesystem:
     # Start-up: who drives a daemon needs no engine in this process.
-    from vfsd.daemon.in_process import MountedFilesystem  # noqa: PLC0415
+    from vfsd.kernel.in_process import MountedFilesystem  # noqa: PLC0415
 
     if create:
         os.makedirs(options.mountpoint, exist_ok=True)

@@ -27,7 +27,6 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
-from vfsd.daemon import interpreter
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
@@ -41,7 +40,7 @@ from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.kernel.inotify_replay import Replay
 from vfsd.kernel.invalidation import tell_kernel
-from vfsd.machine import mounts, runtime
+from vfsd.machine import interpreter, mounts, runtime
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire.handshake import Ready

@@ -23,7 +23,7 @@ from vfsd.machine import logs
 from vfsd.wire.handshake import Failed, Ready, decode_options, encode_report
 from vfsd.wire.options import MountOptions
 
-__all__ = ["RunDaemon", "main", "run"]
+__all__ = ["RunDaemon", "foreground", "main", "run"]
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +61,16 @@ def run(
             raise BrokenPipeError(errno.EPIPE, "the process that started this daemon has ended: nothing is mounted")
 
     trio.run(body)
+
+
+def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:
+    """Run the daemon in this process until it is unmounted; it logs to standard error.
+
+    `ready` is called once the mount answers.  Raises what a failed start raises, OSError or ValueError.
+    """
+    from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
+
+    run(options, ready or (lambda _: None), run_daemon)
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

@@ -14,7 +14,6 @@ between them, so the mount sees it whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -25,6 +24,7 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
+from protocol.linux.syscalls import syncfs
 from protocol.volume import Coherence, Volume
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify_replay import Replay
@@ -38,7 +38,6 @@ __all__ = ["Served"]
 
 _logger = logging.getLogger(__name__)
 _LEAVING_S: Final = 5.0  # the longest replay takes about one
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)  # os has sync(), but no syncfs()
 
 
 class Served:
@@ -212,8 +211,6 @@ def _syncfs(mountpoint: str) -> None:
     """syncfs(2)."""
     descriptor = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if _LIBC.syncfs(descriptor):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), mountpoint)
+        syncfs(descriptor)
     finally:
         os.close(descriptor)

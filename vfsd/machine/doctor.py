@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import vfsd
 from protocol.backends.container.podman.address import default_address
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
-from vfsd import __version__
 from vfsd.machine import runtime
 from vfsd.machine.foreign import foreign_protocol
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
@@ -211,7 +211,8 @@ def _check_pyfuse3(host: Host) -> Iterator[Finding]:
 
 
 def _check_installation(_host: Host) -> Iterator[Finding]:
-    yield Finding("installation", ok=True, optional=False, what=f"version {__version__} in {os.path.dirname(__file__)}")
+    what = f"version {vfsd.__version__} in {os.path.dirname(vfsd.__file__)}"
+    yield Finding("installation", ok=True, optional=False, what=what)
     foreign = foreign_protocol()
     if foreign is not None:
         what, _, advice = foreign.partition(": ")

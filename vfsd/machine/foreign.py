@@ -11,6 +11,8 @@ import os
 import shlex
 import sys
 
+import vfsd
+
 __all__ = ["foreign_distributions", "foreign_protocol"]
 
 
@@ -23,7 +25,7 @@ def foreign_protocol() -> str | None:
     """A sentence on the `protocol` that Python finds in place of vfsd's, and what to do; None if it finds vfsd's."""
     spec = importlib.util.find_spec("protocol")
     found = os.path.dirname(spec.origin) if spec and spec.origin else None
-    expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "protocol")
+    expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__))), "protocol")
     others = foreign_distributions()
     if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
         return None

@@ -13,9 +13,10 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["LEAST_MEMORY_BYTES", "available_memory", "default_max_memory"]
+from vfsd.wire.option_rules import LEAST_MEMORY_BYTES
 
-LEAST_MEMORY_BYTES: Final = 4 << 20
+__all__ = ["available_memory", "default_max_memory"]
+
 _SHARE: Final = 2
 _CGROUPS: Final = "/sys/fs/cgroup"
 _V1_UNLIMITED: Final = 1 << 60  # v1 says the largest number of pages where there is no limit

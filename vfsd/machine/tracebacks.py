@@ -12,7 +12,7 @@ def clear_frames(error: BaseException) -> None:
 
     An error that a frame holds in a variable is in a reference cycle with its traceback, and every frame of that
     traceback holds its variables: a manifest of hundreds of megabytes, say.  The collector may find the cycle hours
-    later (`vfsd.daemon.interpreter`).  Frames that still run, and the lines that a traceback shows, stay.
+    later (`vfsd.machine.interpreter`).  Frames that still run, and the lines that a traceback shows, stay.
     """
     waiting, seen = [error], set[int]()
     while waiting:

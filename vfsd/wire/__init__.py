@@ -1,0 +1,1 @@
+"""Messages between processes: the control socket, mount options, the start-up handshake."""

@@ -55,6 +55,10 @@ def from_wire_path(text: str) -> bytes:
     return _ESCAPE.sub(unescape, raw)
 
 
+class InvalidParamsError(ValueError):
+    """Raised by a handler for parameters of the right types that make no sense (INVALID_PARAMS)."""
+
+
 # -- the envelope ---------------------------------------------------------------------------------
 class Request(msgspec.Struct):
     """A call.  Without an `id` it is a notification, which is not answered."""

@@ -15,10 +15,9 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final
 
 from protocol.backends.container.podman.address import parse_address
-from vfsd.machine.memory_limits import LEAST_MEMORY_BYTES
 from vfsd.wire.options import ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
 
-__all__ = ["BACKENDS", "LARGEST", "SCOPES", "OptionError", "Scope", "check_options"]
+__all__ = ["BACKENDS", "LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options"]
 
 # Each kind of backend, and how a user writes it.
 BACKENDS: Final = {
@@ -30,6 +29,7 @@ BACKENDS: Final = {
 }
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
+LEAST_MEMORY_BYTES: Final = 4 << 20  # of max_memory: with less a workspace holds next to nothing
 _POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 

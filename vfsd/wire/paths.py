@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vfsd.daemon.control.call_context import InvalidParamsError
-from vfsd.wire.messages import from_wire_path
+from vfsd.wire.messages import InvalidParamsError, from_wire_path
 
 __all__ = ["wire_paths_within"]
 

@@ -1,0 +1,1 @@
+"""A host directory as source and as target of snapshots."""

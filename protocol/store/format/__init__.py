@@ -1,0 +1,1 @@
+"""The on-disk format of the store: objects, packs, listings, records."""

@@ -1,0 +1,1 @@
+"""What the commands share: base classes, output, interrupts, values and their completion."""

@@ -17,7 +17,7 @@ import trio
 
 from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, Progress, Request
 
-__all__ = ["Call", "CallCancelledError", "Encoded", "Handler", "InvalidParamsError"]
+__all__ = ["Call", "CallCancelledError", "Encoded", "Handler"]
 
 Handler = Callable[[Any, "Call"], Awaitable[Any]]
 """Answers one method: (parameters struct, call) to result struct, of the types that METHODS names."""
@@ -37,10 +37,6 @@ class Encoded(list[bytes]):
 
     Encoding a large result on the serving loop would stop the mount meanwhile.
     """
-
-
-class InvalidParamsError(ValueError):
-    """Raised by a handler for parameters of the right types that make no sense (INVALID_PARAMS)."""
 
 
 class Call:

@@ -15,12 +15,12 @@ from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, changes
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import SnapshotInfo
-from vfsd.daemon.control.call_context import InvalidParamsError
 from vfsd.wire.messages import (
     CHANGES_LISTED,
     ChangeCounts,
     ChangeRecord,
     ExpiredRecord,
+    InvalidParamsError,
     ProblemRecord,
     wire_path,
 )

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from protocol.errors import errno_of
-from vfsd.daemon.control.call_context import Call, CallCancelledError, Encoded, Handler, InvalidParamsError
+from vfsd.daemon.control.call_context import Call, CallCancelledError, Encoded, Handler
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.machine.tracebacks import clear_frames
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
@@ -42,6 +42,7 @@ from vfsd.wire.messages import (
     CancelState,
     ErrorData,
     ErrorObject,
+    InvalidParamsError,
     Request,
     Response,
     wire_path,

@@ -17,7 +17,7 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.paths import decode, normalise
-from vfsd.daemon.control.call_context import Call, Handler, InvalidParamsError
+from vfsd.daemon.control.call_context import Call, Handler
 from vfsd.daemon.exec.place import Process, Stream
 from vfsd.daemon.exec.running import Commands, Limits
 from vfsd.wire.exec_messages import (
@@ -35,7 +35,7 @@ from vfsd.wire.exec_messages import (
     TerminalSize,
     cost,
 )
-from vfsd.wire.messages import from_wire_path
+from vfsd.wire.messages import InvalidParamsError, from_wire_path
 
 __all__ = ["ExecMethods", "command_words"]
 

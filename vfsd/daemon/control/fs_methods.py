@@ -1,8 +1,8 @@
 """The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
 
 Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
-responsive whatever is read or searched.  Clients take turns (`vfsd.daemon.control.turns`), and what grows with the answer is
-done in slices, each of which first checks whether somebody still waits.  What writes is one
+responsive whatever is read or searched.  Clients take turns (`vfsd.daemon.control.turns`), and what grows with the
+answer is done in slices, each of which first checks whether somebody still waits.  What writes is one
 step on the serving loop: the tool's function, over the volume, in `MemoryVolume.changes`; nothing in it awaits.  The
 caller is answered when the kernel knows of it.
 Over a backend without immutable trees both work on the mount itself, in a worker thread.
@@ -39,7 +39,7 @@ from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, RmParams, entries_of, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
-from vfsd.daemon.control.call_context import Call, Encoded, Handler, InvalidParamsError
+from vfsd.daemon.control.call_context import Call, Encoded, Handler
 from vfsd.daemon.control.exec_methods import command_words
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.place import Stream
@@ -67,7 +67,7 @@ from vfsd.wire.fs_messages import (
     FsWriteParams,
     FsWriteResult,
 )
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.messages import InvalidParamsError, from_wire_path, wire_path
 from vfsd.wire.options import MountOptions
 
 __all__ = ["FsMethods"]

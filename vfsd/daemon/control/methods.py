@@ -27,7 +27,7 @@ from protocol.diff.tree_diff import Counts
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
-from vfsd.daemon.control.call_context import Call, Handler, InvalidParamsError
+from vfsd.daemon.control.call_context import Call, Handler
 from vfsd.daemon.control.changes import (
     Differences,
     Pieces,
@@ -60,6 +60,7 @@ from vfsd.wire.messages import (
     ExportResult,
     ImportParams,
     ImportResult,
+    InvalidParamsError,
     ProblemRecord,
     RestoreParams,
     RestoreResult,

@@ -15,10 +15,10 @@ from typing import Final
 
 import trio
 
-from vfsd.daemon.control.call_context import Call, CallCancelledError, Handler, InvalidParamsError
+from vfsd.daemon.control.call_context import Call, CallCancelledError, Handler
 from vfsd.daemon.control.connection import Budget, Connection, Limits, error_line
 from vfsd.daemon.control.descriptors import SpareDescriptors
-from vfsd.wire.messages import OPERATION_FAILED, ErrorData
+from vfsd.wire.messages import OPERATION_FAILED, ErrorData, InvalidParamsError
 from vfsd.wire.sockets import bind, peer_credentials
 
 __all__ = ["Call", "CallCancelledError", "ControlServer", "Handler", "InvalidParamsError", "Limits"]

@@ -131,9 +131,9 @@ class Turns:
 class Slices:
     """Lets one of several worker threads compute at a time, for some milliseconds each, in rotation.
 
-    Threads that compute at once gain nothing from it: they pass the interpreter lock to and fro (`vfsd.daemon.interpreter`
-    makes that frequent, for the mount's sake), which costs more than half of the time.  In rotation a short search
-    does not wait for the end of a long one either.
+    Threads that compute at once gain nothing from it: they pass the interpreter lock to and fro, which costs more than
+    half of the time (`vfsd.machine.interpreter` makes the switches frequent, for the mount's sake).  In rotation a
+    short search does not wait for the end of a long one either.
     """
 
     def __init__(self) -> None:

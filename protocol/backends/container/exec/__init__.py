@@ -1,0 +1,1 @@
+"""Run commands in a container, and end everything that they started."""

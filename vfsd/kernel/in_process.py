@@ -41,7 +41,7 @@ class MountedFilesystem:
     def __init__(
         self, filesystem: Filesystem, path: str, *, name: str, engine: EngineChoice, allow_other: bool
     ) -> None:
-        """Mount `filesystem` at the empty directory `path`.  OSError as `vfsd.machine.mounts.check_mountpoint` has it."""
+        """Mount `filesystem` at the empty directory `path`.  OSError as from `vfsd.machine.mounts.check_mountpoint`."""
         _spawn_without_the_lock()
         if mounts.check_mountpoint(path) is not None:
             mounts.clear_dead_mount(path)
