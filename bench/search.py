@@ -29,7 +29,7 @@ from protocol.backends.memory import MemoryVolume
 from protocol.search import NodeTree, glob_paths, grep_tree
 from protocol.tree import Tree
 from protocol.types import GrepMatch
-from tests.trees import DictTree
+from tests.support.trees import DictTree
 
 FILE_BYTES = 1024
 NO_LIMIT = 1_000_000

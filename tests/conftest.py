@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.leaks import TAG, Leaks, mounts, open_files
-from tests.progress import ProgressPlugin
+from tests.support.leaks import TAG, Leaks, mounts, open_files
+from tests.support.progress import ProgressPlugin
 
 _NO_SKIP = os.environ.get("VFSD_NO_SKIP", "") not in ("", "0")
 _FAILED_SKIP = "skipped, and VFSD_NO_SKIP is set: {}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.leaks import mounts
+from tests.support.leaks import mounts
 
 SERVICE_TIMEOUT_S = 60.0
 # File locks: Podman's usual ones are in shared memory, which all of this user's Podmans have in common.

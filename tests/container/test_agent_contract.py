@@ -1,7 +1,7 @@
 """The volume over a helper in a real container keeps the contract of protocol.volume, over tmpfs inside it.
 
 The two tests that list thousands of files again and again run over a helper of this machine only
-(tests/unit/test_container_helper.py): what they show is the same.
+(tests/unit/protocol/backends/container/test_helper.py): what they show is the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.podman import Container, PodmanService
 from protocol.testing import MakeVolume
 from protocol.volume import Volume
-from tests.agents import served
 from tests.container.conftest import inside
-from tests.unit.test_container_helper import TestAgentVolume as HelperContract
+from tests.support.agents import served
+from tests.unit.protocol.backends.container.test_helper import TestAgentVolume as HelperContract
 
 _numbers = itertools.count(1)
 

@@ -18,7 +18,7 @@ from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume
 from tests.contract import test_host_volume
-from tests.host_directories import HostClock
+from tests.support.host_directories import HostClock
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a container through /proc")

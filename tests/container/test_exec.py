@@ -13,8 +13,8 @@ import pytest
 
 from protocol.backends.container.podman.podman import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
-from tests.exec_suite import ExecSuite, Where, line_of, run, started
 from tests.mount.conftest import mounted, socket_of
+from tests.support.exec_suite import ExecSuite, Where, line_of, run, started
 from vfsd.client.workspace import Workspace
 
 

@@ -21,9 +21,9 @@ from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import inside
 from tests.container.test_exec import container_of, where_of
-from tests.exec_suite import Where, line_of, run, started
 from tests.mount.conftest import ENGINES, mounted, socket_of
-from tests.waiting import readable
+from tests.support.exec_suite import Where, line_of, run, started
+from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.wire import fs_messages as fs

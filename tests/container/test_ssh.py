@@ -12,7 +12,7 @@ from protocol.backends.container.podman.podman import PodmanService
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.container.sshd import NoSshdError, Sshd, running_sshd
 from tests.container.test_exec import where_of
-from tests.exec_suite import run
+from tests.support.exec_suite import run
 
 
 @pytest.fixture

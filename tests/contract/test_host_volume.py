@@ -18,7 +18,7 @@ from protocol.backends.host import HostVolume
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import ROOT_INODE, Volume
-from tests.host_directories import HostClock, mounted_tmpfs
+from tests.support.host_directories import HostClock, mounted_tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.backends.overlay import OverlayVolume
 from protocol.testing.volume.driver import Driver
-from tests.unit.test_overlay_apply import run
+from tests.unit.protocol.backends.overlay.test_apply import run
 
 PATHS = (b"a", b"b", b"d", b"d/a", b"d/b")
 ABOVE = (

@@ -25,7 +25,7 @@ from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.volume import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, AttributeChanges, Caller
 from tests.model.kernel import KernelCache
 from tests.model.plain import Node, Plain, find, groups, page_up, walk
-from tests.trees import DictTree
+from tests.support.trees import DictTree
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # linux/falloc.h
 BLOCK = 131072

@@ -22,7 +22,7 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Coherence, EntryChange
-from tests.waiting import readable
+from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from tests.waiting import readable
+from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
 from vfsd.machine.runtime import record_path, socket_path

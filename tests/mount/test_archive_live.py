@@ -19,7 +19,7 @@ import pytest
 
 from protocol.archive import records as zr
 from tests.mount.programs import control, failed, succeeded, vfsd
-from tests.unit.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
+from tests.unit.protocol.archive.archives import DIRECTORY, SYMLINK, Raw, archive, deflated, manifest, zip_of
 from vfsd.client.workspace import Workspace
 from vfsd.wire.messages import ImportParams, RestoreParams
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.exec_suite import ExecSuite, Where, run
 from tests.mount.conftest import MountIt, mounted, socket_of
-from tests.unit.test_cli_exec import running_here
+from tests.support.exec_suite import ExecSuite, Where, run
+from tests.unit.vfsd.cli.test_exec import running_here
 from vfsd.client.workspace import Workspace
 
 

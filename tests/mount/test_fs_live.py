@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from tests.mount.conftest import MountIt, check_invariants, socket_of
 from tests.mount.engine_child import Watcher
-from tests.waiting import readable
+from tests.support.waiting import readable
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.host_directories import mounted_tmpfs
 from tests.mount.conftest import MountIt, complaints, mounted
 from tests.mount.engine_child import Watcher
 from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
+from tests.support.host_directories import mounted_tmpfs
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import Ready, launch
 from vfsd.client.mount_arguments import mount_options

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.leaks import mounts
 from tests.mount.programs import VFSD, Program, failed, left_behind, log_of, succeeded, vfsd, wait_ended, wait_logged
+from tests.support.leaks import mounts
 from vfsd.machine.runtime import socket_dir, socket_path
 
 MANIFEST = '{"version": "1", "created_at": "2020-01-01T00:00:00Z", "file_count": 1, "total_bytes": 1}'

@@ -30,7 +30,7 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
-from tests.leaks import mounts
+from tests.support.leaks import mounts
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 

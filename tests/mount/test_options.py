@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import mounts
 from tests.mount.programs import Program, failed, succeeded, vfsd
+from tests.support.leaks import mounts
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 

@@ -321,7 +321,7 @@ def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Pa
 # -- an apply that is killed -----------------------------------------------------------------------------
 KILLED_HALF_WAY = """
 import os, signal, sys
-from tests.unit.killed_apply import apply_work
+from tests.unit.protocol.backends.overlay.killed_apply import apply_work
 root = sys.argv[1]
 def before():
     if os.path.exists(os.path.join(root, ".vfsd-apply", "plan")) and not os.path.exists(os.path.join(root, "a")):

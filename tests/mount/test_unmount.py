@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from tests.host_directories import mounted_tmpfs
-from tests.leaks import mounts
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
 from tests.mount.programs import failed, succeeded, vfsd
+from tests.support.host_directories import mounted_tmpfs
+from tests.support.leaks import mounts
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.workspace import Workspace

@@ -1,0 +1,90 @@
+"""The helper that goes into containers, run here over a tmpfs, keeps the contract of protocol.volume."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
+from protocol.testing.volume.driver import ALICE, fails
+from protocol.volume import ROOT_INODE, Volume
+from tests.support.agents import local_agent
+from tests.support.host_directories import HostClock, mounted_tmpfs
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
+
+# struct vfs_cap_data of revision 2 (linux/capability.h): the host takes nothing else for a capability.
+CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
+
+
+class TestAgentVolume(VolumeContract):
+    @pytest.fixture
+    def volume(self, tmp_path: Path) -> Iterator[MakeVolume]:
+        with ExitStack() as stack:
+            count = 0
+
+            def make(
+                *,
+                max_bytes: int | None = None,
+                max_inodes: int | None = None,
+                clock: Callable[[], int] | None = None,
+            ) -> Volume:
+                nonlocal count
+                place = tmp_path / f"tmpfs-{count}"
+                count += 1
+                stack.enter_context(mounted_tmpfs(place, max_bytes=max_bytes, max_inodes=max_inodes))
+                return stack.enter_context(local_agent(str(place)))  # type: ignore[return-value]
+
+            yield make
+
+    @pytest.fixture
+    def clock(self, tmp_path: Path) -> Clock:
+        return HostClock(tmp_path / "probe")
+
+    # -- what the host does in its own way -----------------------------------------------------
+    def test_what_is_made_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
+        now = clock.tick()
+        inode = fs.stat(fs.file(b"f", mode=0o4755))
+        assert (inode.mode, inode.uid, inode.gid) == (0o104755, 1000, 1000)
+        assert (inode.nlink, inode.size, inode.blocks) == (1, 0, 0)
+        assert inode.atime_ns == inode.mtime_ns == inode.birth_ns
+        # Given to the caller when it was there already.
+        assert (inode.mtime_ns, inode.ctime_ns) == (now, now)
+
+    def test_file_capabilities_do_not_outlive_a_change_of_content_or_owner(self, fs: Driver) -> None:
+        changes: tuple[Callable[[int], object], ...] = (
+            lambda number: fs.volume.write(number, 0, b"x"),
+            lambda number: fs.set(number, size=0),
+            lambda number: fs.set(number, uid=3),
+        )
+        for at, change in enumerate(changes):
+            number = fs.file(b"f%d" % at, b"abc")
+            fs.volume.setxattr(number, b"security.capability", CAPABILITY, 0)
+            fs.volume.setxattr(number, b"user.kept", b"1", 0)
+            change(number)
+            assert fs.volume.listxattr(number) == (b"user.kept",)
+
+    def test_inodes_over_the_quota_are_refused_and_leave_no_trace(self, volume: MakeVolume) -> None:
+        fs = Driver(volume(max_inodes=4))  # the root is one, and tmpfs counts a further link as one
+        number = fs.file(b"a")
+        fs.directory(b"b")
+        fs.link(number, b"c")
+        makers: tuple[Callable[[], object], ...] = (
+            lambda: fs.file(b"d"),
+            lambda: fs.directory(b"d"),
+            lambda: fs.symlink(b"d", b"x"),
+            lambda: fs.link(number, b"d"),
+            lambda: fs.volume.tmpfile(ROOT_INODE, 0o600, ALICE),
+        )
+        for make in makers:
+            with fails(errno.ENOSPC):
+                make()
+        assert fs.names() == [b"a", b"b", b"c"]
+        fs.unlink(b"c")
+        fs.file(b"d")

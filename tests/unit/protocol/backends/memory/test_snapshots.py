@@ -1,0 +1,232 @@
+"""Snapshots of the memory backend: what a random walk seldom reaches, each by its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.backends.memory import MemoryVolume
+from protocol.diff.tree_diff import changes
+from protocol.tree import TreeEntry
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller, EntryChange, InodeChange
+from tests.support.trees import DictTree
+
+CALLER = Caller(0, 0)
+
+
+@pytest.fixture
+def volume() -> Iterator[MemoryVolume]:
+    volume = MemoryVolume(max_bytes=100 * 4096, clock=iter(range(1_000, 10**9)).__next__)
+    yield volume
+    volume.check_invariants()
+
+
+def make(volume: MemoryVolume, parent: int, name: bytes, data: bytes | None = None) -> int:
+    """A file with `data`, or a directory; nobody holds it."""
+    if data is None:
+        number = volume.mkdir(parent, name, 0o755, CALLER).inode
+    else:
+        number = volume.mknod(parent, name, stat.S_IFREG | 0o644, 0, CALLER).inode
+        volume.write(number, 0, data)
+    volume.forget(number, 1)
+    return number
+
+
+def at(volume: MemoryVolume, path: bytes) -> int:
+    number = ROOT_INODE
+    for name in path.split(b"/"):
+        number = volume.lookup(number, name).inode
+        volume.forget(number, 1)
+    return number
+
+
+def read(volume: MemoryVolume, path: bytes) -> bytes:
+    return bytes(volume.read(at(volume, path), 0, 1 << 20))
+
+
+def state(volume: MemoryVolume) -> list[object]:
+    with volume.tree() as tree:
+        return [(entry, b"".join(tree.chunks(entry.path)) if entry.is_file else b"") for entry in tree.walk()]
+
+
+def test_a_directory_removed_while_it_was_held_comes_back_as_another_generation(volume: MemoryVolume) -> None:
+    number = make(volume, ROOT_INODE, b"d")
+    volume.lookup(ROOT_INODE, b"d")
+    volume.take_snapshot("s")
+    before = volume.getattr(number).generation
+    volume.rmdir(ROOT_INODE, b"d")
+    coherence = volume.restore_snapshot("s")
+    assert coherence.entries == [EntryChange(ROOT_INODE, b"d", 0, number)]
+    assert volume.getattr(number).generation != before
+
+
+@pytest.mark.parametrize("path", [b"latin\xe9", b"f/latin\xe9"])
+def test_an_error_names_a_missing_path_that_is_not_utf_8_exactly(volume: MemoryVolume, path: bytes) -> None:
+    make(volume, ROOT_INODE, b"f", b"content")
+    volume.take_snapshot("s")
+    with pytest.raises(OSError, match="latin") as restored:
+        volume.restore_snapshot("s", [path])
+    assert os.fsencode(restored.value.filename) == path
+    with volume.tree("s") as old, volume.tree() as new, pytest.raises(FileNotFoundError) as compared:
+        list(changes(old, new, paths=[path]))
+    assert os.fsencode(compared.value.filename) == path
+
+
+def test_a_file_removed_while_it_was_held_comes_back_with_its_content_told(volume: MemoryVolume) -> None:
+    number = make(volume, ROOT_INODE, b"f", b"then")
+    volume.lookup(ROOT_INODE, b"f")
+    volume.take_snapshot("s")
+    volume.unlink(ROOT_INODE, b"f")
+    volume.write(number, 0, b"when unlinked")
+    coherence = volume.restore_snapshot("s")
+    assert read(volume, b"f") == b"then"
+    assert at(volume, b"f") == number
+    assert InodeChange(number, content=True) in coherence.inodes
+
+
+@pytest.mark.parametrize("paths", [[b"d", b"missing"], [b"f", b"missing"], [b"d", b"f", b"moved", b"missing"]])
+def test_a_restore_that_fails_half_way_leaves_everything_as_it_was(volume: MemoryVolume, paths: list[bytes]) -> None:
+    directory = make(volume, ROOT_INODE, b"d")
+    make(volume, directory, b"inside", b"1")
+    number = make(volume, ROOT_INODE, b"f", b"then")
+    moved = make(volume, ROOT_INODE, b"to be moved")
+    for name in (b"d", b"f", b"to be moved"):
+        volume.lookup(ROOT_INODE, name)
+    volume.take_snapshot("s")
+    volume.unlink(directory, b"inside")
+    volume.rmdir(ROOT_INODE, b"d")
+    volume.unlink(ROOT_INODE, b"f")
+    volume.write(number, 0, b"when unlinked")
+    volume.rename(ROOT_INODE, b"to be moved", ROOT_INODE, b"moved")
+    before = state(volume)
+    with pytest.raises(FileNotFoundError):
+        volume.restore_snapshot("s", paths)
+    assert state(volume) == before
+    assert volume.read(number, 0, 100) == b"when unlinked"
+    assert [volume.getattr(each).generation for each in (directory, moved)] == [0, 0]
+    assert volume.getattr(directory).nlink == volume.getattr(number).nlink == 0
+
+
+def test_restoring_a_path_whose_directory_was_moved_copies_and_does_not_link(volume: MemoryVolume) -> None:
+    number = make(volume, make(volume, ROOT_INODE, b"d"), b"f", b"then")
+    volume.write(number, 4, b"!")  # in place: the block is one that can be changed
+    volume.take_snapshot("s")
+    volume.rename(ROOT_INODE, b"d", ROOT_INODE, b"e")
+    make(volume, ROOT_INODE, b"d")
+    volume.restore_snapshot("s", [b"d"])
+    volume.drop_snapshot("s")
+    volume.write(at(volume, b"e/f"), 0, b"X")
+    assert (read(volume, b"d/f"), read(volume, b"e/f")) == (b"then!", b"Xhen!")
+    assert at(volume, b"d/f") != at(volume, b"e/f") == number
+
+
+def test_an_import_does_not_write_through_hard_links_that_its_tree_keeps_apart(volume: MemoryVolume) -> None:
+    number = make(volume, ROOT_INODE, b"a", b"live")
+    for name in (b"b", b"outside"):
+        volume.link(number, ROOT_INODE, name)
+        volume.forget(number, 1)
+    file = stat.S_IFREG | 0o644
+    tree = DictTree(
+        {
+            b"a": (TreeEntry(b"a", file, nlink=2, inode=7), b"first"),
+            b"b": (TreeEntry(b"b", file, nlink=2, inode=8), b"second"),
+            b"c": (TreeEntry(b"c", file, nlink=2, inode=7), b"first"),
+            b"d": (TreeEntry(b"d", file, nlink=2, inode=8), b"second"),
+        }
+    )
+    volume.import_tree(tree, replace=False)
+    assert [read(volume, name) for name in (b"a", b"b", b"c", b"d", b"outside")] == [
+        b"first",
+        b"second",
+        b"first",
+        b"second",
+        b"live",
+    ]
+    assert at(volume, b"a") == at(volume, b"c") != at(volume, b"b") == at(volume, b"d")
+
+
+def test_a_device_whose_number_differs_is_another_inode(volume: MemoryVolume) -> None:
+    number = volume.mknod(ROOT_INODE, b"null", stat.S_IFCHR | 0o666, os.makedev(1, 3), CALLER).inode
+    entry = TreeEntry(b"null", stat.S_IFCHR | 0o666, rdev=os.makedev(1, 5))
+    coherence = volume.import_tree(DictTree({b"null": (entry, b"")}), replace=True)
+    assert volume.getattr(at(volume, b"null")).rdev == os.makedev(1, 5)
+    assert [(change.old, change.new) for change in coherence.entries] == [(number, at(volume, b"null"))]
+
+
+def test_room_that_an_import_makes_late_counts(volume: MemoryVolume) -> None:
+    make(volume, ROOT_INODE, b"z", b"z" * 80 * 4096)
+    volume.import_tree(DictTree({b"a": b"a" * 80 * 4096}), replace=True)
+    assert read(volume, b"a") == b"a" * 80 * 4096
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_an_import_over_the_quota_is_refused_and_changes_nothing(volume: MemoryVolume, replace: bool) -> None:
+    make(volume, ROOT_INODE, b"a", b"live")
+    make(volume, ROOT_INODE, b"z", b"z" * 80 * 4096)
+    before = state(volume)
+    tree = DictTree({b"a": b"new", b"b": b"b" * 60 * 4096, b"c": b"c" * (60 if replace else 1) * 4096})
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        volume.import_tree(tree, replace=replace)
+    assert state(volume) == before
+
+
+def test_trees_deeper_than_the_recursion_limit_are_diffed_and_restored(volume: MemoryVolume) -> None:
+    parent = ROOT_INODE
+    for _ in range(3_000):
+        parent = make(volume, parent, b"d")
+    volume.take_snapshot("s")
+    number = make(volume, parent, b"f", b"x")
+    path = b"d/" * 3_000 + b"f"
+    with volume.tree("s") as old, volume.tree() as new:
+        assert [(change.path, change.kind) for change in changes(old, new)] == [(path, "added")]
+    coherence = volume.restore_snapshot("s")
+    assert coherence.entries == [EntryChange(parent, b"f", number, 0)]
+
+
+def test_an_unchanged_file_is_not_touched_by_a_restore(volume: MemoryVolume) -> None:
+    number = make(volume, ROOT_INODE, b"same", b"same")
+    changed = make(volume, ROOT_INODE, b"changed", b"then")
+    volume.take_snapshot("s")
+    before = volume.getattr(number)
+    volume.setattr(changed, AttributeChanges(size=1))
+    coherence = volume.restore_snapshot("s")
+    assert volume.getattr(number) is before
+    assert coherence.inodes == [InodeChange(changed, content=True)]
+
+
+def test_any_snapshot_can_be_restored_after_any_other(volume: MemoryVolume) -> None:
+    for count in range(5):
+        make(volume, ROOT_INODE, b"f%d" % count, b"%d" % count)
+        volume.take_snapshot(f"s{count}")
+    for count in (0, 4, 2, 3, 1, 4):
+        volume.restore_snapshot(f"s{count}")
+        assert sorted(entry.name for entry in volume.readdir(ROOT_INODE, 2)) == [b"f%d" % at for at in range(count + 1)]
+
+
+def test_a_name_in_use_is_refused_and_can_be_used_again_once_dropped(volume: MemoryVolume) -> None:
+    first = volume.take_snapshot("s")
+    with pytest.raises(FileExistsError):
+        volume.take_snapshot("s")
+    volume.drop_snapshot("s")
+    assert volume.take_snapshot("s").serial > first.serial
+    assert [info.name for info in volume.snapshots()] == ["s"]
+
+
+def test_a_tree_finds_what_it_has_folder_by_folder_and_nothing_else(volume: MemoryVolume) -> None:
+    a = make(volume, ROOT_INODE, b"a")
+    make(volume, a, b"f", b"1")
+    make(volume, ROOT_INODE, b"f", b"22")
+    with volume.tree() as tree:
+        # Where one is found in the folder of the last one, and where not.
+        for path, size in ((b"a/f", 1), (b"f", 2), (b"a/f", 1), (b"a", 0), (b"", 0), (b"f", 2)):
+            assert tree.entry(path).size == size
+        for missing in (b"/", b"/a", b"/f", b"//a", b"a/", b"a//f", b"b", b"b/f", b"a/g"):
+            with pytest.raises(FileNotFoundError):
+                tree.entry(missing)
+        for below_a_file in (b"f/", b"f/g", b"a/f/g"):
+            with pytest.raises(NotADirectoryError):
+                tree.entry(below_a_file)

@@ -1,0 +1,241 @@
+"""apply: the directory below becomes what the overlay shows, file by file, and nobody's work is overwritten unasked."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from protocol.backends.overlay import OverlayVolume
+from protocol.backends.overlay.apply import Applied, apply
+from protocol.diff.tree_diff import changes
+from protocol.testing.volume.driver import Driver
+from tests.unit.protocol.backends.overlay.killed_apply import random_step
+
+BLOCK = 128 * 1024
+
+
+class StoppedError(Exception):
+    """Raised where an apply is to stop."""
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Path:
+    root = tmp_path / "below"
+    (root / "src" / "deep").mkdir(parents=True)
+    (root / "src" / "main.c").write_bytes(b"main")
+    (root / "src" / "deep" / "x").write_bytes(b"x" * 10)
+    (root / "big").write_bytes(b"b" * (3 * BLOCK))
+    (root / "README").write_bytes(b"read me")
+    os.link(root / "README", root / "src" / "README.too")
+    os.symlink("src/main.c", root / "link")
+    return root
+
+
+def run(
+    volume: OverlayVolume,
+    paths: Sequence[bytes] = (),
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    keep_going: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
+) -> Applied:
+    with volume.base_tree() as base, volume.tree() as live:
+        done = apply(
+            volume.lower,
+            base,
+            live,
+            paths,
+            known=dict(volume.identities),
+            force=force,
+            dry_run=dry_run,
+            keep_going=keep_going,
+            before=before,
+        )
+        if not dry_run and (force or not done.conflicts):
+            volume.applied(live, done)
+        if done.error is not None:
+            raise done.error
+    volume.check_invariants()
+    return done
+
+
+def difference(volume: OverlayVolume, below: Path) -> list[tuple[bytes, str]]:
+    """How the overlay differs from what anybody would find below now."""
+    with OverlayVolume(os.fsencode(below)).tree() as now, volume.tree() as live:
+        return [(change.path, change.kind) for change in changes(now, live)]
+
+
+def changed(volume: OverlayVolume) -> list[bytes]:
+    with volume.base_tree() as base, volume.tree() as live:
+        return [change.path for change in changes(base, live)]
+
+
+def work(fs: Driver, volume: OverlayVolume) -> None:
+    volume.write(fs.at(b"big"), BLOCK + 3, b"changed")
+    fs.file(b"src/new.c", b"new", mode=0o755)
+    fs.rename(b"src/deep", b"moved")
+    fs.set(b"src/main.c", mode=0o600)
+    volume.setxattr(fs.at(b"src/main.c"), b"user.x", b"1", 0)
+    fs.unlink(b"link")
+    fs.directory(b"link")
+    fs.symlink(b"link/back", b"../README")
+    volume.write(fs.at(b"README"), 0, b"READ")
+    fs.directory(b"a")
+    fs.set(fs.file(b"a/sparse"), size=10 * BLOCK)
+    fs.link(fs.at(b"a/sparse"), b"a/twin")
+    fs.set(b"a", mode=0o555)
+
+
+def test_what_was_done_above_is_below_afterwards_and_no_change_any_more(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    work(fs, volume)
+    assert run(volume).conflicts == []
+    assert difference(volume, below) == []
+    assert changed(volume) == []
+    assert (below / "README").stat().st_ino == (below / "src" / "README.too").stat().st_ino
+    assert (below / "a" / "twin").stat().st_ino == (below / "a" / "sparse").stat().st_ino
+    assert (below / "a" / "sparse").stat().st_blocks < 100
+    assert stat.S_IMODE((below / "a").stat().st_mode) == 0o555
+    assert not [name for _, _, names in os.walk(below) for name in names if name.startswith(".vfsd")]
+
+
+def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    held = fs.hold(b"big")
+    volume.take_snapshot("before")
+    work(fs, volume)
+    run(volume)
+    assert fs.read(held, BLOCK, 12) == b"bbbchangedbb"
+    volume.write(held, 0, b"again")
+    fs.unlink(b"src/new.c")
+    fs.set(b"a", mode=0o755)
+    fs.file(b"a/more", b"1")
+    assert changed(volume) == [b"a", b"a/more", b"big", b"src/new.c"]
+    assert run(volume).conflicts == []
+    assert difference(volume, below) == []
+    volume.restore_snapshot("before")
+    assert fs.read(b"big", 0, 3 * BLOCK) == b"b" * (3 * BLOCK), "what was replaced below is kept for snapshots"
+    assert fs.read(b"README") == b"read me"
+    assert run(volume).conflicts == []
+    assert difference(volume, below) == []
+
+
+def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    work(Driver(volume), volume)
+    run(volume, [b"src/new.c", b"a"])
+    assert (below / "src" / "new.c").read_bytes() == b"new"
+    assert (below / "a" / "twin").exists()
+    assert (below / "link").is_symlink()
+    assert b"src/new.c" not in changed(volume)
+    assert b"link" in changed(volume)
+    volume.discard()
+    assert difference(volume, below) == []
+
+
+def test_a_dry_run_writes_nothing(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    work(Driver(volume), volume)
+    before = difference(volume, below)
+    found = run(volume, dry_run=True)
+    assert [change.path for change in found.changes] == changed(volume)
+    assert difference(volume, below) == before
+
+
+@pytest.mark.parametrize("what", ["changed", "removed", "made"])
+def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, what: str) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    fs.file(b"src/new.c", b"mine")
+    volume.write(fs.at(b"src/main.c"), 0, b"mine")
+    fs.file(b"first", b"1")
+    if what == "changed":
+        (below / "src" / "main.c").write_bytes(b"theirs")
+    elif what == "removed":
+        (below / "src" / "main.c").unlink()
+    else:
+        (below / "src" / "new.c").write_bytes(b"theirs")
+    done = run(volume)
+    assert [(conflict.path, conflict.reason) for conflict in done.conflicts] == [
+        (b"src/new.c" if what == "made" else b"src/main.c", f"was {what} there since")
+    ]
+    assert not (below / "first").exists()
+    run(volume, force=True)
+    assert (below / "first").read_bytes() == b"1"
+    assert (below / "src" / "new.c").read_bytes() == b"mine"
+    assert (below / "src" / "main.c").read_bytes() == b"mine"
+
+
+def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: Path, tmp_path: Path) -> None:
+    for stop in range(30):
+        root = tmp_path / f"copy{stop}"
+        os.system(f"cp -a {below} {root}")
+        volume = OverlayVolume(os.fsencode(root))
+        work(Driver(volume), volume)
+        steps = 0
+
+        def keep_going(stop: int = stop) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > stop:
+                raise StoppedError
+
+        try:
+            run(volume, keep_going=keep_going)
+        except StoppedError:
+            assert run(volume).conflicts == [], stop
+        assert difference(volume, root) == [], stop
+        assert changed(volume) == []
+        assert not [name for _, _, names in os.walk(root) for name in names if name.startswith(".vfsd")]
+
+
+def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finished_by_the_next(
+    below: Path, tmp_path: Path
+) -> None:
+    for stop in range(1000):
+        root = tmp_path / f"copy{stop}"
+        os.system(f"cp -a {below} {root}")
+        volume = OverlayVolume(os.fsencode(root))
+        work(Driver(volume), volume)
+        wanted = changed(volume)
+        left = stop
+
+        def before() -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise StoppedError
+
+        try:
+            run(volume, before=before)
+        except StoppedError:
+            assert {path for path, _ in difference(volume, root)} <= set(wanted)
+            assert run(volume).conflicts == [], stop
+        else:
+            break
+        assert not [name for name in os.listdir(root) if name.startswith(".vfsd")]
+        assert difference(volume, root) == [], stop
+        assert changed(volume) == []
+    assert stop > 20
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    for _ in range(4):
+        for _ in range(12):
+            random_step(chance, volume, fs)
+        done = run(volume)
+        assert done.conflicts == []
+        assert difference(volume, below) == []
+        assert changed(volume) == []

@@ -1,0 +1,256 @@
+"""What `changes` finds between two trees."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.diff.tree_diff import Change, Counts, changes, count
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from tests.support.trees import DictTree
+
+FILE = TreeEntry(b"", stat.S_IFREG | 0o644, mtime_ns=1)
+
+
+class KnowingTree(DictTree):
+    """A tree that knows what was touched, and fails where anything else is looked at."""
+
+    known: Collection[bytes] = ()
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        return self.known
+
+
+def kinds(found: Iterator[Change]) -> list[tuple[bytes, str]]:
+    return [(change.path, change.kind) for change in found]
+
+
+def with_entry(tree: DictTree, path: bytes, **fields: object) -> DictTree:
+    tree.entries[path] = replace(tree.entries[path], **fields)  # type: ignore[arg-type]
+    return tree
+
+
+def test_equal_trees_have_no_changes() -> None:
+    assert kinds(changes(*(DictTree({b"a": b"x", b"d/e": b"y", b"s": "a"}) for _ in range(2)))) == []
+
+
+def test_added_modified_and_removed_files_are_told_apart() -> None:
+    old = DictTree({b"a": b"1", b"b": b"1", b"same": b"1"})
+    new = DictTree({b"b": b"2", b"c": b"1", b"same": b"1"})
+    found = list(changes(old, new))
+    assert kinds(iter(found)) == [(b"a", "removed"), (b"b", "modified"), (b"c", "added")]
+    assert (found[0].old, found[0].new) == (old.entry(b"a"), None)
+    assert (found[1].old, found[1].new) == (old.entry(b"b"), new.entry(b"b"))
+    assert count(found) == Counts(added=1, modified=1, removed=1)
+
+
+def test_an_added_directory_yields_all_below_it_before_its_next_sibling() -> None:
+    new = DictTree({b"a/b/c": b"", b"a-b": b"", b"a/z": b"", b"a.b": b""})
+    assert kinds(changes(DictTree(), new)) == [
+        (path, "added") for path in (b"a", b"a/b", b"a/b/c", b"a/z", b"a-b", b"a.b")
+    ]
+    assert [path for path, kind in kinds(changes(new, DictTree())) if kind == "removed"] == [
+        change.path for change in changes(DictTree(), new)
+    ]
+
+
+def test_a_file_that_became_a_directory_is_a_change_of_type_with_additions_below() -> None:
+    file, directory = DictTree({b"x": b"1"}), DictTree({b"x/y": b"1"})
+    assert kinds(changes(file, directory)) == [(b"x", "type"), (b"x/y", "added")]
+    assert kinds(changes(directory, file)) == [(b"x", "type"), (b"x/y", "removed")]
+    assert count(changes(file, directory)) == Counts(added=1, modified=1)
+
+
+def test_a_symlink_is_modified_by_its_target_and_a_device_by_its_number() -> None:
+    device = TreeEntry(b"", stat.S_IFCHR | 0o600, rdev=1)
+    old = DictTree({b"s": "one", b"dev": (device, b"")})
+    new = DictTree({b"s": "two", b"dev": (replace(device, rdev=2), b"")})
+    assert kinds(changes(old, new)) == [(b"dev", "modified"), (b"s", "modified")]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": stat.S_IFREG | 0o755}, {"uid": 7}, {"gid": 7}, {"mtime_ns": 2}, {"xattrs": {b"user.a": b"1"}}]
+)
+def test_a_file_that_differs_only_beside_its_content_is_metadata(fields: dict[str, object]) -> None:
+    old, new = DictTree({b"a": (FILE, b"x")}), DictTree({b"a": (FILE, b"x")})
+    assert kinds(changes(old, with_entry(new, b"a", **fields))) == [(b"a", "metadata")]
+
+
+@pytest.mark.parametrize("fields", [{"nlink": 2}, {"inode": 99}])
+def test_link_counts_and_inode_numbers_are_no_change(fields: dict[str, object]) -> None:
+    old, new = DictTree({b"a": (FILE, b"x")}), DictTree({b"a": (FILE, b"x")})
+    assert kinds(changes(old, with_entry(new, b"a", **fields))) == []
+
+
+def test_a_directory_is_changed_by_its_mode_but_not_by_its_mtime() -> None:
+    old = DictTree({b"d": None})
+    assert kinds(changes(old, with_entry(DictTree({b"d": None}), b"d", mtime_ns=9, size=5))) == []
+    assert kinds(changes(old, with_entry(DictTree({b"d": None}), b"d", mode=stat.S_IFDIR | 0o700))) == [
+        (b"d", "metadata")
+    ]
+
+
+def test_equal_size_and_mtime_prove_nothing() -> None:
+    old, new = DictTree({b"a": (FILE, b"one")}), DictTree({b"a": (FILE, b"two")})
+    assert kinds(changes(old, new)) == [(b"a", "modified")]
+
+
+def test_content_is_compared_however_it_is_chunked() -> None:
+    class Odd(DictTree):
+        def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+            yield b""
+            for chunk in super().chunks(path, 7):
+                yield chunk
+                yield b""
+
+    data = bytes(range(256)) * 3
+    assert kinds(changes(DictTree({b"a": data}), Odd({b"a": data}))) == []
+    assert kinds(changes(Odd({b"a": data}), DictTree({b"a": data}))) == []
+    assert kinds(changes(DictTree({b"a": data}), Odd({b"a": data[:-1] + b"!"}))) == [(b"a", "modified")]
+
+
+def test_content_that_ends_before_its_size_differs() -> None:
+    old = with_entry(DictTree({b"a": b"12"}), b"a", size=3)
+    assert kinds(changes(old, DictTree({b"a": b"123"}))) == [(b"a", "modified")]
+
+
+class Unreadable(DictTree):
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        raise AssertionError(f"{path!r} was read")
+
+
+def test_content_is_not_read_where_sizes_differ() -> None:
+    old, new = (with_entry(Unreadable({b"a": b""}), b"a", size=size) for size in (10**15, 10**15 + 1))
+    assert kinds(changes(old, new)) == [(b"a", "modified")]
+
+
+def test_without_contents_the_mtime_decides_and_nothing_is_read() -> None:
+    old = Unreadable({b"a": (FILE, b"one"), b"b": (FILE, b"one")})
+    new = with_entry(Unreadable({b"a": (FILE, b"one"), b"b": (FILE, b"one")}), b"b", mtime_ns=2)
+    assert kinds(changes(old, new, contents=False)) == [(b"b", "modified")]
+
+
+@pytest.mark.parametrize(("same", "expected"), [(True, [(b"a", "metadata")]), (False, [(b"a", "modified")])])
+def test_a_tree_that_knows_spares_the_reading(same: bool, expected: list[tuple[bytes, str]]) -> None:
+    class Sharing(Unreadable):
+        def same_content(self, path: bytes, other: Tree) -> bool | None:
+            assert (path, other) == (b"a", old)
+            return same
+
+    old, new = (with_entry(Sharing({b"a": b""}), b"a", size=10**15, mtime_ns=mtime) for mtime in (1, 2))
+    assert kinds(changes(old, new)) == expected
+
+
+def test_a_tree_that_does_not_know_is_read() -> None:
+    class Ignorant(DictTree):
+        def same_content(self, path: bytes, other: Tree) -> bool | None:
+            return None
+
+    assert kinds(changes(DictTree({b"a": b"1"}), Ignorant({b"a": b"2"}))) == [(b"a", "modified")]
+
+
+# --- restricted to paths ------------------------------------------------------------------------------------
+
+
+def test_paths_restrict_to_these_and_what_is_below() -> None:
+    old = DictTree({b"a/x": b"1", b"a/y": b"1", b"ab": b"1", b"c": b"1"})
+    new = DictTree({b"a/x": b"2", b"a/y": b"2", b"ab": b"2", b"c": b"2"})
+    assert kinds(changes(old, new, paths=[b"a"])) == [(b"a/x", "modified"), (b"a/y", "modified")]
+    assert kinds(changes(old, new, paths=[b"c", b"a/y", b"c"])) == [(b"a/y", "modified"), (b"c", "modified")]
+    assert len(list(changes(old, new, paths=[b"a/x", b"", b"a"]))) == 4
+
+
+def test_a_path_in_one_tree_only_is_a_change() -> None:
+    assert kinds(changes(DictTree(), DictTree({b"a/b": b""}), paths=[b"a/b"])) == [(b"a/b", "added")]
+    assert kinds(changes(DictTree({b"a/b": b""}), DictTree({b"a": b""}), paths=[b"a/b"])) == [(b"a/b", "removed")]
+
+
+def test_a_path_in_neither_tree_is_refused_before_the_first_change() -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        changes(DictTree({b"a": b"1"}), DictTree({b"a": b"2"}), paths=[b"a", b"nowhere"])
+
+
+# --- with what a tree knows -----------------------------------------------------------------------------------
+
+
+def test_only_touched_paths_are_looked_at() -> None:
+    old, new = DictTree({b"a": b"1", b"b": b"1"}), KnowingTree({b"a": b"2", b"b": b"2"})
+    new.known = {b"b"}
+    assert kinds(changes(old, new)) == [(b"b", "modified")]
+
+
+def test_a_touched_directory_of_the_same_inode_is_not_walked() -> None:
+    old, new = DictTree({b"d": None, b"d/a": b"1"}), KnowingTree({b"d": None, b"d/a": b"2"})
+    new.known = [b"d"]
+    assert kinds(changes(old, new)) == []
+
+
+def test_a_touched_directory_of_unknown_inode_is_walked() -> None:
+    old, new = DictTree({b"d/a": b"1"}), KnowingTree({b"d/a": b"2"})
+    assert old.entry(b"d").inode == new.entry(b"d").inode == 0
+    new.known = [b"d"]
+    assert kinds(changes(old, new)) == [(b"d/a", "modified")]
+
+
+def test_a_touched_path_that_is_missing_or_another_inode_is_walked() -> None:
+    old, new = DictTree({b"d": None, b"d/a": b"1"}), KnowingTree({b"d": None, b"d/a": b"2", b"e/f": b""})
+    with_entry(new, b"d", inode=77)
+    new.known = [b"e", b"e/f", b"d/a", b"d", b"nowhere"]
+    assert kinds(changes(old, new)) == [(b"d/a", "modified"), (b"e", "added"), (b"e/f", "added")]
+
+
+def test_paths_below_a_touched_directory_are_found() -> None:
+    old, new = DictTree(), KnowingTree({b"d/a": b"", b"d/b/c": b"", b"d/e": b""})
+    new.known = [b"d"]
+    assert kinds(changes(old, new, paths=[b"d/e", b"d/b"])) == [
+        (b"d/b", "added"),
+        (b"d/b/c", "added"),
+        (b"d/e", "added"),
+    ]
+
+
+_path = st.lists(st.sampled_from([b"a", b"a-", b"b"]), min_size=1, max_size=3).map(b"/".join)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> KnowingTree:
+    items: dict[bytes, bytes | None] = {}
+    for path, item in sorted(draw(st.dictionaries(_path, st.sampled_from([b"1", b"2", None]), max_size=8)).items()):
+        above = [path[:end] for end in range(len(path)) if path[end : end + 1] == b"/"]
+        if all(items.get(parent) is None for parent in above):
+            items.update(dict.fromkeys(above))
+            items[path] = item
+    tree = KnowingTree(dict(items))
+    for path in tree.entries:  # the same inode for the same path, or another one, as after a rename
+        with_entry(tree, path, inode=draw(st.sampled_from([1, 1, 2])))
+    return tree
+
+
+@given(trees(), trees(), st.data())
+def test_touched_paths_give_the_same_changes_as_a_walk(old: KnowingTree, new: KnowingTree, data: st.DataObject) -> None:
+    everything = sorted({*old.entries, *new.entries})
+    paths = data.draw(st.lists(st.sampled_from(everything), max_size=2))
+    walked = list(changes(as_plain(old), as_plain(new), paths=paths))
+    # The least that the contract of `touched` lets a tree name: no path below one that is walked anyway.
+    differing = [change.path for change in changes(as_plain(old), as_plain(new))]
+    tops = [path for path in everything if one_side_or_other_inode(old, new, path)]
+    new.known = {path for path in [*differing, *tops] if not any(path.startswith(top + b"/") for top in tops if top)}
+    if b"" in tops:
+        new.known = {b""}
+    assert list(changes(old, new, paths=paths)) == walked
+
+
+def as_plain(tree: DictTree) -> DictTree:
+    plain = DictTree()
+    plain.entries, plain.content = tree.entries, tree.content
+    return plain
+
+
+def one_side_or_other_inode(old: DictTree, new: DictTree, path: bytes) -> bool:
+    left, right = old.entries.get(path), new.entries.get(path)
+    return not (left and right and left.inode == right.inode and left.is_dir == right.is_dir)

@@ -1,0 +1,303 @@
+"""Damage is found and named, garbage is freed, and several processes at once do not disturb each other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Store
+from protocol.store.format.blobs import LARGE_BYTES
+from tests.unit.protocol.store.states import state_of, state_of_tree
+
+WORKERS = 4
+
+
+@pytest.fixture
+def kept(root: Path, tmp_path: Path) -> Store:
+    """A store with two snapshots, which may be damaged."""
+    store = Store(tmp_path / "store")
+    (root / "directory").mkdir()
+    (root / "directory" / "file").write_bytes(b"small" * 100)
+    (root / "large").write_bytes(b"large" * LARGE_BYTES)
+    store.take("host:/w", "first", DirectorySource(root))
+    (root / "second").write_bytes(b"second" * 100)
+    store.take("host:/w", "second", DirectorySource(root))
+    return store
+
+
+def packs(store: Store) -> list[Path]:
+    return sorted(Path(store.directory, "packs").iterdir())
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def large(store: Store) -> Path:
+    return next(path for path in Path(store.directory, "objects").rglob("*") if path.is_file())
+
+
+def test_a_whole_store_is_found_whole(kept: Store) -> None:
+    report = kept.check()
+
+    assert (report.ok, report.snapshots, report.damages) == (True, 2, ())
+    assert report.size_bytes > 5 * LARGE_BYTES
+
+
+def test_a_listing_of_several_megabytes_is_whole(store: Store, root: Path) -> None:
+    for number in range(20_000):
+        os.mknod(root / f"{number:0230}")
+    store.take("w", "many", DirectorySource(root))
+
+    assert store.check().damages == ()
+    assert store.collect_garbage(repair=True).freed_contents == 0
+    with Store(store.directory).tree("w", "many") as tree:
+        assert len(tree.children(b"")) == 20_000
+
+
+def test_a_flipped_byte_is_found_and_named_with_its_paths(kept: Store) -> None:
+    flip(packs(kept)[0], 10)
+
+    (damage,) = Store(kept.directory).check().damages
+
+    assert "not what was stored" in damage.what
+    assert damage.snapshots == (("host:/w", "first"), ("host:/w", "second"))
+    assert damage.paths == (b"directory/file",)
+
+
+def test_a_flipped_byte_of_a_large_content_is_found(kept: Store) -> None:
+    flip(large(kept), 1000)
+
+    (damage,) = kept.check().damages
+
+    assert damage.paths == (b"large",)
+
+
+def test_a_pack_that_is_cut_short_is_found(kept: Store) -> None:
+    os.truncate(packs(kept)[1], os.stat(packs(kept)[1]).st_size - 1)
+
+    (damage,) = Store(kept.directory).check().damages
+
+    assert "cut short" in damage.what
+    assert damage.snapshots == (("host:/w", "number 2"),)
+
+
+def test_a_pack_and_an_object_that_are_gone_are_found(kept: Store) -> None:
+    os.unlink(packs(kept)[0])
+    os.unlink(large(kept))
+
+    report = Store(kept.directory).check()
+
+    assert report.snapshots == 1
+    assert sorted({path for damage in report.damages for path in damage.paths}) == [b"directory", b"large"]
+
+
+def test_a_damaged_content_is_not_restored_as_if_it_were_whole(kept: Store, root: Path) -> None:
+    os.unlink(large(kept))
+    (root / "large").unlink()
+
+    done = kept.restore("host:/w", "first", DirectoryTarget(root), safety=None)
+
+    assert [problem.path for problem in done.problems] == [b"large"]
+    assert "is gone" in done.problems[0].reason
+    assert not (root / "large").exists()
+    assert not (root / "second").exists()  # everything else is restored
+
+
+def test_a_small_content_that_is_not_what_was_stored_is_not_restored(kept: Store, root: Path) -> None:
+    flip(packs(kept)[0], 10)
+    (root / "directory" / "file").unlink()
+
+    done = Store(kept.directory).restore("host:/w", "first", DirectoryTarget(root), safety=None)
+
+    assert [problem.path for problem in done.problems] == [b"directory/file"]
+    assert not (root / "directory" / "file").exists()
+    assert not (root / "second").exists()
+
+
+def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: Store, root: Path) -> None:
+    flip(packs(kept)[0], 10)
+    flip(large(kept), 1000)
+    os.truncate(packs(kept)[1], 50)
+    store = Store(kept.directory)
+    with pytest.raises(DamagedError):
+        store.collect_garbage()
+
+    store.collect_garbage(repair=True)
+    store.take("host:/w", "third", DirectorySource(root))
+
+    assert all(("host:/w", "third") not in damage.snapshots for damage in store.check().damages)
+    with store.tree("host:/w", "third") as tree:
+        assert state_of_tree(tree) == state_of(root)
+
+
+def test_a_look_at_the_live_state_does_not_pass_for_a_snapshot_of_it(kept: Store, root: Path) -> None:
+    flip(packs(kept)[0], 10)
+    store = Store(kept.directory)
+    store.collect_garbage(repair=True)
+
+    # It looks through the files, and stores none.
+    with store.live_tree("host:/w", DirectorySource(root)):
+        pass
+    store.take("host:/w", "third", DirectorySource(root))
+
+    assert all(("host:/w", "third") not in damage.snapshots for damage in store.check().damages)
+    with store.tree("host:/w", "third") as tree:
+        assert state_of_tree(tree) == state_of(root)
+
+
+def test_who_had_the_store_open_reads_what_a_repair_has_moved(kept: Store, root: Path, tmp_path: Path) -> None:
+    (root / "directory" / "zzz").write_bytes(b"whole" * 1000)
+    (root / "damaged").write_bytes(b"lost" * 1000)
+    kept.take("host:/w", "third", DirectorySource(root))
+    data = packs(kept)[2].read_bytes()
+    flip(packs(kept)[2], data.index(b"lost"))
+    with Store(kept.directory) as other:
+        other.collect_garbage(repair=True)
+
+    kept.close()  # as when too many files are open
+    with kept.tree("host:/w", "third") as tree:
+        assert tree.read(b"directory/zzz", 0, 10_000) == b"whole" * 1000
+
+
+def test_a_restore_that_goes_on_is_not_said_to_be_interrupted(store: Store, root: Path) -> None:
+    (root / "file").write_bytes(b"was")
+    store.take("w", "before", DirectorySource(root))
+    (root / "file").write_bytes(b"is")
+    found: list[tuple[str, ...]] = []
+
+    def look(done: int, total: int) -> None:
+        if os.path.exists(Path(store.layout.workspace("w"), "journal")):
+            with Store(store.directory) as other:
+                found.append(other.check().interrupted)
+
+    store.restore("w", "before", DirectoryTarget(root), safety=None, progress=look)
+    assert set(found) == {()}
+
+
+def test_what_only_a_dropped_snapshot_had_is_freed(store: Store, root: Path) -> None:
+    (root / "shared").write_bytes(os.urandom(100_000))
+    (root / "early").write_bytes(os.urandom(LARGE_BYTES + 1))
+    (root / "small").write_bytes(os.urandom(50_000))
+    store.take("w", "first", DirectorySource(root))
+    (root / "early").unlink()
+    (root / "small").unlink()
+    store.take("w", "second", DirectorySource(root))
+    store.drop("w", "first")
+
+    report = store.collect_garbage()
+
+    assert report.freed_bytes > LARGE_BYTES + 40_000
+    assert report.kept_bytes < 120_000
+    with store.tree("w", "second") as tree:
+        assert state_of_tree(tree) == state_of(root)
+    assert store.collect_garbage().freed_bytes == 0
+
+
+def test_after_a_collection_a_snapshot_brings_again_what_was_freed(store: Store, root: Path) -> None:
+    (root / "file").write_bytes(b"freed and needed again" * 100)
+    (root / "large").write_bytes(os.urandom(LARGE_BYTES + 1))
+    store.take("w", "first", DirectorySource(root))
+    store.drop("w", "first")
+    Store(store.directory).collect_garbage()
+
+    store.take("w", "second", DirectorySource(root))
+
+    with store.tree("w", "second") as tree:
+        assert state_of_tree(tree) == state_of(root)
+
+
+def test_a_collection_waits_for_readers_and_says_so_when_they_go_on(store: Store, root: Path) -> None:
+    store.take("w", "first", DirectorySource(root))
+    with store.tree("w", "first"), pytest.raises(OSError, match="in use") as caught:
+        store.collect_garbage(wait_s=0)
+    assert caught.value.errno == errno.EBUSY
+    store.collect_garbage(wait_s=0)
+
+
+SCRIPT = """
+import os, sys
+from protocol.store import DirectorySource, DirectoryTarget, Store
+place, key = sys.argv[1:]
+root = os.path.join(place, "root-" + key)
+with Store(os.path.join(place, "store")) as store:
+    for number in range(15):
+        with open(os.path.join(root, str(number)), "wb") as file:
+            file.write(b"shared %d" % number * 50)
+        with open(os.path.join(root, "large"), "wb") as file:
+            file.write(b"%d" % (number % 3) * 300_000)
+        store.take(key, str(number), DirectorySource(root))
+        if number % 4 == 3:
+            store.drop(key, str(number - 2))
+        if number % 5 == 4:
+            store.collect_garbage()
+        if number % 6 == 5:
+            store.restore(key, str(number - 1), DirectoryTarget(root), safety="safe-%d" % number)
+"""
+
+
+def test_several_processes_take_drop_restore_and_collect_at_once(store: Store, tmp_path: Path) -> None:
+    keys = [f"{number}" for number in range(WORKERS)]
+    for key in keys:
+        (tmp_path / f"root-{key}").mkdir()
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), key], stderr=subprocess.PIPE) for key in keys
+    ]
+    errors = [process.communicate()[1] for process in processes]
+
+    assert errors == [b""] * WORKERS
+    assert [process.returncode for process in processes] == [0] * WORKERS
+    store.collect_garbage()
+    for key in keys:
+        names = [info.name for info in store.snapshots(key)]
+        assert len(names) == len(set(names)) == 15 - 3 + 2
+        with store.tree(key, "14") as tree:
+            assert tree.read(b"14", 0, 9) == b"shared 14"
+
+
+def test_snapshots_of_one_workspace_at_once_get_different_serials(store: Store, root: Path) -> None:
+    (root / "file").write_bytes(b"content")
+    taken: list[int] = []
+
+    def take(name: str) -> None:
+        with Store(store.directory) as mine:
+            taken.extend(mine.take("w", f"{name}-{number}", DirectorySource(root)).serial for number in range(10))
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(taken) == list(range(1, 31))
+
+
+def test_a_damaged_content_that_is_needed_is_not_collected_as_if_it_were_whole(store: Store, root: Path) -> None:
+    (root / "needed").write_bytes(b"needed" * 1000)
+    (root / "not needed").write_bytes(b"not" * 30_000)
+    store.take("w", "first", DirectorySource(root))
+    (root / "not needed").unlink()
+    store.take("w", "second", DirectorySource(root))
+    store.drop("w", "first")
+    pack = packs(store)[0]
+    at = pack.read_bytes().index(b"needed")
+    flip(pack, at)
+
+    with pytest.raises(DamagedError, match="is damaged"):
+        store.collect_garbage()
+
+    assert pack.exists()
+    flip(pack, at)
+    assert store.collect_garbage().freed_bytes > 80_000
+    with store.tree("w", "second") as tree:
+        assert tree.read(b"needed", 0, 6000) == b"needed" * 1000

@@ -1,0 +1,227 @@
+"""`vfsd exec` and the `exec` methods, over the real control socket, with commands on this host."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.support.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
+from tests.support.fake_workspace import FakeDaemon
+from vfsd.client.connection import ControlClient, ControlError
+from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.server import ControlServer
+from vfsd.daemon.exec.host import HostPlace
+from vfsd.daemon.exec.running import Commands
+from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
+from vfsd.wire.messages import INVALID_PARAMS
+
+
+async def _ping(_params: object, _call: object) -> Nothing:
+    return Nothing()
+
+
+class ExecDaemon(FakeDaemon):
+    """A daemon with the `exec` methods only, whose commands run on this host, if anywhere."""
+
+    on_host = True
+
+    def __init__(self, name: str, mountpoint: str) -> None:
+        super().__init__(name, mountpoint)
+        self.tags_taken: list[str] = []
+        self.snapshots_fail_with: Exception | None = None
+
+    async def _take_snapshot(self, tag: str) -> str:
+        if self.snapshots_fail_with is not None:
+            raise self.snapshots_fail_with
+        self.tags_taken.append(tag)
+        return f"exec-{len(self.tags_taken)}"
+
+    async def _serve(self, started: threading.Event) -> None:
+        place = HostPlace(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        commands = Commands(self.name, place=place, take_snapshot=self._take_snapshot)
+        methods = {**ExecMethods(commands).handlers(), "ping": _ping}
+        self._token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as self._scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(ControlServer(self.socket, methods).serve)
+                started.set()
+
+
+class DaemonWithNowhere(ExecDaemon):
+    on_host = False
+
+
+def running_here(text: str) -> int:
+    """The processes below this one with `text` in their command lines."""
+    shown = subprocess.run(["ps", "-e", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = (line.split(None, 1) for line in shown.splitlines())
+    ours = [args for _, args in lines if text in args and "vfsd.cli" not in args and "supervisor.py" not in args]
+    return len(ours)
+
+
+@pytest.fixture
+def place(workdir: Path) -> Path:
+    place = workdir / "mnt"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def daemon(place: Path) -> Iterator[ExecDaemon]:
+    with ExecDaemon("demo", str(place)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def where(daemon: ExecDaemon, place: Path) -> Where:
+    return Where(daemon.name, daemon.socket, place, str(place), running_here)
+
+
+class TestOnThisHost(ExecSuite):
+    """Commands on this host, each under a supervisor."""
+
+
+def test_every_method_has_a_handler() -> None:
+    assert ExecMethods(Commands("m")).handlers().keys() == EXEC_METHODS.keys()
+
+
+def test_where_nothing_may_run_it_is_said_what_to_do(place: Path) -> None:
+    with DaemonWithNowhere("demo", str(place)) as daemon:
+        done = run(Where("demo", daemon.socket, place, "", running_here), "--", "touch", "made")
+    assert done.returncode == 125
+    assert b"--sandbox image:REF" in done.stderr
+    assert b"--on-host" in done.stderr
+    assert os.listdir(place) == []
+
+
+def test_a_dead_daemon_is_an_error_of_vfsd(where: Where, daemon: ExecDaemon) -> None:
+    daemon._end()
+    done = run(where, "--", "true")
+    assert done.returncode == 125
+    assert b"is dead" in done.stderr
+
+
+def test_another_user_is_for_containers(where: Where) -> None:
+    done = run(where, "--user", "nobody", "--", "true")
+    assert done.returncode == 125
+    assert b"--user" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--",),
+        (),
+        ("--env", "=x", "--", "true"),
+        ("--env", "A=\udcff", "--", "true"),  # a byte that is no UTF-8
+        ("--timeout", "0", "--", "true"),
+        ("--json", "-t", "--", "true"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_runs_nothing(where: Where, args: tuple[str, ...]) -> None:
+    assert run(where, *args).returncode == 2
+
+
+def test_words_after_the_command_are_its_own(where: Where) -> None:
+    assert run(where, "echo", "-i", "--cwd", "x", "--help").stdout == b"-i --cwd x --help\n"
+
+
+def test_a_variable_without_a_value_is_the_callers(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "a b")
+    done = run(where, "-e", "MINE", "-e", "NOT_SET_ANYWHERE", "--", "sh", "-c", 'echo "$MINE|${NOT_SET_ANYWHERE-no}"')
+    assert done.stdout == b"a b|no\n"
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_standard_streams_that_are_closed_are_nothing_else(where: Where, closed: str) -> None:
+    line = command_line(where, "-i", "--", "sh", "-c", "cat; echo said; exit 7")
+    with subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *line],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as client:  # fmt: skip
+        try:
+            out, _ = client.communicate(timeout=WAIT_S)
+        finally:
+            client.kill()
+    assert client.returncode == 7
+    assert out == (b"" if "1>&-" in closed else b"said\n")
+
+
+def test_a_command_outside_of_the_workspace_is_refused(where: Where) -> None:
+    done = run(where, "--cwd", "/", "--", "true")
+    assert done.returncode == 125
+    assert b"not in the workspace" in done.stderr
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), ValueError("no room")], ids=["OSError", "other"])
+def test_a_snapshot_that_fails_is_named_and_the_command_has_its_exit_status(
+    where: Where, daemon: ExecDaemon, error: Exception
+) -> None:
+    daemon.snapshots_fail_with = error
+    done = run(where, "--json", "--", "sh", "-c", "exit 3")
+    assert done.returncode == 3
+    ended = json.loads(done.stdout)
+    assert (ended["exit_status"], ended["snapshot"], ended["snapshot_error"]) == (3, None, "no room")
+    assert b"the snapshot after it failed: no room" in run(where, "--", "true").stderr
+
+
+def test_a_snapshot_follows_each_command_that_ran(where: Where, daemon: ExecDaemon) -> None:
+    run(where, "--", "sh", "-c", "echo 'a  b'\nfalse")
+    run(where, "--", "no-such-program")
+    run(where, "--timeout", "0.5", "--", "sleep", "100")
+    assert daemon.tags_taken == ["""sh -c 'echo '"'"'a b'"'"' false'""", "sleep 100"]
+
+
+def test_who_did_not_start_a_command_cannot_reach_it_without_its_name(daemon: ExecDaemon) -> None:
+    with ControlClient(daemon.socket) as client:
+        with pytest.raises(ProcessLookupError):
+            client.call("exec.input", ExecInputParams(session="1", data=b"x"))
+        with pytest.raises(ControlError) as caught:
+            client.call("exec.signal", ExecSignalParams(session="1", signal="NONSENSE"))
+        assert caught.value.code == INVALID_PARAMS
+
+
+def test_the_result_tells_what_the_exit_status_of_vfsd_cannot(daemon: ExecDaemon) -> None:
+    with ControlClient(daemon.socket) as client:
+        ended = client.call("exec", ExecParams(argv=["sh", "-c", "kill -9 $$"]))
+        assert (ended.exit_status, ended.timed_out, ended.snapshot) == (-9, False, "exec-1")
+        ended = client.call("exec", ExecParams(argv=["sleep", "100"], timeout_s=0.5))
+        assert (ended.exit_status, ended.timed_out) == (-9, True)
+
+
+def test_help_shows_examples() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "vfsd.cli.main", "exec", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "vfsd exec -it -- bash" in shown
+    assert "--on-host" in shown
+    assert "128 + N" in shown
+
+
+def test_json_is_one_document_with_what_it_wrote(where: Where) -> None:
+    done = run(where, "--json", "-i", "--", "sh", "-c", "cat; echo err >&2; exit 3", stdin="text é".encode())
+    assert done.returncode == 3
+    assert json.loads(done.stdout) == {
+        "exit_status": 3,
+        "stdout": "text é",
+        "stderr": "err\n",
+        "timed_out": False,
+        "truncated": False,
+        "snapshot": "exec-1",
+        "snapshot_error": None,
+    }
+    assert done.stderr == b""
+    cut = json.loads(run(where, "--json", "--output-limit", "3", "--", "printf", "12345").stdout)
+    assert (cut["stdout"], cut["truncated"]) == ("123", True)
+    missing = run(where, "--json", "--", "no-such-program")
+    assert missing.returncode == 127
+    assert json.loads(missing.stdout)["error"]["errno"] == "ENOENT"

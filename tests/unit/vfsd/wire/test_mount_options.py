@@ -1,0 +1,204 @@
+"""Every option of `vfsd mount` with every backend and every other option: started, or refused in one line.
+
+The daemon that would start is a fake one, so that thousands of combinations take seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from vfsd.cli.main import cli
+from vfsd.cli.mount import mount_command
+from vfsd.client.mount_arguments import mount_options
+from vfsd.wire.handshake import Ready
+from vfsd.wire.option_rules import BACKENDS, SCOPES, OptionError
+from vfsd.wire.options import MountOptions
+
+DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"
+
+# Of each option a value that is good by itself, and values that are not, or that are at a limit.
+VALUES: dict[str, list[str]] = {
+    "--name": ["good", "", "../x", "a\nb", "x" * 65, "caf\udce9"],
+    "--engine": ["native", "pyfuse3", "", "steam"],
+    "--from": ["a.zip", "", "\udcff"],
+    "--max-bytes": ["64MiB", "", "0", "-1", "9" * 40, "nan", "\udcff"],
+    "--max-inodes": ["100", "", "0", "-1", "9" * 40, "1.5"],
+    "--cache-timeout": ["2", "0", "", "-1", "nan", "inf", "1e308"],
+    "--store": ["kept", "", "/proc/nothing"],
+    "--include": ["*.py", "", "\udcff", "!"],
+    "--exclude": [".env", "", "[", "\\"],
+    "--sandbox": ["image:python:3.12", "", "image:", "python:3.12", "container:x"],
+    "--pids-limit": ["64", "", "0", "-1", "9" * 40],
+    "--memory": ["1GiB", "", "0", "much"],
+    "--podman-url": ["unix:///p.sock", "ssh://me@there/p.sock", "", "p.sock", "http://x", "tcp://[::1", "unix://"],
+    "--workdir": ["/srv", "", "srv", "/srv/../etc", "/\udcff"],
+    "--transport": ["agent", "rootfs", "", "pigeon"],
+    "--network": ["web", ""],
+    "--log-level": ["debug", "", "loud"],
+    "--log-format": ["json", "", "xml"],
+    "--max-memory": ["64MiB", "", "0", "-1"],
+}
+WRONG_BACKENDS = ["", "tape", "host:", "overlay:", "container:", "image:", ":", "memory:", "host:missing", "host:file"]
+
+
+def options_of_mount() -> list[click.Option]:
+    """The options of `vfsd mount` itself, without those that every command has."""
+    shared = {"workspace", "as_json", "backend", "help"}
+    return [param for param in mount_command.params if isinstance(param, click.Option) and param.name not in shared]
+
+
+def words_of(option: click.Option) -> list[list[str]]:
+    """Every way to give the option; the first is good by itself."""
+    flag = option.opts[-1]
+    return [[flag]] if option.is_flag else [[flag, value] for value in VALUES[flag]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with what the combinations name; the current one."""
+    place = tmp_path_factory.mktemp("options")
+    for name in ("below", "mnt"):
+        (place / name).mkdir()
+    (place / "file").touch()
+    before = os.getcwd()
+    os.chdir(place)
+    yield place
+    os.chdir(before)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
+    options: list[MountOptions] = []
+
+    def answer(asked: MountOptions) -> Ready:
+        options.append(asked)
+        return Ready(asked.name, asked.mountpoint, "/run/x.sock", 42, "native")
+
+    def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+        ready(answer(asked))
+
+    monkeypatch.setattr("vfsd.client.launch.launch", answer)
+    monkeypatch.setattr("vfsd.daemon.main.foreground", foreground)
+    return options
+
+
+def check(result: Result, words: list[str], started: list[MountOptions]) -> None:
+    """Started, failed or refused, each with what it has to print; never an exception of another kind."""
+    assert isinstance(result.exception, SystemExit | None), (words, result.exception)
+    assert result.exit_code in {0, 1, 2}, words
+    assert bool(started) == (result.exit_code == 0), words
+    document = json.loads(result.stdout)  # one
+    if result.exit_code == 0:
+        assert result.stderr == "", words
+    else:
+        assert result.stderr.startswith("vfsd: error: "), words
+        assert result.stderr.count("\n") == 1, words
+        assert not re.search(r"\b(max_bytes|memory_bytes|pids_limit|cache_timeout_s|archive is)\b", result.stderr), (
+            words
+        )
+        assert document["error"]["message"], words
+    started.clear()
+
+
+def mount(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["mount", "mnt", "--json", *words])
+
+
+BACKEND_WORDS = {
+    "memory": "memory",
+    "overlay": "overlay:below",
+    "host": "host:below",
+    "container": "container:web",
+    "image": "image:docker.io/library/alpine:3.20",
+}
+
+
+@pytest.mark.parametrize("backend", [*BACKEND_WORDS.values(), *WRONG_BACKENDS])
+def test_one_option_with_one_backend_starts_or_is_refused_in_one_line(
+    backend: str, place: Path, started: list[MountOptions]
+) -> None:
+    for words in [[], *(words for option in options_of_mount() for words in words_of(option))]:
+        check(mount("--backend", backend, *words), words, started)
+
+
+@pytest.mark.parametrize("backend", BACKEND_WORDS.values())
+def test_two_options_with_one_backend_start_or_are_refused_in_one_line(
+    backend: str, place: Path, started: list[MountOptions]
+) -> None:
+    for first, second in itertools.combinations(options_of_mount(), 2):
+        # A value that is wrong by itself is refused with any other option: one of the two is good.
+        words = [*words_of(first)[0], *words_of(second)[0]]
+        check(mount("--backend", backend, *words), words, started)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_an_option_starts_with_the_backends_of_the_table_and_with_no_other(
+    kind: str, place: Path, started: list[MountOptions]
+) -> None:
+    for option in options_of_mount():
+        scope = SCOPES.get(option.name or "")
+        result = mount("--backend", BACKEND_WORDS[kind], *words_of(option)[0])
+        assert (result.exit_code == 0) == (scope is None or kind in scope.backends), (kind, option.name)
+        if scope is not None and kind not in scope.backends:
+            assert scope.why in result.stderr
+
+
+def test_the_help_of_an_option_names_what_it_goes_with() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["mount", "--help"]).stdout.split())
+    assert "ENOSPC: 512M, 2GiB, ... [memory or overlay:DIR]" in text
+    assert "2048 by default. [image:REF or --sandbox]" in re.sub(r" \[x>=1\]", "", text)
+
+
+def test_the_documentation_has_the_table() -> None:
+    flags = {param.name: param.opts[-1] for param in mount_command.params}
+    rows = [f"| `{flags[name]}` | {scope.words.format_map(flags)} | {scope.why} |" for name, scope in SCOPES.items()]
+    text = DOCUMENTATION.read_text()
+    assert [row for row in rows if row not in text] == []
+    assert sum(line.startswith("| `--") for line in text.splitlines()) == len(rows)
+
+
+def test_python_names_the_arguments_as_python_has_them(place: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"backend": "host:below", "max_bytes": 1}, "max_bytes goes with memory or overlay:DIR"),
+        ({"pids_limit": 5}, "pids_limit goes with image:REF or sandbox"),
+        ({"snapshot_each": True}, "snapshot_each goes with container:NAME, image:REF, sandbox or exec_on_host"),
+        ({"name": "a{max_bytes}b"}, "name 'a{max_bytes}b' is not a workspace name"),
+    ]
+    for arguments, said in wrong:
+        with pytest.raises(OptionError) as caught:
+            mount_options("mnt", **arguments)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--sandbox", "python:3.12"],
+        ["--pids-limit", "5"],
+        ["--exclude", "x"],
+        ["--backend", "host:below", "--foreground", "--store", "below/inside"],
+        ["--backend", "host:mnt"],
+        ["--max-inodes", "9" * 40],
+        ["--snapshot-each"],
+    ],
+)
+def test_the_program_itself_refuses_in_one_line(words: list[str], place: Path) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", "mount", "mnt", *words]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in {1, 2}
+    errors = [line for line in done.stderr.splitlines() if line.startswith("vfsd: error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["error"]["message"]
