@@ -1,4 +1,4 @@
-"""Listing: the cookies of a directory, so that a scan goes on where it stopped whatever changed meanwhile.
+"""DirectoryCookies: the cookies of a directory, so that a scan goes on where it stopped whatever changed meanwhile.
 
 Cookies only ever increase and are never given twice.  A removed name leaves a gap that is closed once
 gaps outnumber names, so adding and removing cost O(1) amortised, and finding a place O(log n).
@@ -16,14 +16,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, cast
 
-__all__ = ["FIRST_COOKIE", "Listing"]
+__all__ = ["FIRST_COOKIE", "DirectoryCookies"]
 
 FIRST_COOKIE: Final = 3  # 1 and 2 stand for "." and ".."
 _GAPS_KEPT: Final = 32
 _CHUNK: Final = 128  # names; what a reader does not take of a chunk was put together for nothing
 
 
-class Listing:
+class DirectoryCookies:
     """The names of one directory in the order of their cookies."""
 
     __slots__ = ("_cookies", "_gaps", "_names", "_next", "_position")

@@ -19,8 +19,8 @@ __all__ = [
     "SnapshotExistsError",
     "SnapshotNotFoundError",
     "errno_of",
-    "fail",
     "only_error",
+    "os_error",
 ]
 
 
@@ -53,7 +53,7 @@ def only_error(error: BaseException) -> BaseException:
     return error
 
 
-def fail(code: int, detail: str | None = None) -> OSError:
+def os_error(code: int, detail: str | None = None) -> OSError:
     """The `OSError` for errno `code`, of the subclass that Python maps it to; to be raised."""
     text = _text(code)
     return OSError(code, text, detail) if detail else OSError(code, text)

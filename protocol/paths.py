@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DEFAULT_LIMITS", "ROOT", "Limits", "decode", "encode", "located", "normalise"]
+__all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimits", "decode", "encode", "located", "normalise"]
 
 ROOT: Final = "."
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CallLimits:
     """Bounds on what an agent's call may create or hold in memory.  They never bind a mount.
 
     `depth` (parts) and `segment` (characters of a part) bind paths that a call creates: what was created by
@@ -42,7 +42,7 @@ class Limits:
             raise ValueError(f"{longest!r} in a path has {len(longest)} characters, the limit is {self.segment}")
 
 
-DEFAULT_LIMITS: Final = Limits()
+DEFAULT_LIMITS: Final = CallLimits()
 
 
 def normalise(path: str) -> str:

@@ -36,8 +36,8 @@ __all__ = [
     "AttributeChanges",
     "Attributes",
     "Buffer",
+    "CacheInvalidation",
     "Caller",
-    "Coherence",
     "DirectoryEntry",
     "EntryChange",
     "FlushingVolume",
@@ -319,7 +319,7 @@ class InodeChange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Coherence:
+class CacheInvalidation:
     """What changed by another way than the mount, so that a kernel can be told.
 
     `paths` gives, for every directory that `entries` names as a parent and every inode in `inodes`
@@ -349,7 +349,7 @@ class SnapshotableVolume(Volume, Protocol):
         """One snapshot.  SnapshotNotFoundError."""
         ...
 
-    def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> Coherence:
+    def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Make the live state (below `paths`, or all of it) as it was at snapshot `name`.
 
         O(what changed since).  Open files go on; unchanged files are not touched.  It is a change like
@@ -368,7 +368,7 @@ class SnapshotableVolume(Volume, Protocol):
         """
         ...
 
-    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
+    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Put the content of `tree` here, all or nothing.
 
         With `replace` the state (below `paths`, or all of it) becomes that of `tree`: what `tree` lacks is

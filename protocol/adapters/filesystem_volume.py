@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from protocol.directory_cookies import Listing
-from protocol.errors import errno_of, fail
+from protocol.directory_cookies import DirectoryCookies
+from protocol.errors import errno_of, os_error
 from protocol.volume import (
     NAME_MAX,
     RENAME_NOREPLACE,
@@ -108,7 +108,7 @@ class _Node:
         self.mtime_ns: int | None = None  # holds while the Filesystem still says `modified_at`
         self.mtime_is_set = False  # by utimensat(2), not by writing
         self.modified_at: datetime | None = None
-        self.listing: Listing | None = None
+        self.listing: DirectoryCookies | None = None
 
 
 class FilesystemVolume:
@@ -191,13 +191,13 @@ class FilesystemVolume:
 
     def readlink(self, inode: int) -> bytes:
         self._node(inode)
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
 
     # -- entries -------------------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> _Shown:
         del rdev
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         path = self._new_path(parent, name)
         with _as_errno():
             self._filesystem.write_bytes(path, b"", mode="create", create_parents=False)
@@ -211,30 +211,30 @@ class FilesystemVolume:
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> _Shown:
         del parent, name, target, caller
-        raise fail(errno.EPERM)
+        raise os_error(errno.EPERM)
 
     def link(self, inode: int, parent: int, name: bytes) -> _Shown:
         del inode, parent, name
-        raise fail(errno.EPERM)
+        raise os_error(errno.EPERM)
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> _Shown:
         del parent, mode, caller
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
 
     def unlink(self, parent: int, name: bytes) -> None:
         path, found = self._victim(parent, name)
         if found.is_directory:
-            raise fail(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         with self._going(path), _as_errno():
             self._filesystem.delete(path)
 
     def rmdir(self, parent: int, name: bytes) -> None:
         path, found = self._victim(parent, name)
         if not found.is_directory:
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         with _as_errno():
             if self._filesystem.list(path):
-                raise fail(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             self._filesystem.delete(path)
         self._detach(path)
 
@@ -249,18 +249,18 @@ class FilesystemVolume:
     ) -> None:
         del caller
         if flags & ~RENAME_NOREPLACE:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         path, found = self._victim(parent, name)
         new_path = self._below(self._directory(new_parent), new_name)
         if path == new_path:
             return
         if found.is_directory:
-            raise fail(errno.EXDEV)
+            raise os_error(errno.EXDEV)
         with _as_errno():
             if self._filesystem.is_dir(new_path):
-                raise fail(errno.EISDIR)
+                raise os_error(errno.EISDIR)
             if flags & RENAME_NOREPLACE and self._filesystem.exists(new_path):
-                raise fail(errno.EEXIST)
+                raise os_error(errno.EEXIST)
         node = self._by_path.get(path)
         with self._going(new_path):
             self._copy(path, new_path)
@@ -281,7 +281,7 @@ class FilesystemVolume:
         found = {name: entry.is_directory for entry in entries if (name := _encoded(entry.name))}
         listing = directory.listing
         if listing is None:
-            listing = directory.listing = Listing(sorted(found))
+            listing = directory.listing = DirectoryCookies(sorted(found))
         else:
             for name in [name for _, name in listing.after(0) if name not in found]:
                 listing.remove(name)
@@ -290,7 +290,7 @@ class FilesystemVolume:
         return self._entries(directory, found, listing, cookie)
 
     def _entries(
-        self, directory: _Node, found: dict[bytes, bool], listing: Listing, cookie: int
+        self, directory: _Node, found: dict[bytes, bool], listing: DirectoryCookies, cookie: int
     ) -> Iterator[DirectoryEntry]:
         for dot, node, name in ((1, directory, b"."), (2, self._parent(directory), b"..")):
             if dot > cookie:
@@ -308,7 +308,7 @@ class FilesystemVolume:
         if node.data is not None:
             return bytes(node.data[offset : offset + size])
         if node.path is None:
-            raise fail(errno.ESTALE)  # removed, and too big to keep or not readable
+            raise os_error(errno.ESTALE)  # removed, and too big to keep or not readable
         with _as_errno():
             return self._filesystem.read_bytes(node.path, offset=offset, limit=size).content
 
@@ -319,7 +319,7 @@ class FilesystemVolume:
             return 0
         end = offset + len(data)
         if end > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         content = self._loaded(node)
         if offset > len(content):
             content.extend(bytes(offset - len(content)))
@@ -350,12 +350,12 @@ class FilesystemVolume:
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         del inode, mode, offset, length
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
         size = self._size(self._file(inode))
         if offset >= size:
-            raise fail(errno.ENXIO)
+            raise os_error(errno.ENXIO)
         return offset if whence == os.SEEK_DATA else size
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
@@ -368,12 +368,12 @@ class FilesystemVolume:
     def getxattr(self, inode: int, name: bytes) -> bytes:
         del name
         self._node(inode)
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
         del name, value, flags
         self._node(inode)
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
 
     def listxattr(self, inode: int) -> Sequence[bytes]:
         self._node(inode)
@@ -382,30 +382,30 @@ class FilesystemVolume:
     def removexattr(self, inode: int, name: bytes) -> None:
         del name
         self._node(inode)
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
 
     # -- helpers -------------------------------------------------------------------------------
     def _node(self, inode: int) -> _Node:
         try:
             return self._nodes[inode]
         except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
+            raise os_error(errno.ENOENT, f"inode {inode}") from None
 
     def _directory(self, inode: int) -> _Node:
         node = self._node(inode)
         if not node.is_dir:
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         return node
 
     def _file(self, inode: int) -> _Node:
         node = self._node(inode)
         if node.is_dir:
-            raise fail(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         return node
 
     def _path(self, node: _Node) -> str:
         if node.path is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         return node.path
 
     def _parent(self, directory: _Node) -> _Node:
@@ -414,7 +414,7 @@ class FilesystemVolume:
 
     def _below(self, directory: _Node, name: bytes) -> str:
         if len(name) > NAME_MAX:
-            raise fail(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         path = self._path(directory)
         text = os.fsdecode(name)
         return text if path == "." else f"{path}/{text}"
@@ -424,7 +424,7 @@ class FilesystemVolume:
         path = self._below(self._directory(parent), name)
         with _as_errno():
             if self._filesystem.exists(path):
-                raise fail(errno.EEXIST)
+                raise os_error(errno.EEXIST)
         return path
 
     def _victim(self, parent: int, name: bytes) -> tuple[str, FileStat]:
@@ -489,14 +489,14 @@ class FilesystemVolume:
     def _load(self, path: str) -> bytes:
         with _as_errno():
             if self._filesystem.stat(path).size_bytes > MAX_FILE_BYTES:
-                raise fail(errno.EFBIG)
+                raise os_error(errno.EFBIG)
             with self._filesystem.open_read(path) as reader:
                 return b"".join(reader.chunks())
 
     def _loaded(self, node: _Node) -> bytearray:
         if node.data is None:
             if node.path is None:
-                raise fail(errno.ESTALE)
+                raise os_error(errno.ESTALE)
             node.data = bytearray(self._load(node.path))
         return node.data
 
@@ -518,9 +518,9 @@ class FilesystemVolume:
 
     def _resize(self, node: _Node, size: int) -> None:
         if node.is_dir:
-            raise fail(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         if size > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         content = self._loaded(node)
         del content[size:]
         content.extend(bytes(size - len(content)))
@@ -566,7 +566,7 @@ class FilesystemVolume:
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
 
 
 def _clear_privileges(node: _Node) -> None:

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable, Collection, Iterator
 
 from protocol.diff.tree_diff import ComparesContent
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["FilteredTree", "Hides"]
@@ -32,7 +32,7 @@ class FilteredTree:
         entry = self._tree.entry(path)
         ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
         if path and (any(self._hides(path[:end], True) for end in ends) or self._hides(path, entry.is_dir)):
-            raise fail(errno.ENOENT, path.decode("utf-8", "backslashreplace"))
+            raise os_error(errno.ENOENT, path.decode("utf-8", "backslashreplace"))
         return entry
 
     def _shown_below(self, directory: bytes) -> list[TreeEntry]:

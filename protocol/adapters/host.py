@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 
-from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
-from protocol.adapters.path_filesystem.host_files import HostStore
-from protocol.errors import fail
-from protocol.paths import DEFAULT_LIMITS, Limits
+from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.host_files import HostFiles
+from protocol.errors import os_error
+from protocol.paths import DEFAULT_LIMITS, CallLimits
 
 __all__ = ["HostFilesystem"]
 
 
-class HostFilesystem(StoreFilesystem):
+class HostFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over the directory `root`.
 
     Nothing leads outside it, whoever changes it meanwhile; absolute symlinks to something below it stay
@@ -22,8 +22,8 @@ class HostFilesystem(StoreFilesystem):
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, read_only: bool = False, limits: Limits = DEFAULT_LIMITS
+        self, root: str | os.PathLike[str], *, read_only: bool = False, limits: CallLimits = DEFAULT_LIMITS
     ) -> None:
         if not os.path.isdir(root):
-            raise fail(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
-        super().__init__(HostStore(root, read_only=read_only), limits=limits)
+            raise os_error(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
+        super().__init__(HostFiles(root, read_only=read_only), limits=limits)

@@ -1,4 +1,4 @@
-"""StoreTree: the live files of a `Store` as a read-only tree.
+"""StoreTree: the live files of a `PathFiles` as a read-only tree.
 
 Live: what changes while it is walked is seen as it is then.  Each call looks its path up from the root,
 without following any symlink, and holds at most two nodes.
@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from typing import NamedTuple
 
-from protocol.adapters.path_filesystem.files import OpenFile, Status, Store, held
+from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
 from protocol.adapters.path_filesystem.resolve import enter
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.paths import decode, located
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
@@ -32,7 +32,7 @@ class _Found(NamedTuple):
 class StoreTree:
     """Implements `protocol.tree.Tree`.  `with_xattrs`: whether entries have them; a search does without."""
 
-    def __init__(self, store: Store, *, with_xattrs: bool = True) -> None:
+    def __init__(self, store: PathFiles, *, with_xattrs: bool = True) -> None:
         self._store = store
         self._with_xattrs = with_xattrs
 
@@ -127,4 +127,4 @@ class StoreTree:
 
 def _check_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise fail(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
+        raise os_error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)

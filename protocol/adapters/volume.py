@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import uuid4
 
-from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
-from protocol.adapters.path_filesystem.volume_files import VolumeStore
+from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.volume_files import VolumeFiles
 from protocol.archive import open_archive
 from protocol.errors import SnapshotNotFoundError
-from protocol.paths import DEFAULT_LIMITS, ROOT, Limits
+from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits
 from protocol.tree import Tree
 from protocol.types import FilesystemSnapshot
 from protocol.volume import Caller, SnapshotableVolume, SnapshotInfo, Volume
@@ -22,7 +22,7 @@ __all__ = ["VolumeFilesystem"]
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class VolumeFilesystem(StoreFilesystem):
+class VolumeFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over a volume, on the volume's thread.
 
     `root` is where the volume is mounted, if it is: an absolute symlink to something below it stays inside.
@@ -34,9 +34,9 @@ class VolumeFilesystem(StoreFilesystem):
     """
 
     def __init__(
-        self, volume: Volume, *, root: str = "/", caller: Caller | None = None, limits: Limits = DEFAULT_LIMITS
+        self, volume: Volume, *, root: str = "/", caller: Caller | None = None, limits: CallLimits = DEFAULT_LIMITS
     ) -> None:
-        store = VolumeStore(volume, root=root, caller=caller)
+        store = VolumeFiles(volume, root=root, caller=caller)
         super().__init__(store, limits=limits)
         self.volume = volume
         self._snapshotable = volume if isinstance(volume, SnapshotableVolume) else None

@@ -30,7 +30,7 @@ once, before it hands out a tree.
 """
 
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.progress import Progress, untold
+from protocol.archive.progress import ByteProgress, no_progress
 from protocol.archive.read import ArchiveTree, open_archive
 from protocol.archive.write import ArchiveSummary, export_archive, write_archive
 
@@ -38,9 +38,9 @@ __all__ = [
     "ArchiveLimits",
     "ArchiveSummary",
     "ArchiveTree",
-    "Progress",
+    "ByteProgress",
     "export_archive",
+    "no_progress",
     "open_archive",
-    "untold",
     "write_archive",
 ]

@@ -15,7 +15,7 @@ from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import PERCENT, SPECIAL, Manifest, Record, decode_manifest, record_xattrs
 from protocol.archive.members import Member, read_members
 from protocol.archive.names import FILES, MANIFEST, check_path, shown, unescape
-from protocol.archive.progress import Progress, untold
+from protocol.archive.progress import ByteProgress, no_progress
 from protocol.errors import ArchiveError
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE
@@ -47,7 +47,7 @@ class Contents:
 def read_contents(
     file: BinaryIO,
     limits: ArchiveLimits,
-    progress: Progress = untold,
+    progress: ByteProgress = no_progress,
     *,
     check_content: bool = True,
     reserve: Callable[[int], None] = lambda _: None,
@@ -268,7 +268,7 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
 
 
 def _check_content(
-    file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: Progress, *, check_all: bool
+    file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: ByteProgress, *, check_all: bool
 ) -> Mapping[bytes, bytes]:
     """Decompress everything once, or what is needed; fill in symlink targets; the digests of `linked`."""
     digests: dict[bytes, bytes] = {}

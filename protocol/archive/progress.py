@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["Progress", "untold"]
+__all__ = ["ByteProgress", "no_progress"]
 
 # Called with (bytes of content done, bytes of content in all).  What it raises ends the work.
-Progress: TypeAlias = Callable[[int, int], None]
+ByteProgress: TypeAlias = Callable[[int, int], None]
 
 
-def untold(done_bytes: int, total_bytes: int) -> None:
+def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Nobody wants to hear of it."""

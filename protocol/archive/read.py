@@ -15,8 +15,8 @@ from protocol.archive.content import ContentReader, decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.members import Member
 from protocol.archive.names import shown
-from protocol.archive.progress import Progress, untold
-from protocol.errors import ArchiveError, fail
+from protocol.archive.progress import ByteProgress, no_progress
+from protocol.errors import ArchiveError, os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["ArchiveTree", "open_archive"]
@@ -31,7 +31,7 @@ def open_archive(
     source: Source,
     *,
     limits: ArchiveLimits | None = None,
-    progress: Progress = untold,
+    progress: ByteProgress = no_progress,
     check_content: bool = True,
     reserve: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ArchiveTree]:
@@ -104,12 +104,12 @@ class ArchiveTree:
         parent = path.rpartition(b"/")[0]
         while parent not in self._entries:
             parent = parent.rpartition(b"/")[0]
-        raise fail(errno.ENOENT if self._entries[parent].is_dir else errno.ENOTDIR, shown(path))
+        raise os_error(errno.ENOENT if self._entries[parent].is_dir else errno.ENOTDIR, shown(path))
 
     def children(self, path: bytes) -> list[bytes]:
         """The names in directory `path`, sorted.  FileNotFoundError, NotADirectoryError."""
         if not self.entry(path).is_dir:
-            raise fail(errno.ENOTDIR, shown(path))
+            raise os_error(errno.ENOTDIR, shown(path))
         return list(self._children[path])
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
@@ -143,7 +143,7 @@ class ArchiveTree:
     def _file_member(self, path: bytes) -> Member:
         entry = self.entry(path)
         if not entry.is_file:
-            raise fail(errno.EISDIR if entry.is_dir else errno.EINVAL, shown(path))
+            raise os_error(errno.EISDIR if entry.is_dir else errno.EINVAL, shown(path))
         return self._members[path]
 
 

@@ -31,10 +31,10 @@ from protocol.archive.manifest import (
     xattrs_fit,
 )
 from protocol.archive.names import FILES, MANIFEST, escape, shown
-from protocol.archive.progress import Progress
+from protocol.archive.progress import ByteProgress
 from protocol.archive.selection import Selection, select
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry
 
 __all__ = ["ArchiveSummary", "export_archive", "write_archive"]
@@ -65,7 +65,7 @@ def write_archive(
     file: BinaryIO,
     *,
     created_ns: int | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     level: int = DEFAULT_LEVEL,
     skip_too_long: bool = False,
 ) -> ArchiveSummary:
@@ -104,7 +104,7 @@ def export_archive(
     *,
     overwrite: bool = False,
     created_ns: int | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     level: int = DEFAULT_LEVEL,
     skip_too_long: bool = False,
 ) -> ArchiveSummary:
@@ -205,7 +205,7 @@ def _created(created_ns: int | None) -> int:
             created_ns = int(epoch) * 1_000_000_000 if epoch else time.time_ns()
         timestamp(created_ns)
     except (ValueError, OverflowError, OSError):
-        raise fail(errno.EINVAL, f"created_ns={created_ns} SOURCE_DATE_EPOCH={epoch}") from None
+        raise os_error(errno.EINVAL, f"created_ns={created_ns} SOURCE_DATE_EPOCH={epoch}") from None
     return created_ns
 
 
@@ -292,7 +292,7 @@ def _changed(entry: TreeEntry) -> OSError:
     return OSError(errno.EIO, "the file changed while it was archived", shown(entry.path))
 
 
-def _watched(entries: Iterable[TreeEntry], progress: Progress | None) -> Iterator[TreeEntry]:
+def _watched(entries: Iterable[TreeEntry], progress: ByteProgress | None) -> Iterator[TreeEntry]:
     """`entries`; now and then `progress` is called, which may end the work."""
     for number, entry in enumerate(entries, 1):
         if progress is not None and number % _ENTRIES_TOLD == 0:
@@ -303,7 +303,7 @@ def _watched(entries: Iterable[TreeEntry], progress: Progress | None) -> Iterato
 class _Reporter:
     """Tells the caller how far it is."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
+    def __init__(self, progress: ByteProgress | None, total: int) -> None:
         self._progress = progress
         self._total = total
         self._done = 0

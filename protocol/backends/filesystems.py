@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from protocol.adapters.path_filesystem.hydrate import HostMount, hydrate
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
-from protocol.paths import DEFAULT_LIMITS, Limits
+from protocol.paths import DEFAULT_LIMITS, CallLimits
 
 __all__ = ["InMemoryFilesystem"]
 
@@ -22,7 +22,7 @@ class InMemoryFilesystem(VolumeFilesystem):
         read_only: bool = False,
         max_bytes: int | None = None,
         max_inodes: int | None = None,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: CallLimits = DEFAULT_LIMITS,
     ) -> None:
         volume = MemoryVolume(max_bytes, max_inodes)
         super().__init__(volume, limits=limits)

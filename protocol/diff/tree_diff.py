@@ -16,7 +16,7 @@ from itertools import chain, islice
 from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry, unfiltered
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "ChangeKind",
     "ComparesContent",
     "Counted",
-    "Counts",
+    "DiffCounts",
     "changes",
     "count",
     "is_below",
@@ -54,7 +54,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class DiffCounts:
     """How many paths were added, modified (in content, type or metadata) and removed; directories count."""
 
     added: int = 0
@@ -90,7 +90,7 @@ def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool
     """
     for path in paths:
         if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
-            raise fail(2, os.fsdecode(path))
+            raise os_error(2, os.fsdecode(path))
     scopes = outermost(paths) if paths else [b""]
     touched = new.touched(old)
     pairs = (
@@ -112,7 +112,7 @@ class Counted(Protocol):
 
 def summary(
     old: Tree, new: Tree, most: int, *, contents: bool = True, tell: Callable[[], None] = lambda: None
-) -> tuple[Counts, list[Change]]:
+) -> tuple[DiffCounts, list[Change]]:
     """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
 
     A subtree that only one of them has is counted as a whole, where that tree is `Counted`.  `tell` is called often;
@@ -147,14 +147,14 @@ def summary(
             modified += change.kind not in {"added", "removed"}
             if len(first) < most:
                 first.append(change)
-    return Counts(added, modified, removed), first
+    return DiffCounts(added, modified, removed), first
 
 
-def count(changed: Iterable[Change]) -> Counts:
-    """Count `changed` by what `Counts` tells apart."""
+def count(changed: Iterable[Change]) -> DiffCounts:
+    """Count `changed` by what `DiffCounts` tells apart."""
     kinds = [change.kind for change in changed]
     added, removed = kinds.count("added"), kinds.count("removed")
-    return Counts(added, len(kinds) - added - removed, removed)
+    return DiffCounts(added, len(kinds) - added - removed, removed)
 
 
 def is_below(path: bytes, top: bytes) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.execution.supervised import Supervised
 
 __all__ = [
@@ -63,11 +63,11 @@ class Command:
 def check_command(command: Command) -> None:
     """OSError (EINVAL) for what no system could run."""
     if not command.argv or not command.argv[0]:
-        raise fail(errno.EINVAL, "no command")
+        raise os_error(errno.EINVAL, "no command")
     if any("\0" in word for word in command.argv):
-        raise fail(errno.EINVAL, "a NUL in a command")
+        raise os_error(errno.EINVAL, "a NUL in a command")
     if any(not name or "=" in name or "\0" in name + value for name, value in command.env.items()):
-        raise fail(errno.EINVAL, "a variable that no environment can have")
+        raise os_error(errno.EINVAL, "a variable that no environment can have")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class HostExecutor:
         """Start a command; `wait` for it, in one thread, whatever happens: that is where its end is seen to."""
         check_command(Command(argv, env=env or {}))
         if timeout_s <= 0:
-            raise fail(errno.EINVAL, "a timeout must be positive")
+            raise os_error(errno.EINVAL, "a timeout must be positive")
         directory = os.path.normpath(os.path.join(self._root, cwd))
         return Running(argv, directory, dict(env or {}), timeout_s, output_limit_bytes, stdin)
 

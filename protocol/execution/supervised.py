@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from errno import EIO
 from typing import Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.execution import supervisor
 
 __all__ = ["Supervised"]
@@ -95,7 +95,7 @@ class Supervised:
         """
         kind, _, number = said.decode().strip().partition(" ")
         if kind == "error":
-            raise fail(int(number), self._argv[0] if os.path.isdir(self._directory) else self._directory)
+            raise os_error(int(number), self._argv[0] if os.path.isdir(self._directory) else self._directory)
         if kind != "exit":
-            raise fail(EIO, "the command's supervisor was killed")
+            raise os_error(EIO, "the command's supervisor was killed")
         return int(number)

@@ -14,7 +14,7 @@ import stat
 import struct
 from typing import Final, NamedTuple
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = ["ACCESS", "DEFAULT", "Inherited", "access_acl", "check", "chmod", "inherit", "is_empty"]
 
@@ -33,7 +33,7 @@ _REQUIRED: Final = frozenset({_USER_OBJ, _GROUP_OBJ, _OTHER})
 _RWX: Final = 0o777
 
 
-class Entry(NamedTuple):
+class AclEntry(NamedTuple):
     """One entry of an ACL: `tag` says of whom, `permission` is three bits, `owner` a uid or gid where it has one."""
 
     tag: int
@@ -49,18 +49,18 @@ class Inherited(NamedTuple):
     default: bytes | None
 
 
-def _parse(value: bytes) -> list[Entry]:
+def _parse(value: bytes) -> list[AclEntry]:
     """The entries of an xattr's value.  EINVAL, EOPNOTSUPP (another version) where it is none."""
     if not value:
         return []  # setxattr(2) of nothing at all removes an ACL
     if len(value) < len(_VERSION) or (len(value) - len(_VERSION)) % _ENTRY.size:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     if not value.startswith(_VERSION):
-        raise fail(errno.EOPNOTSUPP)
-    entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(value[len(_VERSION) :])]
+        raise os_error(errno.EOPNOTSUPP)
+    entries = [AclEntry(*fields) for fields in _ENTRY.iter_unpack(value[len(_VERSION) :])]
     tags = {entry.tag for entry in entries}
     if entries and (tags - _TAGS or _REQUIRED - tags):
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     return entries
 
 
@@ -74,11 +74,11 @@ def is_empty(value: bytes) -> bool:
     return not _parse(value)
 
 
-def _pack(entries: list[Entry]) -> bytes:
+def _pack(entries: list[AclEntry]) -> bytes:
     return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
-def _group_tag(entries: list[Entry]) -> int:
+def _group_tag(entries: list[AclEntry]) -> int:
     """The entry that the group bits of the mode stand for: the mask where there is one."""
     return _MASK if any(entry.tag == _MASK for entry in entries) else _GROUP_OBJ
 

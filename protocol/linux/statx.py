@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = [
     "RECORD_BYTES",
-    "Seen",
+    "StatxResult",
     "differing",
     "key_of",
     "links_of",
@@ -48,7 +48,7 @@ _statx = ctypes.CDLL(None).statx
 _AT_ONCE: Final = 256
 
 
-class Seen(NamedTuple):
+class StatxResult(NamedTuple):
     """What statx showed of one inode."""
 
     nlink: int
@@ -105,13 +105,13 @@ def _lacking(directory: int, names: Sequence[bytes]) -> list[int]:
     return gone
 
 
-def seen_at(records: bytes, index: int) -> Seen:
+def seen_at(records: bytes, index: int) -> StatxResult:
     """One record, taken apart."""
     nlink, uid, gid, mode, inode, size, cs, cn, ms, mn, rmajor, rminor, major, minor = _FIELDS.unpack_from(
         records, index * RECORD_BYTES
     )
     rdev = os.makedev(rmajor, rminor) if rmajor or rminor else 0
-    return Seen(
+    return StatxResult(
         nlink, uid, gid, mode, inode, size, cs * _SECOND + cn, ms * _SECOND + mn, rdev, major << 32 | minor
     )  # fmt: skip
 
@@ -148,5 +148,5 @@ def seen_of_descriptor(descriptor: int) -> bytes:
     """The record of the inode that a descriptor (also an O_PATH one) is open on."""
     if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BASIC_STATS, _scratch.places[0]):
         os.fstat(descriptor)
-        raise fail(errno.EIO)
+        raise os_error(errno.EIO)
     return ctypes.string_at(_scratch.buffer, RECORD_BYTES)

@@ -11,7 +11,7 @@ import os
 import struct
 from typing import Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = [
     "RESOLVE_BENEATH",
@@ -71,7 +71,7 @@ def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:
         how = _hows[flags, resolve] = _OPEN_HOW.pack(flags, 0, resolve)
     descriptor: int = _syscall(_SYS_OPENAT2, directory, path, how, _OPEN_HOW.size)
     if descriptor < 0:
-        raise fail(ctypes.get_errno(), path.decode("utf-8", "backslashreplace"))
+        raise os_error(ctypes.get_errno(), path.decode("utf-8", "backslashreplace"))
     return descriptor
 
 
@@ -92,7 +92,7 @@ def seek_hole(descriptor: int, offset: int) -> int:
     """
     found: int = _lseek(descriptor, offset, os.SEEK_HOLE)
     if found == -1:
-        raise fail(ctypes.get_errno())
+        raise os_error(ctypes.get_errno())
     return found if found >= 0 else _OFFSET_MAX
 
 
@@ -114,4 +114,4 @@ def birth_ns(descriptor: int) -> int:
 
 def _check(result: int) -> None:
     if result:
-        raise fail(ctypes.get_errno())
+        raise os_error(ctypes.get_errno())

@@ -6,20 +6,20 @@ import errno
 import stat
 from dataclasses import dataclass
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.paths import decode
 from protocol.search.patterns import GlobPattern
 from protocol.search.walk import (
     BINARY_SNIFF_BYTES,
     SKIP_NOTHING,
-    KeepGoing,
-    Node,
+    CancelCheck,
     NodeTree,
     SkipRules,
-    go_on,
+    WalkEntry,
     is_binary,
     is_gone,
     matching_files,
+    never_cancelled,
     nodes_of,
 )
 from protocol.tree import Tree
@@ -42,7 +42,7 @@ def glob_paths(
     path: bytes = b"",
     limit: int | None = None,
     skip: SkipRules = SKIP_NOTHING,
-    keep_going: KeepGoing = go_on,
+    keep_going: CancelCheck = never_cancelled,
 ) -> GlobResult:
     """The regular files below directory `path` that match `pattern`, at most `limit`.
 
@@ -54,7 +54,7 @@ def glob_paths(
     compiled = GlobPattern(pattern)
     nodes = nodes_of(tree)
     if not stat.S_ISDIR(nodes.node(path).mode):
-        raise fail(errno.ENOTDIR, decode(path))
+        raise os_error(errno.ENOTDIR, decode(path))
     found: list[bytes] = []
     for file, node in matching_files(nodes, path, compiled.start(path), skip, keep_going):
         if skip.binary_files and _starts_binary(nodes, node):
@@ -65,7 +65,7 @@ def glob_paths(
     return GlobResult(tuple(found))
 
 
-def _starts_binary(nodes: NodeTree, node: Node) -> bool:
+def _starts_binary(nodes: NodeTree, node: WalkEntry) -> bool:
     try:
         return is_binary(nodes.read_node(node, 0, BINARY_SNIFF_BYTES))
     except OSError as error:

@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.paths import decode
 from protocol.search.expression import Expression, Hit
 from protocol.search.patterns import ALL_FILES, GlobPattern
 from protocol.search.walk import (
     SKIP_NOTHING,
-    KeepGoing,
-    Node,
+    CancelCheck,
     NodeTree,
     OnUnreadable,
     SkipRules,
-    go_on,
+    WalkEntry,
     is_binary,
     is_gone,
     is_unreadable,
     matching_files,
+    never_cancelled,
     nodes_of,
 )
 from protocol.tree import Tree
@@ -72,7 +72,7 @@ def grep_tree(
     max_line_characters: int = 1_000,
     skip: SkipRules = SKIP_NOTHING,
     ignore_case: bool = False,
-    keep_going: KeepGoing = go_on,
+    keep_going: CancelCheck = never_cancelled,
 ) -> GrepResult:
     """The first match of each line that has one, in the regular files below directory `path`, or in the file `path`.
 
@@ -116,14 +116,14 @@ def _files(
     path: bytes,
     pattern: GlobPattern,
     skip: SkipRules,
-    keep_going: KeepGoing,
+    keep_going: CancelCheck,
     on_unreadable: OnUnreadable,
-) -> Iterator[tuple[bytes, Node]]:
-    node: Node = nodes.node(path)
+) -> Iterator[tuple[bytes, WalkEntry]]:
+    node: WalkEntry = nodes.node(path)
     if stat.S_ISDIR(node.mode):
         yield from matching_files(nodes, path, pattern.start(path), skip, keep_going, on_unreadable)
     elif not stat.S_ISREG(node.mode):
-        raise fail(errno.ENOTDIR, decode(path))
+        raise os_error(errno.ENOTDIR, decode(path))
     else:
         above, _, name = path.rpartition(b"/")
         place = pattern.start(above)
@@ -162,7 +162,7 @@ class _Search:
         if len(self.unreadable) < UNREADABLE_NAMED:
             self.unreadable.append(Unreadable(path, error.strerror or str(error)))
 
-    def run(self, nodes: NodeTree, path: bytes, node: Node, keep_going: KeepGoing) -> None:
+    def run(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
         """Search one file."""
         if node.size > BLOCK_BYTES:
             self._stream(nodes, path, node, keep_going)
@@ -175,7 +175,7 @@ class _Search:
         if self.expression.may_match(text):
             self._add(path, text, self.expression.hits(text), 1)
 
-    def _stream(self, nodes: NodeTree, path: bytes, node: Node, keep_going: KeepGoing) -> None:
+    def _stream(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
         known = len(self.matches)
         try:
             for block in _blocks(nodes, node, keep_going):
@@ -246,7 +246,7 @@ class _Block:
     end: int | None = None
 
 
-def _blocks(nodes: NodeTree, node: Node, keep_going: KeepGoing) -> Iterator[_Block]:
+def _blocks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterator[_Block]:
     """A file in blocks of whole lines; of a line that fills more than a block, its start.
 
     Raises _BinaryError, and UnicodeDecodeError once it meets what is not UTF-8.
@@ -277,7 +277,7 @@ def _blocks(nodes: NodeTree, node: Node, keep_going: KeepGoing) -> Iterator[_Blo
         yield _Block(rest, line_number)
 
 
-def _text_chunks(nodes: NodeTree, node: Node, keep_going: KeepGoing) -> Iterator[bytes]:
+def _text_chunks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     for offset in range(0, node.size, BLOCK_BYTES):
         keep_going()

@@ -22,7 +22,7 @@ from typing import Final
 
 from protocol.search.braces import expand
 
-__all__ = ["ALL_FILES", "GlobPattern", "Place"]
+__all__ = ["ALL_FILES", "GlobPattern", "PatternState"]
 
 NameTest = Callable[[bytes], bool]
 
@@ -41,7 +41,7 @@ _ANY_DEPTH: Final = _Segment("**", None, None, lambda _: True)
 _Rest = tuple[_Segment, ...]  # the segments still to be matched
 
 
-class Place:
+class PatternState:
     """What a pattern still asks for below one directory.
 
     `names`: the only names worth a look there, where that is known without looking at the directory.
@@ -49,20 +49,20 @@ class Place:
 
     __slots__ = ("_deeper", "_elsewhere", "_entered", "_recursive", "accepts", "names", "rests")
 
-    def __init__(self, rests: frozenset[_Rest], entered: dict[frozenset[_Rest], Place]) -> None:
+    def __init__(self, rests: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternState]) -> None:
         self.rests = rests
         self._entered = entered
         self._recursive = frozenset(rest for rest in rests if rest[0] is _ANY_DEPTH)
         self._deeper = [rest for rest in rests if len(rest) > 1 and rest[0] is not _ANY_DEPTH]
         # Where all directories lead that no other segment matches: nearly always back here.
         onward = _closed(self._recursive)
-        self._elsewhere: Place | None = self if onward == rests else _place(onward, entered)
+        self._elsewhere: PatternState | None = self if onward == rests else _place(onward, entered)
         self.accepts: NameTest = _any_of([rest[0] for rest in rests if len(rest) == 1])
         """Whether a file of this name, in this directory, matches."""
         literals = {rest[0].literal for rest in rests}
         self.names: Collection[bytes] | None = None if None in literals else {each for each in literals if each}
 
-    def enter(self, name: bytes) -> Place | None:
+    def enter(self, name: bytes) -> PatternState | None:
         """The place that directory `name` leads to; None when nothing below it can match."""
         inner = [rest[1:] for rest in self._deeper if rest[0].matches(name)]
         return _place(_closed(self._recursive.union(inner)), self._entered) if inner else self._elsewhere
@@ -82,12 +82,12 @@ def _closed(rests: Iterable[_Rest]) -> frozenset[_Rest]:
     return frozenset(closed)
 
 
-def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], Place]) -> Place | None:
+def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternState]) -> PatternState | None:
     """The place for `closed`; each is made once for a pattern, however many directories lead to it."""
     if not closed:
         return None
     if closed not in entered:
-        entered[closed] = Place(closed, entered)
+        entered[closed] = PatternState(closed, entered)
     return entered[closed]
 
 
@@ -101,7 +101,7 @@ class GlobPattern:
             text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
             raise ValueError(f"a pattern cannot be encoded: {text!r}") from None
-        self._places: dict[frozenset[_Rest], Place] = {}
+        self._places: dict[frozenset[_Rest], PatternState] = {}
         self._from_root: set[_Rest] = set()
         self._from_start: set[_Rest] = set()
         for alternative in expand(text):
@@ -109,7 +109,7 @@ class GlobPattern:
             if rest:
                 (self._from_root if alternative.startswith("/") else self._from_start).add(rest)
 
-    def start(self, path: bytes) -> Place | None:
+    def start(self, path: bytes) -> PatternState | None:
         """What the pattern asks for below directory `path`, where the search starts; None: nothing can match."""
         rooted: frozenset[_Rest] = _closed(self._from_root)
         for name in path.split(b"/") if path else ():

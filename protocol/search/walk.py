@@ -13,34 +13,34 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
-from protocol.search.patterns import Place
+from protocol.search.patterns import PatternState
 from protocol.tree import Tree, TreeEntry
 
 __all__ = [
     "BINARY_SNIFF_BYTES",
     "SKIP_NOTHING",
     "USUAL_SKIPS",
-    "KeepGoing",
-    "Node",
+    "CancelCheck",
     "NodeTree",
     "OnUnreadable",
     "SkipRules",
-    "go_on",
+    "WalkEntry",
     "is_binary",
     "is_gone",
     "is_unreadable",
     "matching_files",
+    "never_cancelled",
     "nodes_of",
     "unnamed",
 ]
 
-KeepGoing = Callable[[], None]
+CancelCheck = Callable[[], None]
 OnUnreadable = Callable[[bytes, OSError], None]
 """Is told the path of what could not be read or listed, and why."""
 BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in so many bytes at a file's start makes it binary (git and grep: alike)
 
 
-def go_on() -> None:
+def never_cancelled() -> None:
     """The `keep_going` of a search that nobody cancels."""
 
 
@@ -68,7 +68,7 @@ USUAL_SKIPS: Final = SkipRules()
 SKIP_NOTHING: Final = SkipRules(hidden_directories=False, directories=frozenset(), binary_files=False)
 
 
-class Node(Protocol):
+class WalkEntry(Protocol):
     """A file or directory, as its tree knows it."""
 
     @property
@@ -151,18 +151,18 @@ _by_path = itemgetter(0)
 def matching_files(
     nodes: NodeTree,
     path: bytes,
-    place: Place | None,
+    place: PatternState | None,
     skip: SkipRules,
-    keep_going: KeepGoing,
+    keep_going: CancelCheck,
     on_unreadable: OnUnreadable = unnamed,
-) -> Iterator[tuple[bytes, Node]]:
+) -> Iterator[tuple[bytes, WalkEntry]]:
     """(path, node) of the regular files below directory `path` that `place` asks for, sorted by path as bytes.
 
     Only directories that can hold one are looked at.  Symlinks are not followed.  `on_unreadable` is told of
     directories that cannot be listed.
     """
     # A directory sorts as its name with a slash: then a walk in depth goes by the order of whole paths.
-    stack: list[tuple[bytes, Node, Place | None]] = []
+    stack: list[tuple[bytes, WalkEntry, PatternState | None]] = []
     if place is not None:
         stack.append((path + b"/" if path else b"", nodes.node(path), place))
     while stack:
@@ -181,11 +181,11 @@ def matching_files(
 
 
 def _children(
-    nodes: NodeTree, node: Node, prefix: bytes, place: Place, skip: SkipRules, on_unreadable: OnUnreadable
-) -> tuple[list[tuple[bytes, Node, None]], list[tuple[bytes, Node, Place]]]:
+    nodes: NodeTree, node: WalkEntry, prefix: bytes, place: PatternState, skip: SkipRules, on_unreadable: OnUnreadable
+) -> tuple[list[tuple[bytes, WalkEntry, None]], list[tuple[bytes, WalkEntry, PatternState]]]:
     """The files of a directory that match, and the directories below which one may."""
-    files: list[tuple[bytes, Node, None]] = []
-    directories: list[tuple[bytes, Node, Place]] = []
+    files: list[tuple[bytes, WalkEntry, None]] = []
+    directories: list[tuple[bytes, WalkEntry, PatternState]] = []
     accepts = place.accepts
     try:
         for name, child in nodes.child_nodes(node, place.names):

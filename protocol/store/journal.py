@@ -1,4 +1,4 @@
-"""Journal: what says, after a death, that a restore was under way, and how to end it."""
+"""RestoreJournal: what says, after a death, that a restore was under way, and how to end it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocol.store.format.layout import read_regular, write_atomically
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
 
-__all__ = ["Entry", "Interrupted", "Journal"]
+__all__ = ["Interrupted", "RestoreEntry", "RestoreJournal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Interrupted:
     started_ns: int
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RestoreEntry(msgspec.Struct, frozen=True):
     """As it is written down.  `previous` is an earlier one that this restore does not end."""
 
     snapshot: str
@@ -41,35 +41,35 @@ class Entry(msgspec.Struct, frozen=True):
     token: str
     tokens: tuple[str, ...]  # of earlier tries, whose temporary files may be there too
     started_ns: int
-    previous: Entry | None = None
+    previous: RestoreEntry | None = None
 
-    def ends(self, other: Entry) -> bool:
+    def ends(self, other: RestoreEntry) -> bool:
         """Whether the state that `other` left half done is whole once this one is done."""
         return not self.paths or (self.snapshot, self.paths) == (other.snapshot, other.paths)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(Entry)
+_decoder: Final = msgspec.msgpack.Decoder(RestoreEntry)
 
 
-class Journal:
+class RestoreJournal:
     """The journal of a workspace."""
 
     def __init__(self, layout: Layout, workspace: str) -> None:
         self._path = os.path.join(layout.workspace(workspace), "journal")
 
-    def read(self) -> Entry | None:
+    def read(self) -> RestoreEntry | None:
         """What is under way, or was when somebody died."""
         try:
             return _decoder.decode(read_regular(self._path))
         except (FileNotFoundError, msgspec.DecodeError):  # cut short by a power failure
             return None
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: RestoreEntry) -> None:
         """Before the first change.  Durable, since a power failure may leave some of the changes on the disk."""
         write_atomically(self._path, _encoder.encode(entry), durable=True)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: RestoreEntry) -> None:
         """After the last change, when all of them are durable."""
         if entry.previous is not None and not entry.ends(entry.previous):
             write_atomically(self._path, _encoder.encode(entry.previous), durable=True)

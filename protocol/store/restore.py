@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.diff.tree_diff import Change, ChangeKind, outermost
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.store.directory.target import ChangedMeanwhileError, Target
 from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError
@@ -159,7 +159,7 @@ class _Planner:
         for scope in scopes:
             old, new = _row(self._live, scope), _row(self._wanted, scope)
             if old is None and new is None:
-                raise fail(errno.ENOENT, os.fsdecode(scope))
+                raise os_error(errno.ENOENT, os.fsdecode(scope))
             step = self._step(scope, old, new)
             if step is not None:
                 steps.append(self._with_parents(step) if scope else step)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.store import upkeep
-from protocol.store.directory.scan import Progress, Scanned, Unreadable, untold
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Blobs, Digesting, Storing
 from protocol.store.format.layout import (
@@ -43,8 +43,8 @@ from protocol.store.format.records import (
     workspace_and_serial,
 )  # fmt: skip
 from protocol.store.format.rows import Row
-from protocol.store.journal import Entry as JournalEntry
-from protocol.store.journal import Interrupted, Journal
+from protocol.store.journal import Interrupted, RestoreJournal
+from protocol.store.journal import RestoreEntry as JournalEntry
 from protocol.store.restore import RestoredChanges, apply, plan
 from protocol.store.trees import MerkleTree, ReadRows
 from protocol.store.upkeep import CheckReport, GarbageReport
@@ -103,7 +103,7 @@ class Store:
         tag: str | None = None,
         kind: Kind = "user",
         unreadable: Unreadable = "fail",
-        progress: Progress | None = None,
+        progress: FileProgress | None = None,
     ) -> StoredSnapshot:
         """Keep the state of `source` as it is now under `name`.
 
@@ -111,7 +111,7 @@ class Store:
         store lies inside the directory.
         """
         with self._taking(workspace, source), self._naming_full_disk():
-            info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress or untold)
+            info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress or no_progress)
         return info
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class Store:
 
     def _take(
         self, workspace: str, name: str, source: Source, tag: str | None, kind: Kind, unreadable: Unreadable,
-        progress: Progress,
+        progress: FileProgress,
     ) -> tuple[StoredSnapshot, Scanned]:  # fmt: skip
         layout, blobs = self.layout, self.blobs
         created_ns = time.time_ns()
@@ -300,7 +300,7 @@ class Store:
 
     @contextlib.contextmanager
     def live_tree(
-        self, workspace: str, source: Source, *, unreadable: Unreadable = "skip", progress: Progress | None = None
+        self, workspace: str, source: Source, *, unreadable: Unreadable = "skip", progress: FileProgress | None = None
     ) -> Iterator[MerkleTree]:
         """The state of `source` at this moment, for the length of a block; what is unchanged is not read.
 
@@ -309,7 +309,7 @@ class Store:
         self.check_apart(source.identity)
         self.layout.create()
         with self.layout.shared():
-            found, read = self._look(workspace, source, unreadable, progress or untold)
+            found, read = self._look(workspace, source, unreadable, progress or no_progress)
             yield MerkleTree(found.root, read, _LiveContents(source))
 
     # -- restoring -----------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Store:
         safety_tag: str | None = None,
         remove: bool = True,
         planned: Callable[[Sequence[Change]], object] | None = None,
-        progress: Progress | None = None,
+        progress: FileProgress | None = None,
     ) -> RestoredChanges:
         """Make `target` (below `paths`, or all of it) what snapshot `name` is.
 
@@ -338,11 +338,11 @@ class Store:
             raise SnapshotNotFoundError(name)
         with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
             keep = None if safety is None else (safety, safety_tag)
-            return self._restore(workspace, name, target, paths, keep, remove, planned, progress or untold)
+            return self._restore(workspace, name, target, paths, keep, remove, planned, progress or no_progress)
 
     def _restore(
         self, workspace: str, name: str, target: Target, paths: Sequence[bytes], keep: tuple[str, str | None] | None,
-        remove: bool, planned: Callable[[Sequence[Change]], object] | None, progress: Progress,
+        remove: bool, planned: Callable[[Sequence[Change]], object] | None, progress: FileProgress,
     ) -> RestoredChanges:  # fmt: skip
         wanted = MerkleTree(self._record(workspace, name).root, self.blobs.listing, _StoredContents(self.blobs))
         kept: StoredSnapshot | None = None
@@ -358,7 +358,7 @@ class Store:
         todo = plan(live, wanted, paths, remove=remove)
         if planned is not None:
             planned(todo.changes())
-        journal = Journal(self.layout, workspace)
+        journal = RestoreJournal(self.layout, workspace)
         previous = journal.read()
         tokens = () if previous is None else (previous.token, *previous.tokens)
         for token in tokens:
@@ -381,25 +381,25 @@ class Store:
         if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
             return None
         with self.layout.shared(), self.layout.if_nobody_changes(workspace) as is_idle:
-            entry = Journal(self.layout, workspace).read() if is_idle else None
+            entry = RestoreJournal(self.layout, workspace).read() if is_idle else None
         if entry is None:
             return None
         return Interrupted(entry.snapshot, entry.paths, entry.safety, entry.started_ns)
 
     # -- upkeep --------------------------------------------------------------------------------
-    def check(self, progress: upkeep.Progress | None = None) -> CheckReport:
+    def check(self, progress: upkeep.FileProgress | None = None) -> CheckReport:
         """Read everything, and say what is damaged and which snapshots need it."""
-        return upkeep.check(self.layout, self.blobs, progress or untold)
+        return upkeep.check(self.layout, self.blobs, progress or no_progress)
 
     def collect_garbage(
-        self, progress: upkeep.Progress | None = None, *, wait_s: float = 60.0, repair: bool = False
+        self, progress: upkeep.FileProgress | None = None, *, wait_s: float = 60.0, repair: bool = False
     ) -> GarbageReport:
         """Free what no snapshot needs.  EBUSY when snapshots, restores or readers go on for longer than `wait_s`.
 
         With `repair` what is damaged is taken out; the next `take` brings what its directory still has.
         """
         return upkeep.collect_garbage(
-            self.layout, self.blobs, progress or untold, wait_s=wait_s, repair=repair
+            self.layout, self.blobs, progress or no_progress, wait_s=wait_s, repair=repair
         )  # fmt: skip
 
     def forget_interrupted(self, workspace: str, target: Target) -> None:
@@ -407,17 +407,17 @@ class Store:
         if not self.layout.exists():
             return
         with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
-            journal = Journal(self.layout, workspace)
+            journal = RestoreJournal(self.layout, workspace)
             entry = journal.read()
             if entry is not None:
-                found, _ = self._look(workspace, target.source, "skip", untold)
+                found, _ = self._look(workspace, target.source, "skip", no_progress)
                 for token in (entry.token, *entry.tokens):
                     target.clean(found.leftovers, token)
                 journal.forget()
 
     # -- what several calls need ---------------------------------------------------------------
     def _look(
-        self, workspace: str, source: Source, unreadable: Unreadable, progress: Progress
+        self, workspace: str, source: Source, unreadable: Unreadable, progress: FileProgress
     ) -> tuple[Scanned, ReadRows]:
         """The live state, and what reads its listings; nothing is kept of it but the stat cache."""
         self.blobs.packs.refresh()

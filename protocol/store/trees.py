@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Final, Protocol, runtime_checkable
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
@@ -79,10 +79,10 @@ class MerkleTree:
         row = self.root
         for name in path.split(b"/") if path else ():
             if not stat.S_ISDIR(row.mode):
-                raise fail(errno.ENOTDIR, _shown(path))
+                raise os_error(errno.ENOTDIR, _shown(path))
             below = self._names(path, row.content).get(name)
             if below is None:
-                raise fail(errno.ENOENT, _shown(path))
+                raise os_error(errno.ENOENT, _shown(path))
             row = below
         return row
 
@@ -93,7 +93,7 @@ class MerkleTree:
     def children(self, path: bytes) -> list[bytes]:
         row = self.row(path)
         if not row.is_dir:
-            raise fail(errno.ENOTDIR, _shown(path))
+            raise os_error(errno.ENOTDIR, _shown(path))
         return list(self._names(path, row.content))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
@@ -131,7 +131,7 @@ class MerkleTree:
     def _file(self, path: bytes) -> Row:
         row = self.row(path)
         if not row.is_file:
-            raise fail(errno.EISDIR if row.is_dir else errno.EINVAL, _shown(path))
+            raise os_error(errno.EISDIR if row.is_dir else errno.EINVAL, _shown(path))
         if row.more.state & UNREADABLE:
             raise OSError(errno.EACCES, "could not be read when the snapshot was taken", _shown(path))
         return row

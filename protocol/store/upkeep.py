@@ -28,12 +28,12 @@ from protocol.store.format.rows import Row, decode_listing
 if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs
     from protocol.store.format.layout import Layout
-    from protocol.store.format.packs import Pack, Place
+    from protocol.store.format.packs import BlobLocation, Pack
 
-__all__ = ["CheckReport", "Damage", "GarbageReport", "Progress", "check", "collect_garbage"]
+__all__ = ["CheckReport", "Damage", "FileProgress", "GarbageReport", "check", "collect_garbage"]
 
 # Called with (done, of how much), in bytes.  What it raises ends the work.
-Progress = Callable[[int, int], None]
+FileProgress = Callable[[int, int], None]
 _SMALL_PACK_BYTES: Final = 4 << 20
 _LOST_PATHS_SHOWN: Final = 20
 
@@ -86,7 +86,7 @@ class _Found:
     size_bytes: int = 0
 
 
-def check(layout: Layout, blobs: Blobs, progress: Progress) -> CheckReport:
+def check(layout: Layout, blobs: Blobs, progress: FileProgress) -> CheckReport:
     """Read all of the store, compare each content with its digest, and follow each snapshot to its last file."""
     if not layout.exists():
         return CheckReport(0, 0, 0)
@@ -120,7 +120,7 @@ def _snapshot_of(layout: Layout, name: str) -> tuple[tuple[str, str], ...]:
     return ((found[0], f"number {found[1]}"),)
 
 
-def _check_contents(blobs: Blobs, found: _Found, progress: Progress) -> None:
+def _check_contents(blobs: Blobs, found: _Found, progress: FileProgress) -> None:
     packs = blobs.packs.all()
     objects = list(blobs.objects.all())
     total = sum(pack.size_bytes for pack in packs)
@@ -223,7 +223,9 @@ def _interrupted(layout: Layout) -> list[str]:
 
 
 # -- collection ------------------------------------------------------------------------------------
-def collect_garbage(layout: Layout, blobs: Blobs, progress: Progress, *, wait_s: float, repair: bool) -> GarbageReport:
+def collect_garbage(
+    layout: Layout, blobs: Blobs, progress: FileProgress, *, wait_s: float, repair: bool
+) -> GarbageReport:
     """Free what no snapshot needs.  EBUSY when the store is in use for longer than `wait_s`; EIO where it is damaged.
 
     With `repair` what is damaged is taken out, and the next snapshot of a directory brings anew what it still has.
@@ -255,7 +257,7 @@ def collect_garbage(layout: Layout, blobs: Blobs, progress: Progress, *, wait_s:
         )  # fmt: skip
 
 
-def _take_out_damage(layout: Layout, blobs: Blobs, progress: Progress) -> None:
+def _take_out_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None:
     """Remove packs that cannot be read, and contents that are not what their digest says."""
     found = _Found()
     _check_contents(blobs, found, progress)
@@ -313,7 +315,7 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
 
 
 class _Collection:
-    def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: Progress) -> None:
+    def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: FileProgress) -> None:
         self._layout = layout
         self._blobs = blobs
         self._needed = needed
@@ -377,7 +379,7 @@ class _Collection:
             os.unlink(os.path.join(self._layout.packs, pack.name))
         self.freed_bytes += total - kept_bytes
 
-    def _whole(self, digest: bytes, place: Place) -> bytes:
+    def _whole(self, digest: bytes, place: BlobLocation) -> bytes:
         """A content that is needed, compared with its digest: what is damaged is not copied as if it were whole."""
         data = self._blobs.packs.read(place)
         if digest_of(data) != digest:

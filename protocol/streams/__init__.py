@@ -6,19 +6,19 @@ is a context manager.  A file that is deleted while a stream reads it can be rea
 
 from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter
 from protocol.streams.decoding import PositionedDecoder, check_encoding, text_decoder
-from protocol.streams.files import Content, FileReader, FileWriter
+from protocol.streams.files import FileReader, FileWriter, SeekableContent
 from protocol.streams.text import FileTextReader, FileTextWriter
 
 __all__ = [
     "STREAM_CHUNK_BYTES",
     "ByteReader",
     "ByteWriter",
-    "Content",
     "FileReader",
     "FileTextReader",
     "FileTextWriter",
     "FileWriter",
     "PositionedDecoder",
+    "SeekableContent",
     "TextReader",
     "TextWriter",
     "check_encoding",

@@ -10,12 +10,12 @@ from typing import Final, Protocol, Self
 from protocol.paths import located
 from protocol.streams.contract import STREAM_CHUNK_BYTES, Data
 
-__all__ = ["Closing", "Content", "FileReader", "FileWriter"]
+__all__ = ["Closing", "FileReader", "FileWriter", "SeekableContent"]
 
 _WRITE_BYTES: Final = 1 << 20
 
 
-class Content(Protocol):
+class SeekableContent(Protocol):
     """An open file of a backend, by offset.  What a stream needs and no more."""
 
     def size(self) -> int: ...
@@ -54,7 +54,7 @@ class Closing:
 class FileReader(Closing):
     """`ByteReader` over an open file, which it closes."""
 
-    def __init__(self, path: str, content: Content) -> None:
+    def __init__(self, path: str, content: SeekableContent) -> None:
         super().__init__(path)
         self._content = content
         self._position = 0
@@ -138,7 +138,7 @@ class FileWriter(Closing):
     def __init__(
         self,
         path: str,
-        content: Content,
+        content: SeekableContent,
         *,
         position: int = 0,
         commit: Callable[[], None] = lambda: None,

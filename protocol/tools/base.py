@@ -12,7 +12,7 @@ import msgspec
 
 from protocol.execution.executor import Executor
 from protocol.filesystem import Filesystem
-from protocol.search.walk import KeepGoing, go_on
+from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tools.events import FileEvent, Subscriber
 from protocol.tree import Tree
 
@@ -50,7 +50,7 @@ class ToolContext:
     publish: Subscriber = _to_nobody
     executor: Executor | None = None
     tree: Callable[[], AbstractContextManager[Tree]] | None = None
-    keep_going: KeepGoing = go_on
+    keep_going: CancelCheck = never_cancelled
 
     def published(self, event: FileEvent) -> None:
         """Publish `event`.  The change is made: a subscriber that fails must not make it look otherwise."""

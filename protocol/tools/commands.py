@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
 from protocol.paths import normalise
 from protocol.tools.base import Params, Result, Tool, ToolContext
@@ -70,7 +70,7 @@ def _python(params: PythonParams, context: ToolContext) -> CommandResult:
 
 def _executor(context: ToolContext) -> Executor:
     if context.executor is None:
-        raise fail(errno.EOPNOTSUPP, "this workspace cannot run commands")
+        raise os_error(errno.EOPNOTSUPP, "this workspace cannot run commands")
     return context.executor
 
 

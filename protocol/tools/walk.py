@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from protocol.adapters.path_filesystem.resolve import resolve
-from protocol.adapters.path_filesystem.tree_files import TreeStore
+from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode, normalise
 from protocol.tools.base import ToolContext
@@ -77,6 +77,6 @@ def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]
         return
     with context.tree() as tree:
         # A tree knows no symlinks.
-        with resolve(TreeStore(tree, root=context.filesystem.root), asked) as place:
+        with resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
             real = b"/".join(place.names)
         yield tree, real, Shown(asked, real)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from protocol.backends.memory import MemoryVolume
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import AttributeChanges
 
 
@@ -35,7 +35,7 @@ class SaysEpermForWhatIsMissing(MemoryVolume):
         try:
             return super().lookup(parent, name)
         except FileNotFoundError:
-            raise fail(errno.EPERM) from None
+            raise os_error(errno.EPERM) from None
 
 
 class ListsWithoutTheDots(MemoryVolume):

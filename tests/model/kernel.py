@@ -1,4 +1,4 @@
-"""A simulated kernel that has cached all there was, and is told only what a `Coherence` says."""
+"""A simulated kernel that has cached all there was, and is told only what a `CacheInvalidation` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Attributes, Coherence
+from protocol.volume import Attributes, CacheInvalidation
 
 Shown = tuple[int, ...]
 
@@ -39,7 +39,7 @@ class KernelCache:
         self._names = tuple(names)
         self._cached = {number: _look(volume, number, self._names) for number in numbers}
 
-    def check(self, volume: MemoryVolume, coherence: Coherence, numbers: Iterable[int]) -> None:
+    def check(self, volume: MemoryVolume, coherence: CacheInvalidation, numbers: Iterable[int]) -> None:
         """What `coherence` does not name must be as it was cached, and what it names must be true."""
         now = {number: _look(volume, number, self._names) for number in numbers}
         named = {(change.parent, change.name): change for change in coherence.entries}

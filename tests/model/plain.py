@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import RENAME_EXCHANGE, RENAME_NOREPLACE
 
 PAGE = 4096
@@ -124,9 +124,9 @@ class Plain:
 
     def check_room(self, pages: int, inodes: int) -> None:
         if pages and self.max_pages is not None and self.pages() + pages > self.max_pages:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         if inodes and self.max_inodes is not None and len(self.every()) + inodes > self.max_inodes:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
 
     def touch(self, *nodes: Node) -> None:
         for node in nodes:
@@ -135,7 +135,7 @@ class Plain:
     # -- entries -------------------------------------------------------------------------------
     def make(self, parent: Node, name: bytes, node: Node) -> None:
         if name in parent.entries:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         self.check_room(0, 1)
         if parent.mode & stat.S_ISGID:
             node.gid = parent.gid
@@ -146,9 +146,9 @@ class Plain:
 
     def link(self, node: Node, parent: Node, name: bytes) -> None:
         if node.is_dir:
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         if name in parent.entries:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         parent.entries[name] = node
         self.orphans.pop(node.number, None)
         self.touch(parent)
@@ -157,13 +157,13 @@ class Plain:
     def remove(self, parent: Node, name: bytes, *, directory: bool) -> None:
         node = parent.entries.get(name)
         if node is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         if directory and not node.is_dir:
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         if directory and node.entries:
-            raise fail(errno.ENOTEMPTY)
+            raise os_error(errno.ENOTEMPTY)
         if not directory and node.is_dir:
-            raise fail(errno.EISDIR)
+            raise os_error(errno.EISDIR)
         del parent.entries[name]
         self._unlinked(node)
         self.touch(parent)
@@ -172,23 +172,23 @@ class Plain:
     def rename(self, source: Node, name: bytes, target: Node, new_name: bytes, flags: int) -> None:
         node, victim = source.entries.get(name), target.entries.get(new_name)
         if node is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         if flags == RENAME_EXCHANGE:
             self._exchange(source, name, target, new_name)
             return
         if victim is not None and flags == RENAME_NOREPLACE:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         if target in [n for _, n in walk(node)]:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if victim is node:
             return
         if victim is not None:
             if victim.is_dir and not node.is_dir:
-                raise fail(errno.EISDIR)
+                raise os_error(errno.EISDIR)
             if victim.entries:
-                raise fail(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             if node.is_dir and not victim.is_dir:
-                raise fail(errno.ENOTDIR)
+                raise os_error(errno.ENOTDIR)
             victim.ctime = self.now
         del source.entries[name]
         target.entries[new_name] = node
@@ -200,9 +200,9 @@ class Plain:
     def _exchange(self, source: Node, name: bytes, target: Node, new_name: bytes) -> None:
         node, other = source.entries[name], target.entries.get(new_name)
         if other is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         if target in [n for _, n in walk(node)] or source in [n for _, n in walk(other)]:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if node is other:
             return
         source.entries[name], target.entries[new_name] = other, node
@@ -218,7 +218,7 @@ class Plain:
                 cut = ((offset + len(data) - 1) // PAGE) * PAGE  # give up the last page
                 data = data[: max(0, cut - offset)]
             if not data:
-                raise fail(errno.ENOSPC)
+                raise os_error(errno.ENOSPC)
         grown = node.data.ljust(offset + len(data), b"\0")
         node.data = grown[:offset] + data + grown[offset + len(data) :]
         node.written |= span(offset, len(data))
@@ -277,7 +277,7 @@ class Plain:
             if there is None:
                 parent, name = self._split(path)
                 if name not in parent.entries:
-                    raise fail(errno.ENOENT)
+                    raise os_error(errno.ENOENT)
                 if replace:
                     del parent.entries[name]
                     self.touch(parent)
@@ -295,13 +295,13 @@ class Plain:
             if part not in node.entries:
                 like = find(source, above) if source is not None else None
                 if like is None:
-                    raise fail(errno.ENOENT)
+                    raise os_error(errno.ENOENT)
                 child = Node(0, like.mode, self.now, self.now, like.uid, like.gid, xattrs=dict(like.xattrs))
                 node.entries[part] = child
                 self.touch(node)
             node = node.entries[part]
             if not node.is_dir:
-                raise fail(errno.ENOTDIR)
+                raise os_error(errno.ENOTDIR)
         return node, name
 
     def _place(

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from vfsd.client.connection import ControlClient
 from vfsd.client.results import Restored
 from vfsd.client.workspace import Workspace
@@ -155,7 +155,7 @@ class MountMachine(RuleBasedStateMachine):
     # -- making --------------------------------------------------------------------------------------
     def enter(self, directory: Node, name: str, node: Node) -> None:
         if name in directory.entries:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         directory.entries[name] = node
         directory.mtime_ns = None
 
@@ -246,11 +246,11 @@ class MountMachine(RuleBasedStateMachine):
         def model() -> None:
             node = parent.entries.get(name)
             if node is None:
-                raise fail(errno.ENOENT)
+                raise os_error(errno.ENOENT)
             if directory != node.is_dir:
-                raise fail(errno.ENOTDIR if directory else errno.EISDIR)
+                raise os_error(errno.ENOTDIR if directory else errno.EISDIR)
             if node.entries:
-                raise fail(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             del parent.entries[name]
             parent.mtime_ns = None
 
@@ -284,15 +284,15 @@ class MountMachine(RuleBasedStateMachine):
             above, old_name = self.parent_of(source)
             victim = target.entries.get(name)
             if node.is_dir and (path + "/").startswith(source + "/"):
-                raise fail(errno.EINVAL)
+                raise os_error(errno.EINVAL)
             if victim is not None and source.startswith(goal + "/"):
-                raise fail(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             if victim is node:
                 return
             if victim is not None and victim.is_dir != node.is_dir:
-                raise fail(errno.ENOTDIR if node.is_dir else errno.EISDIR)
+                raise os_error(errno.ENOTDIR if node.is_dir else errno.EISDIR)
             if victim is not None and victim.entries:
-                raise fail(errno.ENOTEMPTY)
+                raise os_error(errno.ENOTEMPTY)
             del above.entries[old_name]
             target.entries[name] = node
             above.mtime_ns = target.mtime_ns = None
@@ -348,7 +348,7 @@ class MountMachine(RuleBasedStateMachine):
 
         def model() -> None:
             if name in self.taken:
-                raise fail(errno.EEXIST)
+                raise os_error(errno.EEXIST)
             self.taken[name] = self.state()
 
         self.agree(lambda: self.workspace.snapshot(name), model)
@@ -357,7 +357,7 @@ class MountMachine(RuleBasedStateMachine):
     def drop(self, name: str) -> None:
         def model() -> None:
             if name not in self.taken:
-                raise fail(errno.ENOENT)
+                raise os_error(errno.ENOENT)
             del self.taken[name]
 
         self.agree(lambda: self.workspace.drop(name), model)
@@ -368,7 +368,7 @@ class MountMachine(RuleBasedStateMachine):
 
         def model() -> None:
             if name not in self.taken:
-                raise fail(errno.ENOENT)
+                raise os_error(errno.ENOENT)
             self.become(self.taken[name])
 
         self.agree_on_a_step(lambda: self.workspace.restore(name), model)
@@ -390,7 +390,7 @@ class MountMachine(RuleBasedStateMachine):
     def undo_or_redo(self, by: int) -> None:
         def model() -> None:
             if not 0 <= self.position + by < len(self.history):
-                raise fail(errno.ENOENT)
+                raise os_error(errno.ENOENT)
             self.history[self.position] = self.state()
             self.position += by
             state = self.history[self.position]
@@ -423,7 +423,7 @@ class MountMachine(RuleBasedStateMachine):
 
         def model() -> None:
             if then is None and now is None:
-                raise fail(errno.ENOENT)
+                raise os_error(errno.ENOENT)
             self.root.mtime_ns = None
             if then is None:
                 del self.root.entries[name]

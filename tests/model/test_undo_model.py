@@ -20,8 +20,8 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence, SnapshotInfo
-from vfsd.daemon.snapshots.base import UNWATCHED, Outcome, Snapshots
+from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller, SnapshotInfo
+from vfsd.daemon.snapshots.base import UNOBSERVED, Outcome, SnapshotService
 from vfsd.daemon.snapshots.history import STEPS_KEPT
 from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
@@ -45,7 +45,7 @@ class Unmounted:
     async def settle(self) -> None:
         pass
 
-    async def changed(self, coherence: Coherence) -> None:
+    async def changed(self, coherence: CacheInvalidation) -> None:
         while self.meanwhile:
             self.meanwhile.pop()()
 
@@ -59,8 +59,8 @@ class Beside:
     def hold(self, paths: Iterable[bytes]) -> None:
         pass
 
-    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
-        return Coherence()
+    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
+        return CacheInvalidation()
 
     def let_go(self) -> None:
         pass
@@ -72,7 +72,7 @@ class InVolume:
     def __init__(self, volume: MemoryVolume) -> None:
         self.volume = volume
         self.served = Unmounted()
-        self.snapshots: Snapshots = VolumeSnapshots(self.served, volume)  # type: ignore[arg-type]
+        self.snapshots: SnapshotService = VolumeSnapshots(self.served, volume)  # type: ignore[arg-type]
 
     def write(self, name: str, content: bytes) -> None:
         volume, raw = self.volume, name.encode()
@@ -124,7 +124,7 @@ class InStore:
         self.store.close()
         self.store = Store(self.store.directory)
         stored = Stored(self.store, f"host:{place}", DirectorySource(place), DirectoryTarget(place))
-        self.snapshots: Snapshots = StoreSnapshots(self.served, Beside(), stored)  # type: ignore[arg-type]
+        self.snapshots: SnapshotService = StoreSnapshots(self.served, Beside(), stored)  # type: ignore[arg-type]
 
     def write(self, name: str, content: bytes) -> None:
         (self.place / name).write_bytes(content)
@@ -220,14 +220,14 @@ class UndoMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(TAGS))
     def snapshot(self, name: str) -> None:
         if name not in self.taken:
-            trio.run(self.subject.snapshots.take, name, None, UNWATCHED)
+            trio.run(self.subject.snapshots.take, name, None, UNOBSERVED)
             self.taken[name] = dict(self.model.live)
 
     @rule(name=st.sampled_from(TAGS))
     def restore(self, name: str) -> None:
         if name in self.taken:
             before = dict(self.model.live)
-            outcome = trio.run(self.subject.snapshots.restore, name, (), UNWATCHED)
+            outcome = trio.run(self.subject.snapshots.restore, name, (), UNOBSERVED)
             assert (outcome.safety is not None) == self.model.step(self.taken[name])
             self.agrees_on_changes(outcome, before)
 
@@ -238,7 +238,7 @@ class UndoMachine(RuleBasedStateMachine):
             before = dict(self.model.live)
             target = {key: value for key, value in self.model.live.items() if key != path}
             target |= {path: then[path]} if path in then else {}
-            outcome = trio.run(self.subject.snapshots.restore, name, [path.encode()], UNWATCHED)
+            outcome = trio.run(self.subject.snapshots.restore, name, [path.encode()], UNOBSERVED)
             assert (outcome.safety is not None) == self.model.step(target)
             self.agrees_on_changes(outcome, before)
 
@@ -248,9 +248,9 @@ class UndoMachine(RuleBasedStateMachine):
         go = self.subject.snapshots.undo if by < 0 else self.subject.snapshots.redo
         if not self.model.move(by):
             with pytest.raises(FileNotFoundError):
-                trio.run(go, UNWATCHED)
+                trio.run(go, UNOBSERVED)
             return
-        outcome = trio.run(go, UNWATCHED)
+        outcome = trio.run(go, UNOBSERVED)
         assert outcome.step
         assert outcome.safety
         self.agrees_on_changes(outcome, before)

@@ -21,13 +21,13 @@ from typing import Any
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Coherence, EntryChange
+from protocol.volume import CacheInvalidation, EntryChange
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 from vfsd.kernel.inotify_replay import Replay
-from vfsd.kernel.invalidation import tell_kernel
+from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 EVENTS = {
     0x2: "MODIFY",
@@ -151,7 +151,7 @@ class _Child:
         settings.setdefault("cache_timeout_s", math.inf)
         engine_settings = EngineSettings(mountpoint, "test", **settings)
         self.engine = kind(subject, engine_settings, self.replay)
-        self.told: Coherence | None = None
+        self.told: CacheInvalidation | None = None
 
     async def run(self) -> None:
         self.engine.mount()
@@ -202,7 +202,7 @@ class _Child:
         """How many changes there were."""
         self.told = self.volume.restore_snapshot(name)
         if tell:
-            await tell_kernel(self.engine, self.told)
+            await invalidate_kernel_caches(self.engine, self.told)
         if replay:
             await self.replay.run(self.told)
         return len(self.told.entries) + len(self.told.inodes)
@@ -217,7 +217,7 @@ class _Child:
             await self.replay.run(self.told)
 
     async def replay_something(self) -> None:
-        await self.replay.run(Coherence(entries=[EntryChange(1, b"gone", 99, 0)], paths={1: b""}))
+        await self.replay.run(CacheInvalidation(entries=[EntryChange(1, b"gone", 99, 0)], paths={1: b""}))
 
     async def content(self, name: str) -> str:
         """What the volume, not the kernel, has in the root's file `name`."""

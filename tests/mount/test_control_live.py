@@ -20,7 +20,7 @@ from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
-from vfsd.wire.messages import DiffParams, ImportParams, Progress, RestoreParams
+from vfsd.wire.messages import DiffParams, ImportParams, ProgressReport, RestoreParams
 
 MountIt = Callable[..., Workspace]
 
@@ -286,7 +286,7 @@ def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path,
         path.unlink()
     archive = str(workdir / "a.zip")
     for method, params in (("import", ImportParams(archive)), ("restore", RestoreParams(archive=archive))):
-        told: list[Progress] = []
+        told: list[ProgressReport] = []
         with ControlClient(socket_path(workspace.name)) as client:
             client.call(method, params, on_progress=told.append)
         read = [step.done for step in told if step.unit == "bytes"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol import HostFilesystem, InMemoryFilesystem, SnapshotableFilesystem
-from protocol.paths import Limits
+from protocol.paths import CallLimits
 from protocol.testing import ArchiveContract, FilesystemContract, SnapshotContract, StreamingContract
 from vfsd.client.workspace import Workspace
 
@@ -18,7 +18,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """One mount for all tests."""
     place = tmp_path_factory.mktemp("shared") / "mount"
     # One level more than the suites ask for: each test has a directory of its own.
-    mounted = InMemoryFilesystem(limits=Limits(depth=17))
+    mounted = InMemoryFilesystem(limits=CallLimits(depth=17))
     with Workspace.mount(place, filesystem=mounted, engine=request.param, name=f"object-contract-{request.param}"):
         yield place
 

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 
@@ -42,11 +42,11 @@ class DictTree:
         try:
             return self.entries[path]
         except KeyError:
-            raise fail(2, repr(path)) from None
+            raise os_error(2, repr(path)) from None
 
     def children(self, path: bytes) -> list[bytes]:
         if not self.entry(path).is_dir:
-            raise fail(20, repr(path))
+            raise os_error(20, repr(path))
         prefix = path + b"/" if path else b""
         return sorted(
             p[len(prefix) :] for p in self.entries if p and p.startswith(prefix) and b"/" not in p[len(prefix) :]

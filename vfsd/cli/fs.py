@@ -38,7 +38,7 @@ __all__ = ["fs_command"]
 
 # What a request can carry (1 MiB) as base64, with room for the path; more goes by a file.
 _INLINE_BYTES: Final = 512 * 1024
-# One byte over what a write may have (protocol.paths.Limits): enough for the daemon to refuse it.
+# One byte over what a write may have (protocol.paths.CallLimits): enough for the daemon to refuse it.
 _INPUT_BYTES: Final = (32 << 20) + 1
 _CHUNK_BYTES: Final = 64 * 1024
 

@@ -18,7 +18,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
-from vfsd.wire.messages import Progress, wire_path
+from vfsd.wire.messages import ProgressReport, wire_path
 
 __all__ = ["store_command"]
 
@@ -104,7 +104,7 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
             yield None
         else:
             shown = update
-            yield lambda done, total: shown(Progress(id=None, done=done, total=total, unit="bytes"))
+            yield lambda done, total: shown(ProgressReport(id=None, done=done, total=total, unit="bytes"))
 
 
 # -- list -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import trio
 
 from vfsd.client.connection import ATTEMPTS, ClosingError, Exchange, no_daemon, timed_out, vanished
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
-from vfsd.wire.messages import Output, Progress
+from vfsd.wire.messages import Output, ProgressReport
 from vfsd.wire.sockets import connect, is_closed_by_peer
 
 __all__ = ["AsyncControlClient"]
@@ -55,7 +55,7 @@ class AsyncControlClient:
         method: str,
         params: msgspec.Struct | None = None,
         *,
-        on_progress: Callable[[Progress], object] | None = None,
+        on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
         """As `ControlClient.call`; a callback that gives an awaitable is awaited."""
@@ -70,7 +70,7 @@ class AsyncControlClient:
         self,
         method: str,
         params: msgspec.Struct | None,
-        on_progress: Callable[[Progress], object] | None,
+        on_progress: Callable[[ProgressReport], object] | None,
         on_output: Callable[[bytes], object] | None,
     ) -> Any:
         self._last_id += 1
@@ -82,7 +82,7 @@ class AsyncControlClient:
             async with aclosing(connection.received(exchange)) as lines:
                 async for line in lines:
                     told = exchange.take(line)
-                    if isinstance(told, Progress) and on_progress is not None:
+                    if isinstance(told, ProgressReport) and on_progress is not None:
                         await _finish(on_progress(told))
                     elif isinstance(told, Output) and on_output is not None:
                         await _finish(on_output(told.data))

@@ -29,7 +29,7 @@ from vfsd.wire.messages import (
     CancelState,
     ErrorObject,
     Output,
-    Progress,
+    ProgressReport,
     Request,
     from_wire_path,
 )
@@ -166,7 +166,7 @@ class Exchange:
         params = msgspec.json.encode(CancelParams(self._id))
         return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
 
-    def take(self, line: bytes) -> Progress | Output | None:
+    def take(self, line: bytes) -> ProgressReport | Output | None:
         """What `line` tells on the way; or None, and once `done` is set `result` is the answer.
 
         ControlError for an error answer, and for one that this version does not understand; ClosingError where the
@@ -178,9 +178,9 @@ class Exchange:
             text = f"cannot read the daemon's answer to {self.method!r} (is it of another version?): {error}"
             raise ControlError(INTERNAL_ERROR, text) from error
 
-    def _take(self, message: _Message) -> Progress | Output | None:
+    def _take(self, message: _Message) -> ProgressReport | Output | None:
         if message.method == PROGRESS_METHOD:
-            return self._if_ours(msgspec.json.decode(message.params, type=Progress))
+            return self._if_ours(msgspec.json.decode(message.params, type=ProgressReport))
         if message.method == OUTPUT_METHOD:
             return self._if_ours(msgspec.json.decode(message.params, type=Output))
         if message.method == CLOSING_METHOD:
@@ -198,7 +198,7 @@ class Exchange:
             self.done = True
         return None
 
-    def _if_ours(self, told: Progress | Output) -> Progress | Output | None:
+    def _if_ours(self, told: ProgressReport | Output) -> ProgressReport | Output | None:
         return told if told.id == self._id else None
 
 
@@ -236,7 +236,7 @@ class ControlClient:
         method: str,
         params: msgspec.Struct | None = None,
         *,
-        on_progress: Callable[[Progress], object] | None = None,
+        on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
         """The result struct that METHODS names for `method`; `params` None for its defaults.
@@ -279,7 +279,7 @@ class ControlClient:
         self,
         method: str,
         params: msgspec.Struct | None,
-        on_progress: Callable[[Progress], object] | None,
+        on_progress: Callable[[ProgressReport], object] | None,
         on_output: Callable[[bytes], object] | None,
     ) -> Any:
         self._last_id += 1
@@ -295,7 +295,7 @@ class ControlClient:
                 self._send_cancel()
             for line in self._received(sock, exchange):
                 told = exchange.take(line)
-                if isinstance(told, Progress) and on_progress is not None:
+                if isinstance(told, ProgressReport) and on_progress is not None:
                     on_progress(told)
                 elif isinstance(told, Output) and on_output is not None:
                     on_output(told.data)

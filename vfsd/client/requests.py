@@ -1,6 +1,6 @@
 """The Python API's calls without their I/O: parameters for the control socket, and results made from its answers.
 
-`Workspace` and `AsyncWorkspace` differ in how they send a `Call`, and in nothing else.
+`Workspace` and `AsyncWorkspace` differ in how they send a `RemoteCall`, and in nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vfsd.client.paths import UserPath, wire_paths
 from vfsd.wire import messages
 
 __all__ = [
-    "Call",
+    "RemoteCall",
     "apply",
     "check_archive_name",
     "diff",
@@ -51,7 +51,7 @@ _OTHER_ARCHIVES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class RemoteCall(Generic[T]):
     """One call: `answer` makes the API's value from the control socket's result."""
 
     method: str
@@ -60,25 +60,25 @@ class Call(Generic[T]):
     on_output: Callable[[bytes], object] | None = None  # takes what comes before the answer, which has a use for it
 
 
-def status() -> Call[results.Status]:
+def status() -> RemoteCall[results.Status]:
     """What the workspace is and holds."""
-    return Call("status", None, _status)
+    return RemoteCall("status", None, _status)
 
 
-def snapshot(name: str | None, tag: str | None) -> Call[results.Snapshot]:
+def snapshot(name: str | None, tag: str | None) -> RemoteCall[results.Snapshot]:
     """Take a snapshot."""
-    return Call("snapshot", messages.SnapshotParams(name=name, tag=tag), _snapshot)
+    return RemoteCall("snapshot", messages.SnapshotParams(name=name, tag=tag), _snapshot)
 
 
-def snapshots(*, changes: bool) -> Call[list[results.Snapshot]]:
+def snapshots(*, changes: bool) -> RemoteCall[list[results.Snapshot]]:
     """List the snapshots."""
     params = messages.SnapshotsParams(changes=changes)
-    return Call("snapshots", params, lambda answer: [_snapshot(record) for record in answer.snapshots])
+    return RemoteCall("snapshots", params, lambda answer: [_snapshot(record) for record in answer.snapshots])
 
 
-def drop(name: str) -> Call[None]:
+def drop(name: str) -> RemoteCall[None]:
     """Delete a snapshot."""
-    return Call("drop", messages.DropParams(name=name), _nothing)
+    return RemoteCall("drop", messages.DropParams(name=name), _nothing)
 
 
 def restore(
@@ -89,7 +89,7 @@ def restore(
     of: str | None,
     store: str | os.PathLike[str] | None,
     dry_run: bool,
-) -> Call[results.Restored]:
+) -> RemoteCall[results.Restored]:
     """Restore: a `str` names a snapshot, a path object an archive."""
     limited_to = wire_paths(paths, mountpoint)
     if isinstance(source, str):
@@ -100,7 +100,7 @@ def restore(
         raise ValueError("an archive is of no workspace: `of` goes with the name of a snapshot")
     else:
         params = messages.RestoreParams(archive=_absolute(source), paths=limited_to, dry_run=dry_run)
-    return Call("restore", params, _restored)
+    return RemoteCall("restore", params, _restored)
 
 
 def origin_of(backend: str, store: str | os.PathLike[str] | None) -> tuple[str, str | None]:
@@ -110,26 +110,26 @@ def origin_of(backend: str, store: str | os.PathLike[str] | None) -> tuple[str, 
     return messages.wire_path(os.fsencode(key)), None if store is None else _absolute(store)
 
 
-def undo(*, dry_run: bool) -> Call[results.Restored]:
+def undo(*, dry_run: bool) -> RemoteCall[results.Restored]:
     """Go one restore, import or apply back."""
-    return Call("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
+    return RemoteCall("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
 
 
-def redo(*, dry_run: bool) -> Call[results.Restored]:
+def redo(*, dry_run: bool) -> RemoteCall[results.Restored]:
     """Go one undone step forward again."""
-    return Call("restore", messages.RestoreParams(redo=True, dry_run=dry_run), _restored)
+    return RemoteCall("restore", messages.RestoreParams(redo=True, dry_run=dry_run), _restored)
 
 
-def apply(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool, force: bool) -> Call[results.Applied]:
+def apply(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool, force: bool) -> RemoteCall[results.Applied]:
     """Write what an overlay holds into the directory below it."""
     params = messages.ApplyParams(paths=wire_paths(paths, mountpoint), dry_run=dry_run, force=force)
-    return Call("apply", params, _applied)
+    return RemoteCall("apply", params, _applied)
 
 
-def discard(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool) -> Call[results.Restored]:
+def discard(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool) -> RemoteCall[results.Restored]:
     """Go back to the directory below an overlay."""
     params = messages.RestoreParams(base=True, paths=wire_paths(paths, mountpoint), dry_run=dry_run)
-    return Call("restore", params, _restored)
+    return RemoteCall("restore", params, _restored)
 
 
 def diff(
@@ -140,7 +140,7 @@ def diff(
     *,
     include: Iterable[str],
     exclude: Iterable[str],
-) -> Call[results.Diff]:
+) -> RemoteCall[results.Diff]:
     """List what changed; the changes come before the answer."""
     params = messages.DiffParams(
         a=a, b=b, paths=wire_paths(paths, mountpoint), include=list(include), exclude=list(exclude), stream=True
@@ -151,7 +151,7 @@ def diff(
         changes = _changes(_change_records.decode_lines(b"".join(pieces)))
         return results.Diff(a=answer.a, b=answer.b, counts=_counts(answer.counts), changes=changes)
 
-    return Call("diff", params, diff_of, pieces.append)
+    return RemoteCall("diff", params, diff_of, pieces.append)
 
 
 def patch(
@@ -163,7 +163,7 @@ def patch(
     include: Iterable[str],
     exclude: Iterable[str],
     include_git: bool,
-) -> Call[results.Patch]:
+) -> RemoteCall[results.Patch]:
     """Make a patch; it comes before the answer."""
     params = messages.DiffParams(a=a, b=b, mode="patch", paths=wire_paths(paths, mountpoint), include_git=include_git)
     params.include, params.exclude = list(include), list(exclude)
@@ -177,7 +177,7 @@ def patch(
             omitted=_problems(answer.omitted),
         )
 
-    return Call("diff", params, patch_of, pieces.append)
+    return RemoteCall("diff", params, patch_of, pieces.append)
 
 
 def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -215,7 +215,7 @@ def export(
     changes_only: bool,
     include: Iterable[str],
     exclude: Iterable[str],
-) -> Call[results.Exported]:
+) -> RemoteCall[results.Exported]:
     """Write an archive.  ValueError for the name of an archive of another kind."""
     check_archive_name(path)
     params = messages.ExportParams(
@@ -227,7 +227,7 @@ def export(
         include=list(include),
         exclude=list(exclude),
     )
-    return Call(
+    return RemoteCall(
         "export",
         params,
         lambda answer: results.Exported(
@@ -240,9 +240,9 @@ def export(
     )
 
 
-def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
+def import_archive(path: str | os.PathLike[str]) -> RemoteCall[results.Imported]:
     """Lay an archive over the workspace."""
-    return Call(
+    return RemoteCall(
         "import",
         messages.ImportParams(path=_absolute(path)),
         lambda answer: results.Imported(
@@ -257,9 +257,9 @@ def import_archive(path: str | os.PathLike[str]) -> Call[results.Imported]:
     )
 
 
-def unmount(*, lazy: bool) -> Call[results.Unmounted]:
+def unmount(*, lazy: bool) -> RemoteCall[results.Unmounted]:
     """Unmount, and end the daemon; what only it holds is discarded."""
-    return Call(
+    return RemoteCall(
         "unmount",
         messages.UnmountParams(lazy=lazy, discard=True),
         lambda answer: results.Unmounted(_path(answer.mountpoint), answer.lazy, tuple(answer.holders)),

@@ -35,11 +35,11 @@ from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.mount_arguments import FilePath, MountArguments, mount_options, running_workspace
 from vfsd.client.paths import UserPath
-from vfsd.client.requests import Call
+from vfsd.client.requests import RemoteCall
 from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
 from vfsd.machine.mounts import mount_at
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.messages import Progress
+from vfsd.wire.messages import ProgressReport
 from vfsd.wire.options import EngineChoice, MountOptions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
 T = TypeVar("T")
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ProgressReport], None]
 
 
 class _Base:
@@ -335,7 +335,7 @@ class Workspace(_Base):
                     wait_ended()
         return self._unmounted
 
-    def _run(self, call: Call[T], on_progress: OnProgress | None = None) -> T:
+    def _run(self, call: RemoteCall[T], on_progress: OnProgress | None = None) -> T:
         with ControlClient(self._socket) as client:
             answer = client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
         return call.answer(answer)
@@ -521,7 +521,7 @@ class AsyncWorkspace(_Base):
                     await trio.to_thread.run_sync(wait_ended)
         return self._unmounted
 
-    async def _run(self, call: Call[T], on_progress: OnProgress | None = None) -> T:
+    async def _run(self, call: RemoteCall[T], on_progress: OnProgress | None = None) -> T:
         async with AsyncControlClient(self._socket) as client:
             answer = await client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
         return call.answer(answer)

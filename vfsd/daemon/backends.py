@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from protocol.archive import Progress, untold
+from protocol.archive import ByteProgress, no_progress
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
@@ -58,7 +58,7 @@ class Backend:
     stored: Stored | None = None
 
 
-def open_backend(options: MountOptions, progress: Progress = untold) -> Backend:
+def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:
     """The backend of `options`, with the content of `--from` in it.  OSError, ValueError, ArchiveError.
 
     Runs in a worker thread, before anybody else knows the volume.  `progress` is called while the archive is read; what
@@ -76,7 +76,7 @@ def open_backend(options: MountOptions, progress: Progress = untold) -> Backend:
     raise OSError(errno.EOPNOTSUPP, f"there is no backend {options.backend!r}")
 
 
-def _memory(options: MountOptions, progress: Progress) -> Backend:
+def _memory(options: MountOptions, progress: ByteProgress) -> Backend:
     limit = options.max_memory or default_max_memory(options.max_bytes)
     volume = MemoryVolume(options.max_bytes or limit, options.max_inodes, max_memory=limit)
     if options.archive is not None:
@@ -154,7 +154,7 @@ def _half_done(stored: Stored) -> str | None:
     return found.describe()
 
 
-def _overlay(options: MountOptions, directory: str, progress: Progress) -> Backend:
+def _overlay(options: MountOptions, directory: str, progress: ByteProgress) -> Backend:
     recovered = _recover(options, directory)
     limit = options.max_memory or default_max_memory(options.max_bytes)
     volume = OverlayVolume(

@@ -33,13 +33,13 @@ from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.choice import choose_place
 from vfsd.daemon.exec.running import Commands
 from vfsd.daemon.exec.snapshot_each import SnapshotEach
-from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.kernel.inotify_replay import Replay
-from vfsd.kernel.invalidation import tell_kernel
+from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine import interpreter, mounts, runtime
 from vfsd.machine.logs import log_failure
 from vfsd.machine.runtime import WorkspaceRecord
@@ -127,9 +127,9 @@ class _Daemon:
             async with trio.open_nursery() as nursery:
                 container = None if self._backend.container is None else self._backend.container.connection
                 if container is not None:
-                    await nursery.start(container.attend, functools.partial(tell_kernel, self._engine))
+                    await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
                 volume, engine, place = self._backend.volume, self._engine, options.mountpoint
-                served = Served(volume, engine, self._replay, place, nursery, container)
+                served = MountedVolume(volume, engine, self._replay, place, nursery, container)
                 snapshots = open_snapshots(served, self._backend.stored)
                 runs_at = choose_place(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
@@ -190,7 +190,7 @@ class _Daemon:
 
     # -- the end -------------------------------------------------------------------------------
     async def _handle_signals(
-        self, served: Served, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, served: MountedVolume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
@@ -204,7 +204,7 @@ class _Daemon:
                         return
                     nursery.start_soon(self._unmount, served)
 
-    async def _unmount(self, served: Served) -> None:
+    async def _unmount(self, served: MountedVolume) -> None:
         """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
         self._notifier.stopping("unmounting")
         place = self._options.mountpoint

@@ -1,4 +1,4 @@
-"""Served: a volume that an engine serves, and how it is changed beside the mount.
+"""MountedVolume: a volume that an engine serves, and how it is changed beside the mount.
 
 Every change that comes another way than through the mount (restore, import) goes through here, so that
 
@@ -25,22 +25,22 @@ import trio
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.linux.syscalls import syncfs
-from protocol.volume import Coherence, Volume
+from protocol.volume import CacheInvalidation, Volume
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify_replay import Replay
-from vfsd.kernel.invalidation import apart_moved_directories, tell_kernel
+from vfsd.kernel.invalidation import apart_moved_directories, invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 
 if TYPE_CHECKING:
-    from protocol.backends.container.connection import Connection
+    from protocol.backends.container.connection import ContainerConnection
 
-__all__ = ["Served"]
+__all__ = ["MountedVolume"]
 
 _logger = logging.getLogger(__name__)
 _LEAVING_S: Final = 5.0  # the longest replay takes about one
 
 
-class Served:
+class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call on it.
 
     `container` is the connection to the container that the volume is in.
@@ -53,7 +53,7 @@ class Served:
         replay: Replay,
         mountpoint: str,
         nursery: trio.Nursery,
-        container: Connection | None = None,
+        container: ContainerConnection | None = None,
     ) -> None:
         self.volume = volume
         self.container = container
@@ -67,16 +67,16 @@ class Served:
         if isinstance(volume, OverlayVolume):
             token = trio.lowlevel.current_trio_token()
 
-            def follow(coherence: Coherence) -> None:
+            def follow(coherence: CacheInvalidation) -> None:
                 with contextlib.suppress(trio.RunFinishedError):
                     token.run_sync_soon(nursery.start_soon, self._follow, volume, coherence)
 
             volume.on_change = follow
 
-    async def _follow(self, volume: OverlayVolume, coherence: Coherence) -> None:
+    async def _follow(self, volume: OverlayVolume, coherence: CacheInvalidation) -> None:
         """A file changed below: the kernel forgets what it has of it, then it is served anew."""
         try:
-            await tell_kernel(self.engine, coherence)
+            await invalidate_kernel_caches(self.engine, coherence)
         finally:
             volume.told(coherence)
 
@@ -90,7 +90,7 @@ class Served:
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
         await self.engine.drained()
 
-    async def changed(self, coherence: Coherence) -> None:
+    async def changed(self, coherence: CacheInvalidation) -> None:
         """Return when no program can see the state before the change; inotify watchers are told after that.
 
         The change is committed, so the answer to its caller must say so: this raises nothing but Cancelled, and that
@@ -100,8 +100,8 @@ class Served:
         known = self._known_paths(coherence)
         await self.finish(functools.partial(self._tell, coherence, known))
 
-    async def _tell(self, coherence: Coherence, known: list[bytes]) -> None:
-        await _logged("invalidation", functools.partial(tell_kernel, self.engine, coherence))
+    async def _tell(self, coherence: CacheInvalidation, known: list[bytes]) -> None:
+        await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, coherence))
         moved, rest = apart_moved_directories(coherence)
         # What has moved is looked at once more, and then stays: no replay makes its name again after the answer.
         await _logged("replay", functools.partial(self._tell_watchers, moved))
@@ -146,7 +146,7 @@ class Served:
             while self._visits:
                 await self._left.wait()
 
-    async def _tell_watchers(self, coherence: Coherence) -> None:
+    async def _tell_watchers(self, coherence: CacheInvalidation) -> None:
         with self.visiting():
             await self._replay.run(coherence)
 
@@ -161,7 +161,7 @@ class Served:
             self._left.set()
             self._left = trio.Event()
 
-    def _known_paths(self, coherence: Coherence) -> list[bytes]:
+    def _known_paths(self, coherence: CacheInvalidation) -> list[bytes]:
         """The paths of the files with new content that the kernel may have open."""
         return [
             coherence.paths[inode]

@@ -42,14 +42,14 @@ from typing import Final, cast
 
 import trio
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import (
     ROOT_INODE,
     Answer,
     AttributeChanges,
     Attributes,
+    CacheInvalidation,
     Caller,
-    Coherence,
     EntryChange,
     Volume,
 )
@@ -124,14 +124,14 @@ class _Answers:
     def lookup(self, parent: int, name: bytes) -> Attributes:
         if name == self.probe and parent == ROOT_INODE:
             self.reached = True
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         step = self.step
         if step is None or step.change.parent != parent:
             return _now(self._volume.lookup(parent, name))
         if name == step.detour:
             step.detours += 1
             if step.detours == 1:
-                raise fail(errno.ESTALE)
+                raise os_error(errno.ESTALE)
             return self._ghost(step, stat.S_IFDIR)
         if name != step.change.name or not self._as_restored(step):
             return _now(self._volume.lookup(parent, name))
@@ -140,7 +140,7 @@ class _Answers:
             return self._ghost(step, stat.S_IFDIR)
         step.asked = True
         if step.ghost is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         step.ghosts[step.ghost.inode] = step.ghost
         return step.ghost
 
@@ -174,23 +174,23 @@ class _Answers:
     def _made(self, parent: int, name: bytes) -> Attributes:
         step = self._step_at(parent, name)
         if step is None or step.ghost is not None or not step.asked or not self._as_restored(step):
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         return _now(self._volume.lookup(parent, name))
 
     def unlink(self, parent: int, name: bytes) -> None:
         step = self._step_at(parent, name)
         if step is None or step.ghost is None or not step.asked:
             # The kernel is about to remove something that it has in its cache, and not the ghost.
-            raise fail(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         step.asked = False
 
     rmdir = unlink
 
     def link(self, inode: int, parent: int, name: bytes) -> Attributes:  # noqa: ARG002
-        raise fail(errno.EPERM)
+        raise os_error(errno.EPERM)
 
     def rename(self, *_: object) -> None:
-        raise fail(errno.EPERM)
+        raise os_error(errno.EPERM)
 
     def _step_at(self, parent: int, name: bytes) -> _Step | None:
         step = self.step
@@ -230,7 +230,7 @@ class Replay:
         # Of a Volume it has what `Impersonator` names; nothing else is asked of it.
         return cast("Volume", self._answers)
 
-    async def run(self, coherence: Coherence) -> None:
+    async def run(self, coherence: CacheInvalidation) -> None:
         """Raise the events for `coherence`, after `tell_kernel`.
 
         Failures are logged, never raised.  At most MAX_CHANGES are replayed.
@@ -251,7 +251,11 @@ class Replay:
                 stopped.set()
 
     def _work(
-        self, coherence: Coherence, stopped: threading.Event, loop: trio.lowlevel.TrioToken, finished: trio.Event
+        self,
+        coherence: CacheInvalidation,
+        stopped: threading.Event,
+        loop: trio.lowlevel.TrioToken,
+        finished: trio.Event,
     ) -> None:
         self.thread_id = threading.get_native_id()
         try:
@@ -267,7 +271,7 @@ class Replay:
             with contextlib.suppress(trio.RunFinishedError):
                 loop.run_sync_soon(finished.set)
 
-    def _replay(self, coherence: Coherence, stopped: threading.Event) -> None:
+    def _replay(self, coherence: CacheInvalidation, stopped: threading.Event) -> None:
         try:
             if os.statvfs(self._mountpoint).f_flag & os.ST_RDONLY:
                 raise _AbandonedError("the mount is read-only")
@@ -347,7 +351,7 @@ class _Cursor:
 class _Walk:
     """The system calls of one replay.  Runs on the worker thread."""
 
-    def __init__(self, root: int, coherence: Coherence, answers: _Answers, stopped: threading.Event) -> None:
+    def __init__(self, root: int, coherence: CacheInvalidation, answers: _Answers, stopped: threading.Event) -> None:
         self._cursor = _Cursor(root)
         self._device = os.fstat(root).st_dev
         self._coherence = coherence
@@ -460,7 +464,7 @@ class _Walk:
                     raise
             else:
                 return
-        raise fail(errno.EBUSY)
+        raise os_error(errno.EBUSY)
 
     def _make(self, directory: int, change: EntryChange) -> None:
         mode = self._coherence.modes.get(change.new, 0)
@@ -534,4 +538,4 @@ def _touch(directory: int, name: bytes, *, modification_only: bool) -> None:
     """utimensat(2), which `os.utime` cannot ask to leave one time alone.  Takes ownership, not write permission."""
     times = (_Timespec * 2)(_Timespec(0, _UTIME_OMIT if modification_only else 0), _Timespec(0, 0))
     if _libc.utimensat(directory, name, times, _AT_SYMLINK_NOFOLLOW):
-        raise fail(ctypes.get_errno(), repr(name))
+        raise os_error(ctypes.get_errno(), repr(name))

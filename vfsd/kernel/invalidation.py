@@ -1,7 +1,7 @@
-"""tell_kernel: makes the kernel forget what a change beside the mount (restore, import) has made untrue.
+"""invalidate_kernel_caches: makes the kernel forget what a change beside the mount (restore, import) has made untrue.
 
 The invariant.  The volume changes in one step on the serving loop, so every request answered from then on is
-answered from the new state.  When `tell_kernel` returns, each name, attribute and page that the kernel had
+answered from the new state.  When `invalidate_kernel_caches` returns, each name, attribute and page that the kernel had
 cached of the old state has been dropped, and no old answer can still enter a cache:
 
 - a lookup or readdir in flight holds its directory's lock until the answer is in the dcache, and
@@ -30,10 +30,10 @@ from typing import Final, ParamSpec
 
 import trio
 
-from protocol.volume import Coherence
+from protocol.volume import CacheInvalidation
 from vfsd.kernel.engines.base import Engine
 
-__all__ = ["apart_moved_directories", "tell_kernel"]
+__all__ = ["apart_moved_directories", "invalidate_kernel_caches"]
 
 P = ParamSpec("P")
 
@@ -49,7 +49,7 @@ class _MountGoneError(Exception):
     """The kernel has closed the connection."""
 
 
-async def tell_kernel(engine: Engine, coherence: Coherence) -> None:
+async def invalidate_kernel_caches(engine: Engine, coherence: CacheInvalidation) -> None:
     """Return when no reader can see the state before the change that `coherence` describes.
 
     Never raises for what the kernel answers: what it does not know needs no telling, other failures are
@@ -60,7 +60,7 @@ async def tell_kernel(engine: Engine, coherence: Coherence) -> None:
         await trio.to_thread.run_sync(_tell, engine, coherence, abandon_on_cancel=True)
 
 
-def apart_moved_directories(coherence: Coherence) -> tuple[Coherence, Coherence]:
+def apart_moved_directories(coherence: CacheInvalidation) -> tuple[CacheInvalidation, CacheInvalidation]:
     """The names that directories have moved to, and all else.
 
     A program may stand in a directory that had a name before and has one now.  To show watchers its new name, the
@@ -73,14 +73,14 @@ def apart_moved_directories(coherence: Coherence) -> tuple[Coherence, Coherence]
         if change.new in before and change.old != change.new and stat.S_ISDIR(coherence.modes.get(change.new, 0))
     }
     if not moved:
-        return Coherence(), coherence
+        return CacheInvalidation(), coherence
     names = [change for change in coherence.entries if change.new in moved]
     others = [change for change in coherence.entries if change.new not in moved]
     in_place = [change for change in coherence.inodes if change.inode not in moved]
     return replace(coherence, entries=names, inodes=()), replace(coherence, entries=others, inodes=in_place)
 
 
-def _tell(engine: Engine, coherence: Coherence) -> None:
+def _tell(engine: Engine, coherence: CacheInvalidation) -> None:
     failed: dict[int, int] = {}
     try:
         _forget_names(engine, coherence, failed)
@@ -91,7 +91,7 @@ def _tell(engine: Engine, coherence: Coherence) -> None:
         log.warning("the kernel refused %d of its notifications: %s", count, errno.errorcode.get(code, code))
 
 
-def _forget_names(engine: Engine, coherence: Coherence, failed: dict[int, int]) -> None:
+def _forget_names(engine: Engine, coherence: CacheInvalidation, failed: dict[int, int]) -> None:
     added = []
     for change in coherence.entries:
         if change.old:
@@ -102,7 +102,7 @@ def _forget_names(engine: Engine, coherence: Coherence, failed: dict[int, int]) 
         _send(failed, engine.invalidate_entry, change.parent, change.name)
 
 
-def _forget_inodes(engine: Engine, coherence: Coherence, failed: dict[int, int]) -> None:
+def _forget_inodes(engine: Engine, coherence: CacheInvalidation, failed: dict[int, int]) -> None:
     """Each inode once: directories with their listing, files with their pages if those changed, and the link
     counts of what lost or gained a name."""
     content: dict[int, bool] = {}

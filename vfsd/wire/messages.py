@@ -91,7 +91,7 @@ class Response(msgspec.Struct):
     error: ErrorObject | msgspec.UnsetType = msgspec.UNSET
 
 
-class Progress(msgspec.Struct):
+class ProgressReport(msgspec.Struct):
     """Params of a "progress" notification: how far request `id` is; `total` 0 when it is not known."""
 
     id: int | str | None

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from protocol.adapters.path_filesystem.converge import converge
-from protocol.adapters.path_filesystem.files import Store
+from protocol.adapters.path_filesystem.files import PathFiles
 from protocol.archive import ArchiveLimits, export_archive, open_archive, write_archive
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
@@ -23,7 +23,9 @@ __all__ = ["ArchiveSnapshots", "put_archive"]
 _OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manifest_bytes=1 << 40, names_bytes=1 << 40)
 
 
-def put_archive(store: Store, state: Tree, path: str | os.PathLike[str], limits: ArchiveLimits | None = None) -> None:
+def put_archive(
+    store: PathFiles, state: Tree, path: str | os.PathLike[str], limits: ArchiveLimits | None = None
+) -> None:
     """Make the state of `store`, which `state` shows, that of the archive at `path`.
 
     All of it, or the state before: that is kept in a temporary archive, and put back when anything fails.
@@ -48,7 +50,7 @@ def put_archive(store: Store, state: Tree, path: str | os.PathLike[str], limits:
                 os.unlink(kept)
 
 
-def _put_back(store: Store, before: BinaryIO) -> None:
+def _put_back(store: PathFiles, before: BinaryIO) -> None:
     before.seek(0)
     with open_archive(before, limits=_OWN) as old:
         converge(store, old)

@@ -10,7 +10,7 @@ import errno
 import stat
 from typing import Final
 
-from protocol.adapters.path_filesystem.files import OpenFile, Status, Store, held
+from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
 from protocol.adapters.path_filesystem.resolve import enter
 from protocol.adapters.path_filesystem.writing import remove, temporary_name
 from protocol.paths import decode, located
@@ -22,7 +22,7 @@ _CHUNK_BYTES: Final = 256 * 1024
 _USER_ALL: Final = stat.S_IRWXU
 
 
-def converge(store: Store, tree: Tree) -> None:
+def converge(store: PathFiles, tree: Tree) -> None:
     """Make the state of `store` that of `tree`.  Owners are set where that is allowed."""
     _Converging(store, tree).run()
 
@@ -33,7 +33,7 @@ class _Converging:
     So a full disk is noticed before anything has changed.
     """
 
-    def __init__(self, store: Store, tree: Tree) -> None:
+    def __init__(self, store: PathFiles, tree: Tree) -> None:
         self._store = store
         self._tree = tree
         self._firsts: dict[int, bytes] = {}  # the path of the first name of each file with several

@@ -1,4 +1,4 @@
-"""Store: the few operations on files that `StoreFilesystem` needs of a backend.
+"""PathFiles: the few operations on files that `StoreFilesystem` needs of a backend.
 
 A *node* is a number that stands for a file, directory or symlink and is held until `release`: an inode
 number with a lookup, or a file descriptor.  So what a node stands for stays the same whatever is renamed
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
-from protocol.streams import Content
+from protocol.streams import SeekableContent
 
-__all__ = ["OpenFile", "Status", "Store", "held"]
+__all__ = ["OpenFile", "PathFiles", "Status", "held"]
 
 
 class Status(NamedTuple):
@@ -33,7 +33,7 @@ class Status(NamedTuple):
     birth_ns: int | None = None
 
 
-class OpenFile(Content, Protocol):
+class OpenFile(SeekableContent, Protocol):
     """A regular file open for reading or writing.  `node` stands for it, and is released by `close`."""
 
     @property
@@ -44,7 +44,7 @@ class OpenFile(Content, Protocol):
         ...
 
 
-class Store(Protocol):
+class PathFiles(Protocol):
     """A backend's files, by node."""
 
     @property
@@ -126,7 +126,7 @@ class Store(Protocol):
 
 
 @contextmanager
-def held(store: Store, node: int) -> Iterator[int]:
+def held(store: PathFiles, node: int) -> Iterator[int]:
     """Release `node` at the end."""
     try:
         yield node

@@ -1,4 +1,4 @@
-"""StoreFilesystem: what `Filesystem` promises, written once, over the files of any `Store`."""
+"""PathFilesystem: what `Filesystem` promises, written once, over the files of any `PathFiles`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, get_args
 
 from protocol.adapters.path_filesystem.archives import ArchiveSnapshots, put_archive
-from protocol.adapters.path_filesystem.files import Store, held
+from protocol.adapters.path_filesystem.files import PathFiles, held
 from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
-from protocol.adapters.path_filesystem.resolve import Place, enter, resolve
+from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resolve
 from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove
 from protocol.adapters.tree import StoreTree
 from protocol.archive import export_archive
-from protocol.errors import fail
-from protocol.paths import DEFAULT_LIMITS, ROOT, Limits, decode, encode, located, normalise
+from protocol.errors import os_error
+from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits, decode, encode, located, normalise
 from protocol.search import glob_paths, grep_tree
 from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, TextReader, check_encoding
 from protocol.tree import Tree
@@ -35,19 +35,19 @@ from protocol.types import (
     WriteResult,
 )
 
-__all__ = ["StoreFilesystem"]
+__all__ = ["PathFilesystem"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class StoreFilesystem:
+class PathFilesystem:
     """Implements `protocol.filesystem.SnapshotableFilesystem`.
 
     Snapshots are archives here; a subclass whose backend has its own replaces `snapshot`, `restore`,
     `import_archive` and `_state`.
     """
 
-    def __init__(self, store: Store, *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, store: PathFiles, *, limits: CallLimits = DEFAULT_LIMITS) -> None:
         self._store = store
         self._limits = limits
         self._snapshots = ArchiveSnapshots(store.root)
@@ -114,7 +114,7 @@ class StoreFilesystem:
         normal = normalise(path)
         with self._place(normal) as place:
             if not place.is_dir:
-                raise fail(errno.ENOTDIR, normal)
+                raise os_error(errno.ENOTDIR, normal)
             with located(normal):
                 names = self._store.names(place.node)
         prefix = "" if normal == ROOT else normal + "/"
@@ -186,21 +186,21 @@ class StoreFilesystem:
         with located(normal), resolve(self._store, encode(normal), may_miss=True) as place:
             if not place.missing:
                 if not place.is_dir or not exist_ok:
-                    raise fail(errno.EEXIST)
+                    raise os_error(errno.EEXIST)
                 return
             if place.is_symlink:  # one that leads nowhere, mkdir(2)
-                raise fail(errno.EEXIST)
+                raise os_error(errno.EEXIST)
             names = self._make_parents(normal, place, parents)
             with held(self._store, enter(self._store, names)) as parent:
                 self._store.mkdir(parent, place.missing[-1])
 
-    def _make_parents(self, normal: str, place: Place, allowed: bool) -> tuple[bytes, ...]:
+    def _make_parents(self, normal: str, place: ResolvedPath, allowed: bool) -> tuple[bytes, ...]:
         """The names of the directory that will have what is missing at `place`."""
         if not stat.S_ISDIR(place.status.mode):
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         parents = place.missing[:-1]
         if parents and not allowed:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         self._limits.check_new(normal)
         return make_directories(self._store, place.names, parents)
 
@@ -228,9 +228,9 @@ class StoreFilesystem:
         normal = self._changing(path)
         with located(normal), resolve(self._store, encode(normal), may_miss=True) as place:
             if place.is_dir:
-                raise fail(errno.EISDIR)
+                raise os_error(errno.EISDIR)
             if mode == "create" and (not place.missing or place.is_symlink):
-                raise fail(errno.EEXIST)
+                raise os_error(errno.EEXIST)
             if place.missing:
                 self._make_parents(normal, place, create_parents)
             else:
@@ -267,7 +267,7 @@ class StoreFilesystem:
         return nullcontext(StoreTree(self._store, with_xattrs=False))
 
     @contextmanager
-    def _place(self, normal: str) -> Iterator[Place]:
+    def _place(self, normal: str) -> Iterator[ResolvedPath]:
         """What is at a normalised path; errors on the way there name it."""
         with located(normal):
             place = resolve(self._store, encode(normal))
@@ -275,10 +275,10 @@ class StoreFilesystem:
             yield place
 
 
-def _check_file(place: Place) -> None:
+def _check_file(place: ResolvedPath) -> None:
     """Only regular files are read and written: a fifo would wait for its other end for ever."""
     if not place.is_file:
-        raise fail(errno.EISDIR) if place.is_dir else OSError(errno.EINVAL, "Not a regular file")
+        raise os_error(errno.EISDIR) if place.is_dir else OSError(errno.EINVAL, "Not a regular file")
 
 
 def _renamed(path: str, base: str, asked: str) -> str:

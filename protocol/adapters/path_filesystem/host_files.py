@@ -1,4 +1,4 @@
-"""HostStore: the files below a directory of the host, by directory descriptors.
+"""HostFiles: the files below a directory of the host, by directory descriptors.
 
 Names are looked up with openat(2) in descriptors, never followed: O_PATH | O_NOFOLLOW.  A node is opened
 for its content through /proc/self/fd, which leads to the same file whatever became of its name.
@@ -16,14 +16,14 @@ from typing import Final, Literal
 
 from protocol.adapters.path_filesystem.files import Status
 
-__all__ = ["HostFile", "HostStore"]
+__all__ = ["HostFile", "HostFiles"]
 
 _PIECE_BYTES: Final = 1 << 20  # read at once: os.pread allocates what it is asked for before it reads
 _NODE: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
-class HostStore:
+class HostFiles:
     """Nodes are file descriptors.  A file system that is mounted read-only is one here."""
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:

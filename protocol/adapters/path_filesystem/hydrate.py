@@ -9,9 +9,9 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from protocol.adapters.path_filesystem.host_files import HostStore
+from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.tree import StoreTree
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.paths import decode, encode, normalise
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.volume import SnapshotableVolume
@@ -58,15 +58,15 @@ class _MountTree:
     def __init__(self, mount: HostMount) -> None:
         host_path = os.path.realpath(mount.host_path)
         if not os.path.lexists(host_path):
-            raise fail(errno.ENOENT, host_path)
+            raise os_error(errno.ENOENT, host_path)
         self._scope = encode(normalise(mount.mount_path))
         start = b""
         if not os.path.isdir(host_path):  # a single file: what it is in, and its name there
             if not self._scope:
-                raise fail(errno.EISDIR, host_path)
+                raise os_error(errno.EISDIR, host_path)
             host_path, name = os.path.split(host_path)
             start = os.fsencode(name)
-        self._host = StoreTree(HostStore(host_path))
+        self._host = StoreTree(HostFiles(host_path))
         self._entries: dict[bytes, TreeEntry] = {}
         self._sources: dict[bytes, bytes] = {}  # path here to path there
         self._children: dict[bytes, list[bytes]] = {}
@@ -92,11 +92,11 @@ class _MountTree:
         try:
             return self._entries[path]
         except KeyError:
-            raise fail(errno.ENOENT, decode(path)) from None
+            raise os_error(errno.ENOENT, decode(path)) from None
 
     def children(self, path: bytes) -> list[bytes]:
         if not self.entry(path).is_dir:
-            raise fail(errno.ENOTDIR, decode(path))
+            raise os_error(errno.ENOTDIR, decode(path))
         return sorted(self._children.get(path, ()))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:

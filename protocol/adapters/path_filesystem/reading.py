@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.paths import Limits
+from protocol.paths import CallLimits
 from protocol.streams import ByteReader, text_decoder
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE, ReadBytesResult, ReadResult
 
@@ -24,7 +24,7 @@ def check_byte_page(offset: int, limit: int | None) -> None:
             raise ValueError(f"{name} must be 0 or more, not {value}")
 
 
-def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str, limits: Limits) -> ReadResult:
+def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str, limits: CallLimits) -> ReadResult:
     """The page of a text file; see `Filesystem.read`.  The file may be of any size, the page may not."""
     if limit is None:
         limit = DEFAULT_READ_LINES
@@ -80,7 +80,7 @@ def _after_line_ends(text: str, count: int) -> int:
     return at
 
 
-def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: Limits) -> ReadBytesResult:
+def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: CallLimits) -> ReadBytesResult:
     """The page of a file; see `Filesystem.read_bytes`."""
     size = reader.size
     wanted = max(0, size - offset)

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from protocol.adapters.path_filesystem.files import Status, Store
-from protocol.errors import fail
+from protocol.adapters.path_filesystem.files import PathFiles, Status
+from protocol.errors import os_error
 
-__all__ = ["Place", "enter", "resolve"]
+__all__ = ["ResolvedPath", "enter", "resolve"]
 
 _LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
 
 
-class Place:
+class ResolvedPath:
     """Where a path leads: `names` from the root, no symlink among them; a context that releases `node`.
 
     `missing` are the names after them that are not there; then `names` and `node` are those of the last
@@ -30,7 +30,7 @@ class Place:
 
     def __init__(
         self,
-        store: Store,
+        store: PathFiles,
         names: tuple[bytes, ...],
         node: int,
         status: Status,
@@ -68,7 +68,7 @@ class Place:
             self._store.release(self.take_node())
 
 
-def enter(store: Store, names: Sequence[bytes]) -> int:
+def enter(store: PathFiles, names: Sequence[bytes]) -> int:
     """A node of what is at `names` below the root.  No symlink is followed."""
     node = store.top()
     for name in names:
@@ -80,7 +80,7 @@ def enter(store: Store, names: Sequence[bytes]) -> int:
     return node
 
 
-def resolve(store: Store, path: bytes, *, follow: bool = True, may_miss: bool = False) -> Place:
+def resolve(store: PathFiles, path: bytes, *, follow: bool = True, may_miss: bool = False) -> ResolvedPath:
     """What is at `path`; a symlink in its last part is followed only with `follow`.
 
     Unless `may_miss`: FileNotFoundError where there is nothing.  NotADirectoryError below a file;
@@ -92,7 +92,7 @@ def resolve(store: Store, path: bytes, *, follow: bool = True, may_miss: bool = 
 class _Walk:
     """One resolution: `todo` are the parts to go (the next one last), `done` the names that led to `node`."""
 
-    def __init__(self, store: Store, path: bytes, follow: bool) -> None:
+    def __init__(self, store: PathFiles, path: bytes, follow: bool) -> None:
         self._store = store
         self._follow = follow
         self._todo = path.split(b"/")[::-1]
@@ -101,7 +101,7 @@ class _Walk:
         self._is_symlink = False
         self._own = len(self._todo)  # so many of `todo`, from its start, are the path's; others a symlink's
 
-    def place(self, may_miss: bool) -> Place:
+    def place(self, may_miss: bool) -> ResolvedPath:
         self._node = self._store.top()
         try:
             while self._todo:
@@ -116,7 +116,7 @@ class _Walk:
         except BaseException:
             self._store.release(self._node)
             raise
-        return Place(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
+        return ResolvedPath(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
 
     def _go_down(self, name: bytes, *, is_last: bool) -> bool:
         """Whether there was something to go to.  `is_last`: it is the path's own last part."""
@@ -144,7 +144,7 @@ class _Walk:
     def _follow_link(self, target: bytes) -> None:
         self._links += 1
         if self._links > _LINKS_MAX:
-            raise fail(errno.ELOOP)
+            raise os_error(errno.ELOOP)
         if target.startswith(b"/"):
             root = os.fsencode(self._store.root).rstrip(b"/")
             if target != root and not target.startswith(root + b"/"):
@@ -164,13 +164,13 @@ class _Walk:
         self._node = node
         self._done = names
 
-    def _missing(self, name: bytes, may_miss: bool) -> Place:
+    def _missing(self, name: bytes, may_miss: bool) -> ResolvedPath:
         rest = [part for part in reversed(self._todo) if part not in {b"", b"."}]
         if not may_miss or b".." in rest:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         status = self._store.status(self._node)
         missing = (name, *rest)
-        return Place(self._store, tuple(self._done), self._node, status, missing, is_symlink=self._is_symlink)
+        return ResolvedPath(self._store, tuple(self._done), self._node, status, missing, is_symlink=self._is_symlink)
 
 
 def _outside() -> PermissionError:

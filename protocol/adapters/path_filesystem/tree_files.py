@@ -1,4 +1,4 @@
-"""TreeStore: the files of a `Tree`, to be read and searched as a Filesystem; every change is refused.
+"""TreeFiles: the files of a `Tree`, to be read and searched as a Filesystem; every change is refused.
 
 So an agent's call that reads much runs in a worker thread, on a state that does not change meanwhile.
 """
@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
 from protocol.adapters.path_filesystem.files import OpenFile, Status
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["TreeFile", "TreeStore"]
+__all__ = ["TreeFile", "TreeFiles"]
 
 
 def _go_on() -> None:
     """The `keep_going` of what nobody cancels."""
 
 
-class TreeStore:
+class TreeFiles:
     """Nodes are numbers given to paths as they are looked up.  One thread at a time, as the tree.
 
     `keep_going` is called at each look-up and read; what it raises ends the call that is going on.
@@ -69,7 +69,7 @@ class TreeStore:
     def readlink(self, node: int) -> bytes:
         entry = self.tree.entry(self._paths[node])
         if not entry.is_symlink:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         return entry.target
 
     def names(self, node: int) -> list[tuple[bytes, int]]:
@@ -82,7 +82,7 @@ class TreeStore:
 
     def open(self, node: int, mode: Literal["read", "append"]) -> OpenFile:
         if mode != "read":
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         return TreeFile(self, node, self._paths[node])
 
     # -- changes ---------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class TreeStore:
 class TreeFile:
     """A file of a tree, open for reading."""
 
-    def __init__(self, store: TreeStore, node: int, path: bytes) -> None:
+    def __init__(self, store: TreeFiles, node: int, path: bytes) -> None:
         self._store = store
         self._path = path
         self.node = node
@@ -153,4 +153,4 @@ def _status(entry: TreeEntry) -> Status:
 
 
 def _refuse() -> NoReturn:
-    raise fail(errno.EROFS)
+    raise os_error(errno.EROFS)

@@ -1,4 +1,4 @@
-"""VolumeStore: the files of a `Volume`, whose methods answer at once."""
+"""VolumeFiles: the files of a `Volume`, whose methods answer at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Final, Literal, TypeVar
 
 from protocol.adapters.path_filesystem.files import Status
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import ROOT_INODE, Answer, AttributeChanges, Attributes, Caller, Volume
 
-__all__ = ["VolumeFile", "VolumeStore", "now"]
+__all__ = ["VolumeFile", "VolumeFiles", "now"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def now(answer: Answer[T]) -> T:
     return answer
 
 
-class VolumeStore:
+class VolumeFiles:
     """Nodes are inode numbers, each held by a lookup.  New files belong to `caller`."""
 
     def __init__(self, volume: Volume, *, root: str = "/", caller: Caller | None = None) -> None:
@@ -74,7 +74,7 @@ class VolumeStore:
     # -- content -----------------------------------------------------------------------------
     def open(self, node: int, mode: Literal["read", "append"]) -> VolumeFile:
         if mode == "append" and self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         return VolumeFile(self.volume, node, appends=mode == "append")
 
     def create(self, node: int, name: bytes, mode: int | None) -> VolumeFile:
@@ -143,7 +143,7 @@ class VolumeFile:
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:
         written = now(self._volume.write(self.node, self.size() if self._appends else offset, data))
         if not written:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         return written
 
     def sync(self) -> None:

@@ -8,8 +8,8 @@ import secrets
 import stat
 from collections.abc import Sequence
 
-from protocol.adapters.path_filesystem.files import OpenFile, Status, Store, held
-from protocol.adapters.path_filesystem.resolve import Place, enter
+from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
+from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter
 from protocol.streams import FileWriter
 from protocol.types import WriteMode
 
@@ -21,7 +21,7 @@ def temporary_name() -> bytes:
     return b".vfsd-" + secrets.token_hex(8).encode() + b".tmp"
 
 
-def make_directories(store: Store, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
+def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
     """Make the directories `missing`, each in the one before, below `names`; the names of the last one."""
     for name in missing:
         with held(store, enter(store, names)) as node, contextlib.suppress(FileExistsError):
@@ -30,7 +30,7 @@ def make_directories(store: Store, names: tuple[bytes, ...], missing: Sequence[b
     return names
 
 
-def open_writer(store: Store, path: str, place: Place, mode: WriteMode) -> FileWriter:
+def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMode) -> FileWriter:
     """A writer of the file at `place`, whose parent exists."""
     if mode == "append" and not place.missing:
         node = place.take_node()
@@ -56,7 +56,7 @@ def open_writer(store: Store, path: str, place: Place, mode: WriteMode) -> FileW
 class _Creation:
     """A new file under its own name, taken at once so that nobody else creates it; removed when it fails."""
 
-    def __init__(self, store: Store, parent: int, name: bytes) -> None:
+    def __init__(self, store: PathFiles, parent: int, name: bytes) -> None:
         self._store = store
         self._parent = parent
         self._name = name
@@ -77,7 +77,7 @@ class _Creation:
 class _Replacement:
     """A file under a temporary name, which takes the old one's place, mode, owner and attributes in the end."""
 
-    def __init__(self, store: Store, parent: int, name: bytes, place: Place) -> None:
+    def __init__(self, store: PathFiles, parent: int, name: bytes, place: ResolvedPath) -> None:
         self._store = store
         self._parent = parent
         self._name = name
@@ -102,7 +102,7 @@ class _Replacement:
             self._store.unlink(self._parent, self._temporary)
 
 
-def copy_ownership(store: Store, node: int, old: Status) -> None:
+def copy_ownership(store: PathFiles, node: int, old: Status) -> None:
     """Give `node` the owner, where that is allowed, and the mode of `old`."""
     made = store.status(node)
     if (made.uid, made.gid) != (old.uid, old.gid):
@@ -114,13 +114,13 @@ def copy_ownership(store: Store, node: int, old: Status) -> None:
     store.set_mode(node, old.mode)  # after the owner: changing that clears suid and sgid
 
 
-def _own_xattrs(store: Store, node: int) -> dict[bytes, bytes]:
+def _own_xattrs(store: PathFiles, node: int) -> dict[bytes, bytes]:
     """The extended attributes that a write in place would have left: not the capabilities (write(2), caps)."""
     names = (b"user.", b"system.posix_acl_")
     return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
 
 
-def remove(store: Store, names: tuple[bytes, ...], *, recursive: bool) -> int:
+def remove(store: PathFiles, names: tuple[bytes, ...], *, recursive: bool) -> int:
     """Remove what is at `names`, which are not the root's; the count of entries removed.
 
     IsADirectoryError (ENOTEMPTY) for a directory with entries, unless `recursive`.
@@ -141,7 +141,7 @@ def remove(store: Store, names: tuple[bytes, ...], *, recursive: bool) -> int:
     return _remove_below(store, names)
 
 
-def _remove_below(store: Store, names: tuple[bytes, ...]) -> int:
+def _remove_below(store: PathFiles, names: tuple[bytes, ...]) -> int:
     """Remove a directory and all in it.  Nothing is held from one directory to the next: it may be very deep."""
     count = 0
     waiting = [(names, False)]  # a directory, and whether what was in it is gone

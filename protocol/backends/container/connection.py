@@ -1,4 +1,4 @@
-"""Connection: keeps a volume connected to a container, through stops and starts.
+"""ContainerConnection: keeps a volume connected to a container, through stops and starts.
 
 One loop: inspect the container, open the transport, wait until it is lost, close it, and look again.  While it is lost
 Podman is asked every now and then whether the container runs again.
@@ -16,21 +16,21 @@ from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.podman.target import ContainerTarget, check_running
 from protocol.backends.container.reconnecting import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
-from protocol.volume import Coherence
+from protocol.volume import CacheInvalidation
 
-__all__ = ["Connection", "Tell"]
+__all__ = ["ContainerConnection", "Tell"]
 
 _logger = logging.getLogger(__name__)
 
 # What makes the kernel forget what it knows: it may wait for requests, which the loop goes on answering.
-Tell: TypeAlias = Callable[[Coherence], Awaitable[None]]
+Tell: TypeAlias = Callable[[CacheInvalidation], Awaitable[None]]
 
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MOST_S: Final = 2.0
 _INSPECT_TIMEOUT_S: Final = 10.0
 
 
-class Connection:
+class ContainerConnection:
     """`volume` is served; `attend` must run meanwhile."""
 
     def __init__(self, target: ContainerTarget, transport: Transport, *, read_only: bool = False) -> None:
@@ -43,10 +43,10 @@ class Connection:
     async def attend(self, tell: Tell, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Connect, say `started`, and keep connected until cancelled.  OSError where the first connection fails."""
 
-        async def connected_first(_known: Coherence) -> None:
+        async def connected_first(_known: CacheInvalidation) -> None:
             task_status.started()  # no kernel knows anything yet
 
-        async def connected_again(known: Coherence) -> None:
+        async def connected_again(known: CacheInvalidation) -> None:
             self._complaint = ""
             _logger.info("container %s runs again, and is served", self.target.name, extra={"operation": "container"})
             await tell(known)
@@ -102,7 +102,7 @@ class Connection:
                 raise _first(group) from None
             _logger.exception("the %s transport failed", self.transport.name, exc_info=_first(group))
         finally:
-            forgotten = self.volume.disconnect() if self.volume.connected else Coherence()
+            forgotten = self.volume.disconnect() if self.volume.connected else CacheInvalidation()
             with trio.CancelScope(shield=True):
                 await self.transport.close()
         _logger.warning(

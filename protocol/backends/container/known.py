@@ -1,4 +1,4 @@
-"""Known: the inodes that a kernel holds of a volume that is replaced now and then, and the names they were seen by.
+"""InodeMap: the inodes that a kernel holds of a volume that is replaced now and then, and the names they were seen by.
 
 A `File` has a number, which is the kernel's for as long as that holds it, and an `inner` number, which is what the
 present volume calls the same file.  Until the first replacement the two are equal.
@@ -16,9 +16,9 @@ from typing import Final, TypeAlias
 
 from protocol.volume import ROOT_INODE
 
-__all__ = ["File", "Known", "Place"]
+__all__ = ["DentryKey", "File", "InodeMap"]
 
-Place: TypeAlias = tuple[int, bytes]  # the number of a directory, and a name in it
+DentryKey: TypeAlias = tuple[int, bytes]  # the number of a directory, and a name in it
 # Numbers that no volume gives: for files whose own number stands for another file here.
 _FIRST_SPARE: Final = 1 << 62
 
@@ -34,17 +34,17 @@ class File:
         self.kind = kind
         self.lookups = 0
         self.held = 0
-        self.places: list[Place] = []  # the one seen last comes last
+        self.places: list[DentryKey] = []  # the one seen last comes last
 
 
-class Known:
+class InodeMap:
     """The files by number, by the present volume's number, and by place."""
 
     def __init__(self) -> None:
         self.root: Final = File(ROOT_INODE, ROOT_INODE, stat.S_IFDIR)
         self._by_number = {ROOT_INODE: self.root}
         self._by_inner = {ROOT_INODE: self.root}
-        self._at: dict[Place, File] = {}
+        self._at: dict[DentryKey, File] = {}
         self._next_spare = _FIRST_SPARE
         self.get: Final = self._by_number.get
 
@@ -97,7 +97,7 @@ class Known:
         return True
 
     # -- names ---------------------------------------------------------------------------------
-    def put(self, file: File, place: Place) -> None:
+    def put(self, file: File, place: DentryKey) -> None:
         """`file` was seen at `place`, which says nothing of its other names; but a directory has only one."""
         at = self._at.get(place)
         if at is file and file.places[-1] is place:
@@ -111,7 +111,7 @@ class Known:
         self._at[place] = file
         file.places.append(place)
 
-    def take(self, place: Place) -> File | None:
+    def take(self, place: DentryKey) -> File | None:
         """Nothing is at `place` any more; what was, if that is known."""
         file = self._at.pop(place, None)
         if file is not None:

@@ -1,6 +1,6 @@
 """open_container: a connection to a container's workspace, with the transport that reaches it best.
 
-Blocks; for a worker thread.  The connection is made by `Connection.attend`; here is found out that it can be.
+Blocks; for a worker thread.  The connection is made by `ContainerConnection.attend`; here is found out that it can be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from protocol.backends.container.agent.transport import AgentTransport
-from protocol.backends.container.connection import Connection
+from protocol.backends.container.connection import ContainerConnection
 from protocol.backends.container.podman.owned import create_owned
 from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
@@ -32,7 +32,7 @@ TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
 class ContainerWorkspace:
     """A workspace in a container.  `close` ends what was opened for it, and removes a container of ours."""
 
-    connection: Connection
+    connection: ContainerConnection
     close: Callable[[], None]
 
     @property
@@ -62,7 +62,7 @@ def open_container(
     except BaseException:
         service.close()
         raise
-    return ContainerWorkspace(Connection(target, chosen, read_only=read_only), service.close)
+    return ContainerWorkspace(ContainerConnection(target, chosen, read_only=read_only), service.close)
 
 
 def open_image(
@@ -103,7 +103,7 @@ def open_image(
     except BaseException:
         close()
         raise
-    return ContainerWorkspace(Connection(target, chosen, read_only=read_only), close)
+    return ContainerWorkspace(ContainerConnection(target, chosen, read_only=read_only), close)
 
 
 def _remove(container: Container) -> None:

@@ -20,9 +20,9 @@ import stat
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
-from protocol.backends.container.known import File, Known, Place
+from protocol.backends.container.known import DentryKey, File, InodeMap
 from protocol.diff.tree_diff import Change
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import (
     RENAME_EXCHANGE,
     RENAME_WHITEOUT,
@@ -31,8 +31,8 @@ from protocol.volume import (
     AttributeChanges,
     Attributes,
     Buffer,
+    CacheInvalidation,
     Caller,
-    Coherence,
     DirectoryEntry,
     EntryChange,
     InodeChange,
@@ -71,7 +71,7 @@ class ReconnectingVolume:
         self.supports_acl: Final = supports_acl
         self._volume: Volume | None = None
         self._coming: Volume | None = None  # while `connect` looks through it
-        self._known = Known()
+        self._known = InodeMap()
         self._run = 0  # grows with each connect and disconnect
 
     @property
@@ -83,14 +83,14 @@ class ReconnectingVolume:
         return iter(self._known)
 
     # -- the volume beneath ------------------------------------------------------------------------
-    def disconnect(self) -> Coherence:
+    def disconnect(self) -> CacheInvalidation:
         """From now on all is EIO.  What the kernel is to forget, so that it asks, and hears that."""
         self._volume = None
         self._run += 1
         self._known.detach()
         return self.all_known()
 
-    async def connect(self, volume: Volume) -> Coherence:
+    async def connect(self, volume: Volume) -> CacheInvalidation:
         """Serve `volume` from now on.  What the kernel is to forget: it holds what was true of the last one.
 
         OSError when the volume fails meanwhile; then nothing has changed.
@@ -118,7 +118,7 @@ class ReconnectingVolume:
                 if file.inner or await self._attach(volume, file, place):
                     break
 
-    def _above(self, place: Place, asked: set[int]) -> list[File]:
+    def _above(self, place: DentryKey, asked: set[int]) -> list[File]:
         """The directories on the way to `place` that are still to be looked for, the uppermost first."""
         found = []
         directory = self._known.get(place[0])
@@ -130,7 +130,7 @@ class ReconnectingVolume:
             directory = self._known.get(directory.places[-1][0])
         return found[::-1]
 
-    async def _attach(self, volume: Volume, file: File, place: Place) -> bool:
+    async def _attach(self, volume: Volume, file: File, place: DentryKey) -> bool:
         """Whether what is at `place` in `volume` can be `file`."""
         directory = self._known.get(place[0])
         if directory is None or not directory.inner:
@@ -146,17 +146,17 @@ class ReconnectingVolume:
         volume.forget(shown.inode, 1)
         return False
 
-    def all_known(self) -> Coherence:
+    def all_known(self) -> CacheInvalidation:
         """All that the kernel may know, for it to forget."""
         files = list(self._known)
         entries = [EntryChange(*place, file.number, file.number) for file in files for place in file.places]
-        return Coherence(entries=entries, inodes=[InodeChange(file.number, content=True) for file in files])
+        return CacheInvalidation(entries=entries, inodes=[InodeChange(file.number, content=True) for file in files])
 
     # -- the way down and up -----------------------------------------------------------------------
     def _served(self) -> Volume:
         volume = self._volume
         if volume is None:
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return volume
 
     def _inner(self, inode: int) -> int:
@@ -164,7 +164,7 @@ class ReconnectingVolume:
         file = self._known.get(inode)
         inner = self._known.inner_of(inode) if file is None else file.inner
         if not inner:
-            raise fail(errno.ESTALE if self._volume is not None else errno.EIO)
+            raise os_error(errno.ESTALE if self._volume is not None else errno.EIO)
         return inner
 
     def _then(self, answer: Answer[T], change: Callable[[T], R]) -> Answer[R]:
@@ -177,7 +177,7 @@ class ReconnectingVolume:
         run = self._run
         result = await answer
         if run != self._run:
-            raise fail(errno.EIO)  # its numbers mean nothing any more
+            raise os_error(errno.EIO)  # its numbers mean nothing any more
         return change(result)
 
     def _shown(self, attributes: Attributes) -> Attributes:
@@ -186,7 +186,7 @@ class ReconnectingVolume:
             return attributes
         return cast("Attributes", _Renumbered(number, attributes))
 
-    def _entered(self, attributes: Attributes, place: Place | None) -> Attributes:
+    def _entered(self, attributes: Attributes, place: DentryKey | None) -> Attributes:
         """What was handed out, with a lookup, for `place`."""
         inner = attributes.inode
         file = self._known.enter(inner, attributes.mode)
@@ -247,7 +247,7 @@ class ReconnectingVolume:
     def rmdir(self, parent: int, name: bytes) -> Answer[None]:
         return self._then(self._served().rmdir(self._inner(parent), name), lambda _: self._gone((parent, name)))
 
-    def _gone(self, place: Place) -> None:
+    def _gone(self, place: DentryKey) -> None:
         self._known.take(place)
 
     def rename(
@@ -262,7 +262,7 @@ class ReconnectingVolume:
         done = self._served().rename(self._inner(parent), name, self._inner(new_parent), new_name, flags, caller)
         return self._then(done, lambda _: self._moved((parent, name), (new_parent, new_name), flags))
 
-    def _moved(self, old: Place, new: Place, flags: int) -> None:
+    def _moved(self, old: DentryKey, new: DentryKey, flags: int) -> None:
         if old == new:
             return
         moved, replaced = self._known.take(old), self._known.take(new)
@@ -324,9 +324,9 @@ class ReconnectingVolume:
     def hold(self, paths: Iterable[bytes]) -> None:
         """Nothing: a restore goes through the mount, whose programs keep what they have open."""
 
-    def changed_beside(self, changes: Iterable[Change]) -> Coherence:  # noqa: ARG002
+    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:  # noqa: ARG002
         """Nothing is, for the same reason."""
-        return Coherence()
+        return CacheInvalidation()
 
     def let_go(self) -> None:
         """Of nothing."""

@@ -1,4 +1,4 @@
-"""Seen: what the host showed of an inode, as `protocol.volume.Attributes`."""
+"""HostAttributes: what the host showed of an inode, as `protocol.volume.Attributes`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from os import stat_result
 
-    from protocol.backends.host.nodes import Node
+    from protocol.backends.host.nodes import HostInode
 
-__all__ = ["Seen", "seen_as"]
+__all__ = ["HostAttributes", "seen_as"]
 
 
-class Seen(NamedTuple):
+class HostAttributes(NamedTuple):
     """The attributes of `node` at one moment.  `birth` finds out when it was made, which few ask for."""
 
     inode: int
@@ -27,8 +27,8 @@ class Seen(NamedTuple):
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-    node: Node
-    birth: Callable[[Node], int]
+    node: HostInode
+    birth: Callable[[HostInode], int]
     generation: int = 0
 
     @property
@@ -36,10 +36,10 @@ class Seen(NamedTuple):
         return self.birth(self.node)
 
 
-_make: Final = Seen._make
+_make: Final = HostAttributes._make
 
 
-def seen_as(node: Node, seen: stat_result, birth: Callable[[Node], int]) -> Seen:
+def seen_as(node: HostInode, seen: stat_result, birth: Callable[[HostInode], int]) -> HostAttributes:
     """The attributes of `node`, of which the host showed `seen`."""
     return _make((
         node.number, seen.st_mode, seen.st_nlink, seen.st_uid, seen.st_gid, seen.st_rdev, seen.st_size,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 
 from protocol.backends.host.descriptors import Descriptors
-from protocol.backends.host.nodes import Node, Table
+from protocol.backends.host.nodes import HostInode, HostInodeTable
 from protocol.diff.tree_diff import Change
-from protocol.volume import Coherence, EntryChange, InodeChange
+from protocol.volume import CacheInvalidation, EntryChange, InodeChange
 
 __all__ = ["Beside"]
 
@@ -28,18 +28,20 @@ _FIRST_UNKNOWN: Final = 1 << 60
 # What a restore calls new files until they are whole (protocol.store.directory.scan.TEMPORARY_PREFIX, which is above).
 _TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 
-_Places: TypeAlias = Mapping[tuple[Node, bytes], list[Node]]
+_Places: TypeAlias = Mapping[tuple[HostInode, bytes], list[HostInode]]
 
 
 class Beside:
     """Takes `changes`, by path and what was there before, into `table`.  `forget_scan` ends a listing."""
 
-    def __init__(self, table: Table, descriptors: Descriptors, forget_scan: Callable[[Node], None]) -> None:
+    def __init__(
+        self, table: HostInodeTable, descriptors: Descriptors, forget_scan: Callable[[HostInode], None]
+    ) -> None:
         self._table = table
         self._descriptors = descriptors
         self._forget_scan = forget_scan
-        self._held: list[Node] = []
-        self._loose: set[Node] = set()  # what could not be held: the host may have given its number away
+        self._held: list[HostInode] = []
+        self._loose: set[HostInode] = set()  # what could not be held: the host may have given its number away
 
     def hold(self, paths: Iterable[bytes]) -> None:
         """Keep open what is known at `paths`, files that are in use first; as many as there may be descriptors."""
@@ -52,7 +54,7 @@ class Beside:
             else:
                 self._loose.add(node)
 
-    def settle(self, changes: Iterable[Change]) -> Coherence:
+    def settle(self, changes: Iterable[Change]) -> CacheInvalidation:
         """What the kernel must be told of `changes`, in the order of `protocol.diff.tree_diff.changes`.
 
         What is there now is looked up, not believed.
@@ -61,7 +63,7 @@ class Beside:
         for change in changes:
             found.add(change)
         found.add_temporaries()
-        return Coherence(found.entries, found.inodes, found.paths, found.modes)
+        return CacheInvalidation(found.entries, found.inodes, found.paths, found.modes)
 
     def let_go(self) -> None:
         """All is settled: what is still at its place, or came back to it, need not be held open."""
@@ -73,13 +75,13 @@ class Beside:
 
     def _places(self) -> _Places:
         """What the kernel may know by which name: several where one took another's place."""
-        places: dict[tuple[Node, bytes], list[Node]] = {}
+        places: dict[tuple[HostInode, bytes], list[HostInode]] = {}
         for node in self._table:
             for place in node.places():
                 places.setdefault(place, []).append(node)
         return places
 
-    def _at(self, places: _Places, path: bytes) -> list[Node]:
+    def _at(self, places: _Places, path: bytes) -> list[HostInode]:
         if not path:
             return []  # the root stays
         above, _, name = path.rpartition(b"/")
@@ -87,7 +89,7 @@ class Beside:
         return [node for parent in parents for node in places.get((parent, name), ())]
 
 
-def _directories_at(table: Table, places: _Places, path: bytes) -> list[Node]:
+def _directories_at(table: HostInodeTable, places: _Places, path: bytes) -> list[HostInode]:
     """The directories that the kernel may know as `path`: two where one took the other's place a moment ago."""
     found = [table.root]
     for name in path.split(b"/") if path else ():
@@ -100,11 +102,11 @@ class _Found:
 
     def __init__(
         self,
-        table: Table,
+        table: HostInodeTable,
         descriptors: Descriptors,
-        forget_scan: Callable[[Node], None],
+        forget_scan: Callable[[HostInode], None],
         places: _Places,
-        loose: set[Node],
+        loose: set[HostInode],
     ) -> None:
         self.entries: list[EntryChange] = []
         self.inodes: list[InodeChange] = []
@@ -115,9 +117,9 @@ class _Found:
         self._forget_scan = forget_scan
         self._places = places
         self._loose = loose
-        self._gone: set[Node] = set()
+        self._gone: set[HostInode] = set()
         self._done: set[bytes] = set()
-        self._directories: dict[bytes, list[Node]] = {}
+        self._directories: dict[bytes, list[HostInode]] = {}
         self._unknown = _FIRST_UNKNOWN
 
     def add(self, change: Change) -> None:
@@ -142,7 +144,7 @@ class _Found:
                 path = b"/".join(filter(None, (paths[parent], name)))
                 self._look(parent, paths[parent], name, Change(path, "removed", None, None))
 
-    def _look(self, parent: Node, above: bytes, name: bytes, change: Change) -> None:
+    def _look(self, parent: HostInode, above: bytes, name: bytes, change: Change) -> None:
         seen = self._seen(parent, name)
         known = self._places.get((parent, name), [])
         same = next((node for node in known if seen is not None and node.is_shown(seen)), None)
@@ -161,7 +163,7 @@ class _Found:
             self._lost(node, parent, name)
         self._entry(parent, above, name, old, seen)
 
-    def _seen(self, parent: Node, name: bytes) -> os.stat_result | None:
+    def _seen(self, parent: HostInode, name: bytes) -> os.stat_result | None:
         if parent in self._gone:
             return None
         try:
@@ -169,7 +171,7 @@ class _Found:
         except OSError:
             return None
 
-    def _is_at_a_place(self, node: Node) -> bool:
+    def _is_at_a_place(self, node: HostInode) -> bool:
         """Whether a name that it was known by still stands for its inode."""
         for parent, name in node.places():
             seen = self._seen(parent, name)
@@ -177,7 +179,7 @@ class _Found:
                 return True
         return False
 
-    def _lost(self, node: Node, parent: Node, name: bytes) -> None:
+    def _lost(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """`node` is not at that place any more; whoever has it open goes on."""
         if node.is_dir:
             self._gone.add(node)
@@ -190,7 +192,7 @@ class _Found:
         if node.parent is not None:
             self._descriptors.unpin(node)
 
-    def _entry(self, parent: Node, above: bytes, name: bytes, old: int, seen: os.stat_result | None) -> None:
+    def _entry(self, parent: HostInode, above: bytes, name: bytes, old: int, seen: os.stat_result | None) -> None:
         new = 0
         if seen is not None:
             key = (seen.st_dev, seen.st_ino)
@@ -217,7 +219,7 @@ class _Found:
             self.paths[parent.number] = above
             self.modes.setdefault(parent.number, stat.S_IFDIR)
 
-    def _in_place(self, node: Node, path: bytes, *, content: bool) -> None:
+    def _in_place(self, node: HostInode, path: bytes, *, content: bool) -> None:
         self.inodes.append(InodeChange(node.number, content and node.kind == stat.S_IFREG))
         self.paths[node.number] = path
         self.modes[node.number] = node.kind

@@ -16,7 +16,7 @@ from protocol.backends.host.descriptors import Descriptors
 from protocol.linux.beneath import proc_path
 
 if TYPE_CHECKING:
-    from protocol.backends.host.nodes import Node
+    from protocol.backends.host.nodes import HostInode
     from protocol.volume import AttributeChanges
 
 __all__ = ["change", "without_privileges"]
@@ -26,7 +26,7 @@ _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
 _NOW_NS: Final = 1_000_000_000  # a time that is no further from now means now
 
 
-def change(descriptors: Descriptors, node: Node, changes: AttributeChanges) -> None:
+def change(descriptors: Descriptors, node: HostInode, changes: AttributeChanges) -> None:
     """Apply `changes` to `node`."""
     if changes.size is not None:
         _truncate(descriptors, node, changes.size)
@@ -49,7 +49,7 @@ def _is_touch(changes: AttributeChanges, descriptor: int) -> bool:
     return changes.kill_privileges or not os.fstat(descriptor).st_mode & _SET_ID_BITS
 
 
-def _truncate(descriptors: Descriptors, node: Node, size: int) -> None:
+def _truncate(descriptors: Descriptors, node: HostInode, size: int) -> None:
     """truncate(2), not ftruncate: that would set mtime also where the size stays."""
     try:
         with descriptors.of(node) as descriptor:

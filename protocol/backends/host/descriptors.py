@@ -21,8 +21,8 @@ from time import monotonic
 from typing import Final
 
 from protocol.backends.host.closing import Closing
-from protocol.backends.host.nodes import Node, Table
-from protocol.errors import fail
+from protocol.backends.host.nodes import HostInode, HostInodeTable
+from protocol.errors import os_error
 from protocol.linux.beneath import open_beneath, proc_path
 
 __all__ = ["Descriptors"]
@@ -56,16 +56,16 @@ class Descriptors:
         self.most: Final = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
         # What a restore may pin beside them, so that as many are left for what programs remove.
         self.most_pins: Final = min(_MOST_PINS, max(0, (soft - _SPARE - self.most) // 2))
-        self._open: dict[Node, None] = {}
-        self._writable: dict[Node, None] = {}
-        self._table: Table
+        self._open: dict[HostInode, None] = {}
+        self._writable: dict[HostInode, None] = {}
+        self._table: HostInodeTable
         self._holding = False
         self._doomed: list[int] = []
         # Of many files that lost their names at once; the last to let go of them shall not wait for each.
-        self.nameless: set[Node] = set()
+        self.nameless: set[HostInode] = set()
         self._closing = Closing()
 
-    def bind(self, table: Table) -> None:
+    def bind(self, table: HostInodeTable) -> None:
         """The table whose nodes these are."""
         self._table = table
         table.root.fd = self._root
@@ -98,17 +98,17 @@ class Descriptors:
             os.close(descriptor)
 
     # -- directories -------------------------------------------------------------------------
-    def directory(self, node: Node) -> int:
+    def directory(self, node: HostInode) -> int:
         """An O_PATH descriptor of a directory.  ENOTDIR, ENOENT (removed), ESTALE (not where it was any more)."""
         if node.fd >= 0 and monotonic() - node.checked_s < RECHECK_S:
             node.used = True
             return node.fd
         if not node.is_dir:
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         self._check_above(node)
         return self._directory(node)
 
-    def _check_above(self, node: Node) -> None:
+    def _check_above(self, node: HostInode) -> None:
         """Look at the places above from the top down: each would ask for the one above it, a thousand times maybe."""
         above = []
         newest_s = monotonic() - RECHECK_S
@@ -120,7 +120,7 @@ class Descriptors:
             for each in reversed(above):
                 self._directory(each)
 
-    def _directory(self, node: Node) -> int:
+    def _directory(self, node: HostInode) -> int:
         if node.pin >= 0:
             return node.pin
         if node.fd >= 0:
@@ -130,7 +130,7 @@ class Descriptors:
         self._admit(node)
         return node.fd
 
-    def _recheck(self, node: Node) -> int:
+    def _recheck(self, node: HostInode) -> int:
         parent = node.parent
         if parent is not None:
             try:
@@ -151,9 +151,9 @@ class Descriptors:
         if self._found_again(node):
             return node.fd
         self.release(node)
-        raise fail(errno.ESTALE)
+        raise os_error(errno.ESTALE)
 
-    def _found_again(self, node: Node) -> bool:
+    def _found_again(self, node: HostInode) -> bool:
         """Whether a directory that somebody moved is still below the root; its place is entered then."""
         path = os.readlink(proc_path(node.fd))
         top = os.readlink(proc_path(self._root)).rstrip(b"/") + b"/"
@@ -175,7 +175,7 @@ class Descriptors:
         return False
 
     # -- any inode ---------------------------------------------------------------------------
-    def path(self, node: Node) -> tuple[int, bool]:
+    def path(self, node: HostInode) -> tuple[int, bool]:
         """A descriptor of any kind of inode, good for /proc/self/fd, and whether the caller must close it."""
         if node.pin >= 0:
             return node.pin, False
@@ -187,7 +187,7 @@ class Descriptors:
         return self._open_at_place(node, os.O_PATH), True
 
     @contextmanager
-    def of(self, node: Node) -> Iterator[int]:
+    def of(self, node: HostInode) -> Iterator[int]:
         """As `path`, for the length of a block."""
         descriptor, close = self.path(node)
         try:
@@ -196,10 +196,10 @@ class Descriptors:
             if close:
                 os.close(descriptor)
 
-    def _open_at_place(self, node: Node, flags: int) -> int:
+    def _open_at_place(self, node: HostInode, flags: int) -> int:
         """A descriptor of `node` by one of its names, the last seen first.  ESTALE where it is at none of them."""
         if node.lost:
-            raise fail(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         for parent, name in tuple(node.places()):
             try:
                 descriptor = self._opened(parent, name, flags)
@@ -210,9 +210,9 @@ class Descriptors:
             if node.is_shown(os.fstat(descriptor)):
                 return descriptor
             os.close(descriptor)
-        raise fail(errno.ESTALE)
+        raise os_error(errno.ESTALE)
 
-    def _opened(self, parent: Node, name: bytes, flags: int) -> int:
+    def _opened(self, parent: HostInode, name: bytes, flags: int) -> int:
         for _ in range(_ATTEMPTS):
             try:
                 return open_beneath(self.directory(parent), name, flags, same_mount=True)
@@ -224,13 +224,13 @@ class Descriptors:
         return open_beneath(self.directory(parent), name, flags, same_mount=True)
 
     # -- content -----------------------------------------------------------------------------
-    def file(self, node: Node, *, write: bool = False) -> int:
+    def file(self, node: HostInode, *, write: bool = False) -> int:
         """A descriptor to read a regular file, or to read and write it.  EISDIR, EINVAL for other kinds."""
         if node.fd >= 0 and (node.writable or not write) and node.kind == stat.S_IFREG:
             node.used = True
             return node.fd
         if node.kind != stat.S_IFREG:
-            raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
+            raise os_error(errno.EISDIR if node.is_dir else errno.EINVAL)
         flags = (os.O_RDWR if write else os.O_RDONLY) | _O_CAREFUL
         descriptor = self._reopened(node, flags)
         if node.fd >= 0:
@@ -239,14 +239,14 @@ class Descriptors:
         self.keep_file(node, descriptor, writable=write)
         return descriptor
 
-    def keep_file(self, node: Node, descriptor: int, *, writable: bool) -> None:
+    def keep_file(self, node: HostInode, descriptor: int, *, writable: bool) -> None:
         """Keep an open descriptor of a regular file that has none yet."""
         node.fd, node.writable = descriptor, writable
         if writable:
             self._writable[node] = None
         self._admit(node)
 
-    def _reopened(self, node: Node, flags: int) -> int:
+    def _reopened(self, node: HostInode, flags: int) -> int:
         try:
             if node.pin >= 0 or node.fd >= 0:
                 return os.open(proc_path(node.pin if node.pin >= 0 else node.fd), flags | os.O_CLOEXEC)
@@ -256,7 +256,7 @@ class Descriptors:
                 raise
             return self._opened_against_mode(node, flags, error)
 
-    def _opened_against_mode(self, node: Node, flags: int, denied: OSError) -> int:
+    def _opened_against_mode(self, node: HostInode, flags: int, denied: OSError) -> int:
         """Open for the owner what its mode denies him, as whoever opened it before the chmod may go on.
 
         The kernel has asked for nothing but what its caller may; which descriptor it is for it does not say.
@@ -277,7 +277,7 @@ class Descriptors:
                 os.close(held)
 
     # -- keeping few of them -----------------------------------------------------------------
-    def pin(self, node: Node) -> bool:
+    def pin(self, node: HostInode) -> bool:
         """Hold on to an inode that is about to lose its last name.  False where it is not there any more."""
         if node.pin >= 0:
             return True
@@ -290,13 +290,13 @@ class Descriptors:
         node.pin = descriptor
         return True
 
-    def unpin(self, node: Node) -> None:
+    def unpin(self, node: HostInode) -> None:
         """It has a name (again)."""
         if node.pin >= 0:
             self._close(node.pin)
             node.pin = -1
 
-    def _admit(self, node: Node) -> None:
+    def _admit(self, node: HostInode) -> None:
         node.used = True
         self._open[node] = None
         if len(self._open) > self.most:
@@ -314,7 +314,7 @@ class Descriptors:
             self.release_file(node)
             count -= 1
 
-    def release_file(self, node: Node) -> None:
+    def release_file(self, node: HostInode) -> None:
         """Close the descriptor for content, or of a directory; the root keeps its."""
         if node.fd >= 0 and node.fd != self._root:
             self._close(node.fd, soon=node in self.nameless)
@@ -323,7 +323,7 @@ class Descriptors:
             self._open.pop(node, None)
             self._writable.pop(node, None)
 
-    def release(self, node: Node) -> None:
+    def release(self, node: HostInode) -> None:
         """Close all that is open for `node`."""
         self.release_file(node)
         if node in self.nameless:

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from protocol.backends.host.descriptors import Descriptors
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.linux.beneath import open_beneath, proc_path
 
 if TYPE_CHECKING:
-    from protocol.backends.host.nodes import Node
+    from protocol.backends.host.nodes import HostInode
     from protocol.volume import Caller
 
 __all__ = ["Maker"]
@@ -41,16 +41,16 @@ class Maker:
         self._uid = os.geteuid()
         self._gid = os.getegid()
 
-    def file(self, directory: Node, name: bytes, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
+    def file(self, directory: HostInode, name: bytes, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
         """A regular file, and a descriptor to write it."""
         return self._opened(directory, name, _O_CREATE, mode, caller)
 
-    def tmpfile(self, directory: Node, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
+    def tmpfile(self, directory: HostInode, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
         """A file without a name, and a descriptor to write it."""
         return self._opened(directory, b".", _O_UNNAMED, mode, caller)
 
     def _opened(
-        self, directory: Node, name: bytes, flags: int, mode: int, caller: Caller
+        self, directory: HostInode, name: bytes, flags: int, mode: int, caller: Caller
     ) -> tuple[int, os.stat_result]:
         at = self._descriptors.directory(directory)
         old = os.umask(caller.umask)
@@ -64,28 +64,30 @@ class Maker:
             os.close(descriptor)
             raise
 
-    def directory(self, directory: Node, name: bytes, mode: int, caller: Caller) -> os.stat_result:
+    def directory(self, directory: HostInode, name: bytes, mode: int, caller: Caller) -> os.stat_result:
         """A directory."""
         at = self._descriptors.directory(directory)
         _with_umask(caller, lambda: os.mkdir(name, mode & _PERMISSIONS, dir_fd=at))
         return self._own(directory, name, stat.S_IFDIR, mode, caller)
 
-    def special(self, directory: Node, name: bytes, kind: int, mode: int, rdev: int, caller: Caller) -> os.stat_result:
+    def special(
+        self, directory: HostInode, name: bytes, kind: int, mode: int, rdev: int, caller: Caller
+    ) -> os.stat_result:
         """A fifo, a socket or a device node."""
         at = self._descriptors.directory(directory)
         _with_umask(caller, lambda: os.mknod(name, kind | mode & _PERMISSIONS, rdev, dir_fd=at))
         return self._own(directory, name, kind, mode, caller)
 
-    def symlink(self, directory: Node, name: bytes, target: bytes, caller: Caller) -> os.stat_result:
+    def symlink(self, directory: HostInode, name: bytes, target: bytes, caller: Caller) -> os.stat_result:
         """A symlink."""
         os.symlink(target, name, dir_fd=self._descriptors.directory(directory))
         return self._own(directory, name, stat.S_IFLNK, 0, caller)
 
-    def own(self, directory: Node, name: bytes, kind: int, caller: Caller) -> None:
+    def own(self, directory: HostInode, name: bytes, kind: int, caller: Caller) -> None:
         """Hand over what the host's kernel has just made itself."""
         self._own(directory, name, kind, 0, caller)
 
-    def _own(self, directory: Node, name: bytes, kind: int, mode: int, caller: Caller) -> os.stat_result:
+    def _own(self, directory: HostInode, name: bytes, kind: int, mode: int, caller: Caller) -> os.stat_result:
         """Hand over what was just made as `name`: provided that it is still that, and not what others put there."""
         at = self._descriptors.directory(directory)
         if not self._needs_chown(caller) and not mode & _SPECIAL_BITS:
@@ -102,7 +104,7 @@ class Maker:
     def _needs_chown(self, caller: Caller) -> bool:
         return self._uid == 0 and (caller.uid != 0 or caller.gid != self._gid)
 
-    def _hand_over(self, directory: Node, descriptor: int, mode: int, caller: Caller) -> os.stat_result:
+    def _hand_over(self, directory: HostInode, descriptor: int, mode: int, caller: Caller) -> os.stat_result:
         """Give a new inode to the caller, with its set-id bits."""
         seen = os.fstat(descriptor)
         path = proc_path(descriptor)
@@ -132,4 +134,4 @@ def _check_ours(seen: os.stat_result, kind: int, uid: int) -> None:
     """ESTALE where somebody has replaced what was just made."""
     links = seen.st_nlink if kind != stat.S_IFDIR else 1
     if stat.S_IFMT(seen.st_mode) != kind or seen.st_uid != uid or links != 1:
-        raise fail(errno.ESTALE)
+        raise os_error(errno.ESTALE)

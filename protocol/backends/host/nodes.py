@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from protocol.backends.host.scan import Scan
 
-__all__ = ["Key", "Node", "Place", "Table"]
+__all__ = ["HostDentry", "HostInode", "HostInodeTable", "Key"]
 
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 
@@ -36,7 +36,7 @@ _DEVICE_BITS: Final = 48
 _FIRST_SPARE: Final = 1 << 61
 
 
-class Node:
+class HostInode:
     """An inode of the host that the kernel knows, or knew a moment ago.
 
     `fd`: of a directory an O_PATH descriptor, of a regular file one to read (and with `writable`, to write);
@@ -50,13 +50,13 @@ class Node:
         "scan", "used", "writable",
     )  # fmt: skip
 
-    def __init__(self, number: int, key: Key, kind: int, parent: Node | None, name: bytes) -> None:
+    def __init__(self, number: int, key: Key, kind: int, parent: HostInode | None, name: bytes) -> None:
         self.number = number
         self.key = key
         self.kind = kind
         self.parent = parent
         self.name = name
-        self.more: list[Place] | None = None
+        self.more: list[HostDentry] | None = None
         self.lookups = 0
         self.kids = 0
         self.fd = -1
@@ -75,26 +75,26 @@ class Node:
         """Whether `seen` is of this inode: or of one to which the host gave the number again, of the same kind."""
         return (seen.st_dev, seen.st_ino) == self.key and seen.st_mode & _KIND == self.kind
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[HostDentry]:
         """Where it was seen, the last one first."""
         if self.parent is not None:
             yield self.parent, self.name
         yield from self.more or ()
 
 
-Place: TypeAlias = tuple[Node, bytes]
+HostDentry: TypeAlias = tuple[HostInode, bytes]
 
 
-class Table:
+class HostInodeTable:
     """The nodes by number and by what the host knows them by.  `release` closes what a node has open."""
 
-    def __init__(self, root: stat_result, release: Callable[[Node], None]) -> None:
-        self.root = Node(ROOT_INODE, (root.st_dev, root.st_ino), stat.S_IFDIR, None, b"")
+    def __init__(self, root: stat_result, release: Callable[[HostInode], None]) -> None:
+        self.root = HostInode(ROOT_INODE, (root.st_dev, root.st_ino), stat.S_IFDIR, None, b"")
         self._device = root.st_dev
         self._release = release
         self._by_number = {ROOT_INODE: self.root}
         self._by_key = {self.root.key: self.root}
-        self._idle: dict[Node, None] = {}
+        self._idle: dict[HostInode, None] = {}
         self._devices: list[int] = []
         self._next_spare = _FIRST_SPARE
         self.get: Final = self._by_number.get
@@ -102,14 +102,14 @@ class Table:
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[HostInode]:
         return iter(tuple(self._by_number.values()))
 
-    def at(self, seen: stat_result) -> Node | None:
+    def at(self, seen: stat_result) -> HostInode | None:
         """The node of an inode that the host showed, if it is known."""
         return self._by_key.get((seen.st_dev, seen.st_ino))
 
-    def enter(self, parent: Node, name: bytes, seen: stat_result) -> Node:
+    def enter(self, parent: HostInode, name: bytes, seen: stat_result) -> HostInode:
         """The node of what the host showed as `name` in `parent`."""
         key = (seen.st_dev, seen.st_ino)
         node = self._by_key.get(key)
@@ -119,7 +119,7 @@ class Table:
                     self.add_place(node, parent, name)
                 return node
             self.lose(node)  # the host gave the number of a removed inode to another one
-        node = Node(self._free_number(key), key, seen.st_mode & _KIND, parent, name)
+        node = HostInode(self._free_number(key), key, seen.st_mode & _KIND, parent, name)
         self._by_number[node.number] = self._by_key[key] = node
         self._hold(parent)
         self._idle[node] = None
@@ -127,13 +127,13 @@ class Table:
             self._drop(next(iter(self._idle)))
         return node
 
-    def enter_unnamed(self, seen: stat_result) -> Node:
+    def enter_unnamed(self, seen: stat_result) -> HostInode:
         """The node of what the host made without a name."""
         key = (seen.st_dev, seen.st_ino)
         known = self._by_key.get(key)
         if known is not None:
             self.lose(known)
-        node = Node(self._free_number(key), key, seen.st_mode & _KIND, None, b"")
+        node = HostInode(self._free_number(key), key, seen.st_mode & _KIND, None, b"")
         self._by_number[node.number] = self._by_key[key] = node
         self._idle[node] = None
         return node
@@ -161,7 +161,7 @@ class Table:
         return number
 
     # -- lifetime ----------------------------------------------------------------------------
-    def look_up(self, node: Node) -> None:
+    def look_up(self, node: HostInode) -> None:
         """Add a lookup."""
         if not node.lookups:
             self._idle.pop(node, None)
@@ -175,11 +175,11 @@ class Table:
         node.lookups = max(0, node.lookups - count)
         self._settle(node)
 
-    def _hold(self, node: Node) -> None:
+    def _hold(self, node: HostInode) -> None:
         node.kids += 1
         self._idle.pop(node, None)
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: HostInode) -> None:
         """Make a node that nothing holds idle, or drop it when it can be reached by no name any more."""
         if node.lookups or node.kids or node is self.root:
             return
@@ -191,7 +191,7 @@ class Table:
         if len(self._idle) > IDLE_NODES:
             self._drop(next(iter(self._idle)))
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: HostInode) -> None:
         self._idle.pop(node, None)
         if self._by_number.pop(node.number, None) is None:
             return
@@ -202,12 +202,12 @@ class Table:
             self._let_go(parent)
         node.parent, node.more = None, None
 
-    def _let_go(self, parent: Node) -> None:
+    def _let_go(self, parent: HostInode) -> None:
         parent.kids -= 1
         self._settle(parent)
 
     # -- names -------------------------------------------------------------------------------
-    def add_place(self, node: Node, parent: Node, name: bytes) -> None:
+    def add_place(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """`node` was seen as `name` in `parent`.  A directory is at one place, other inodes have links."""
         if node is self.root:
             return
@@ -230,7 +230,7 @@ class Table:
         node.more.insert(0, (former, node.name))
         node.parent, node.name = place
 
-    def remove_place(self, node: Node, parent: Node, name: bytes) -> None:
+    def remove_place(self, node: HostInode, parent: HostInode, name: bytes) -> None:
         """`node` is not `name` in `parent` any more."""
         if node.parent is parent and node.name == name:
             if node.more:
@@ -245,7 +245,7 @@ class Table:
         if node.parent is None:
             self._settle(node)
 
-    def lose(self, node: Node) -> None:
+    def lose(self, node: HostInode) -> None:
         """The host's inode of `node` is gone: whoever still holds the number is told so."""
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
@@ -254,7 +254,7 @@ class Table:
 
     def check_invariants(self) -> None:
         """AssertionError where the table contradicts itself."""
-        kids: dict[Node, int] = {}
+        kids: dict[HostInode, int] = {}
         for node in self._by_number.values():
             assert self._by_number[node.number] is node
             assert node.lost or self._by_key[node.key] is node, (node.number, node.name)

@@ -12,15 +12,15 @@ import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from protocol.directory_cookies import Listing
+from protocol.directory_cookies import DirectoryCookies
 
 if TYPE_CHECKING:
     from os import stat_result
 
-__all__ = ["Entry", "Scan"]
+__all__ = ["HostEntry", "Scan"]
 
 
-class Entry(NamedTuple):
+class HostEntry(NamedTuple):
     """What a directory says of a name: the inode's number on the host, and its type (0: it does not say)."""
 
     inode: int
@@ -33,12 +33,12 @@ class Scan:
     __slots__ = ("_entries", "_listing")
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
-        self._listing: Final = Listing(())
+        self._entries: dict[bytes, HostEntry] = {}
+        self._listing: Final = DirectoryCookies(())
 
     def refresh(self, descriptor: int) -> None:
         """Read the directory of a readable descriptor anew."""
-        entries = {os.fsencode(entry.name): Entry(entry.inode(), _kind(entry)) for entry in os.scandir(descriptor)}
+        entries = {os.fsencode(entry.name): HostEntry(entry.inode(), _kind(entry)) for entry in os.scandir(descriptor)}
         for name in self._entries.keys() - entries.keys():
             self._listing.remove(name)
         for name in entries:
@@ -50,14 +50,14 @@ class Scan:
         """`name` was made, or stands for something else now."""
         if name not in self._entries:
             self._listing.add(name)
-        self._entries[name] = Entry(seen.st_ino, stat.S_IFMT(seen.st_mode))
+        self._entries[name] = HostEntry(seen.st_ino, stat.S_IFMT(seen.st_mode))
 
     def remove(self, name: bytes) -> None:
         """`name` was removed, if it was here."""
         if self._entries.pop(name, None) is not None:
             self._listing.remove(name)
 
-    def after(self, cookie: int) -> Iterator[tuple[int, bytes, Entry]]:
+    def after(self, cookie: int) -> Iterator[tuple[int, bytes, HostEntry]]:
         """Cookie, name and entry of all that come after `cookie`."""
         for at, name in self._listing.after(cookie):
             yield at, name, self._entries[name]

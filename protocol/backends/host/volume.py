@@ -22,14 +22,14 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.host.attributes import Seen, seen_as
+from protocol.backends.host.attributes import HostAttributes, seen_as
 from protocol.backends.host.beside import Beside
 from protocol.backends.host.changing import change, without_privileges
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.making import Maker
-from protocol.backends.host.nodes import Node, Table
+from protocol.backends.host.nodes import HostInode, HostInodeTable
 from protocol.backends.host.scan import Scan
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.linux import posix_acl, syscalls
 from protocol.linux.beneath import open_beneath, proc_path
 from protocol.volume import (
@@ -37,8 +37,8 @@ from protocol.volume import (
     RENAME_EXCHANGE,
     RENAME_WHITEOUT,
     AttributeChanges,
+    CacheInvalidation,
     Caller,
-    Coherence,
     DirectoryEntry,
     StatFs,
 )
@@ -69,10 +69,10 @@ class HostVolume:
         self.path = os.fspath(path)
         self.read_only = read_only
         self._descriptors = Descriptors(root, descriptors)
-        self._table = Table(os.fstat(root), self._release)
+        self._table = HostInodeTable(os.fstat(root), self._release)
         self._descriptors.bind(self._table)
         self._maker = Maker(self._descriptors)
-        self._scans: dict[Node, None] = {}
+        self._scans: dict[HostInode, None] = {}
         self._beside = Beside(self._table, self._descriptors, self._forget_scan)
         # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
         self.supports_acl: Final = _keeps_acls(root)
@@ -95,7 +95,7 @@ class HostVolume:
         """What is at `paths` is about to be changed by one who will call `changed_beside`: who has it open goes on."""
         self._beside.hold(paths)
 
-    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
+    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
         """What the kernel must be told after somebody made `changes`, or part of them, in the directory."""
         return self._beside.settle(changes)
 
@@ -104,7 +104,7 @@ class HostVolume:
         self._beside.let_go()
 
     # -- inodes ----------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> Seen:
+    def lookup(self, parent: int, name: bytes) -> HostAttributes:
         """See `protocol.volume.Volume`, as for all that follow."""
         directory = self._node(parent)
         if name in _DOTS:
@@ -118,7 +118,7 @@ class HostVolume:
         self._table.look_up(node)
         return seen_as(node, seen, self._birth)
 
-    def _enter(self, directory: Node, name: bytes, seen: os.stat_result) -> Node:
+    def _enter(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostInode:
         if seen.st_dev != directory.key[0]:
             # A mount point, or a subvolume, which is the same mount.
             os.close(open_beneath(self._directory(directory), name, os.O_PATH, same_mount=True))
@@ -127,11 +127,11 @@ class HostVolume:
     def forget(self, inode: int, count: int) -> None:
         self._table.forget(inode, count)
 
-    def getattr(self, inode: int) -> Seen:
+    def getattr(self, inode: int) -> HostAttributes:
         node = self._node(inode)
         return seen_as(node, self._stat(node), self._birth)
 
-    def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+    def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         self._check_writable()
         node = self._node(inode)
         if changes.size is not None:
@@ -142,15 +142,15 @@ class HostVolume:
     def readlink(self, inode: int) -> bytes:
         node = self._node(inode)
         if node.kind != stat.S_IFLNK:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         with self._descriptors.of(node) as descriptor:
             return os.readlink(b"", dir_fd=descriptor)
 
     # -- making and removing entries ---------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind in {stat.S_IFDIR, stat.S_IFLNK}:
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)
         if kind != stat.S_IFREG:
             return self._made(directory, name, self._maker.special(directory, name, kind, mode, rdev, caller))
@@ -160,15 +160,15 @@ class HostVolume:
         self._descriptors.keep_file(made.node, descriptor, writable=True)
         return made
 
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> HostAttributes:
         directory = self._room_for(parent, name)
         return self._made(directory, name, self._maker.directory(directory, name, mode, caller))
 
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Seen:
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> HostAttributes:
         directory = self._room_for(parent, name)
         return self._made(directory, name, self._maker.symlink(directory, name, target, caller))
 
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
         self._check_writable()
         descriptor, seen = self._maker.tmpfile(self._node(parent), mode, caller)
         node = self._table.enter_unnamed(seen)
@@ -177,10 +177,10 @@ class HostVolume:
         self._descriptors.keep_file(node, descriptor, writable=True)
         return seen_as(node, seen, self._birth)
 
-    def link(self, inode: int, parent: int, name: bytes) -> Seen:
+    def link(self, inode: int, parent: int, name: bytes) -> HostAttributes:
         node = self._node(inode)
         if node.is_dir:
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)
         with self._descriptors.held(), self._descriptors.of(node) as descriptor:
             os.link(proc_path(descriptor), name, dst_dir_fd=self._directory(directory), follow_symlinks=True)
@@ -192,7 +192,7 @@ class HostVolume:
             directory.scan.add(name, seen)
         return seen_as(node, seen, self._birth)
 
-    def _made(self, directory: Node, name: bytes, seen: os.stat_result) -> Seen:
+    def _made(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostAttributes:
         known = self._table.at(seen)
         if known is not None:
             self._table.lose(known)  # what is new is nobody's that was known
@@ -207,9 +207,9 @@ class HostVolume:
 
     def rmdir(self, parent: int, name: bytes) -> None:
         if name == _DOT:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if name == _DOT_DOT:
-            raise fail(errno.ENOTEMPTY)
+            raise os_error(errno.ENOTEMPTY)
         self._remove(parent, name, rmdir=True)
 
     def _remove(self, parent: int, name: bytes, *, rmdir: bool) -> None:
@@ -227,7 +227,7 @@ class HostVolume:
         if node is not None:
             self._gone_from(node, directory, name)
 
-    def _held_through_removal(self, directory: Node, name: bytes) -> Node | None:
+    def _held_through_removal(self, directory: HostInode, name: bytes) -> HostInode | None:
         """The known node at a place that is about to be taken from it; open, if anybody looks at it."""
         seen = os.stat(name, dir_fd=self._directory(directory), follow_symlinks=False)
         node = self._table.at(seen)
@@ -236,11 +236,11 @@ class HostVolume:
             return None
         return node
 
-    def _still_there(self, node: Node | None) -> None:
+    def _still_there(self, node: HostInode | None) -> None:
         if node is not None and node.parent is not None:
             self._descriptors.unpin(node)
 
-    def _gone_from(self, node: Node, directory: Node, name: bytes) -> None:
+    def _gone_from(self, node: HostInode, directory: HostInode, name: bytes) -> None:
         if node.is_dir:
             self._forget_scan(node)
         self._table.remove_place(node, directory, name)
@@ -286,7 +286,7 @@ class HostVolume:
             if flags & RENAME_WHITEOUT and source.scan is not None:
                 source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
 
-    def _rename_on_host(self, source: Node, name: bytes, target: Node, new_name: bytes, flags: int) -> None:
+    def _rename_on_host(self, source: HostInode, name: bytes, target: HostInode, new_name: bytes, flags: int) -> None:
         old, new = self._directory(source), self._directory(target)
         if flags:
             syscalls.renameat2(old, name, new, new_name, flags)
@@ -294,7 +294,13 @@ class HostVolume:
             os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
     def _moved(
-        self, node: Node | None, seen: os.stat_result, source: Node, name: bytes, target: Node, new_name: bytes
+        self,
+        node: HostInode | None,
+        seen: os.stat_result,
+        source: HostInode,
+        name: bytes,
+        target: HostInode,
+        new_name: bytes,
     ) -> None:
         if source.scan is not None:
             source.scan.remove(name)
@@ -305,7 +311,9 @@ class HostVolume:
             if (source, name) != (target, new_name):
                 self._table.remove_place(node, source, name)
 
-    def _exchanged(self, victim: Node | None, target: Node, new_name: bytes, source: Node, name: bytes) -> None:
+    def _exchanged(
+        self, victim: HostInode | None, target: HostInode, new_name: bytes, source: HostInode, name: bytes
+    ) -> None:
         """The other half of an exchange, of which `_moved` has done the first."""
         if source.scan is not None:
             source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
@@ -327,7 +335,7 @@ class HostVolume:
                 os.close(descriptor)
         return self._entries(directory, scan, cookie)
 
-    def _entries(self, directory: Node, scan: Scan, cookie: int) -> Iterator[DirectoryEntry]:
+    def _entries(self, directory: HostInode, scan: Scan, cookie: int) -> Iterator[DirectoryEntry]:
         if cookie < 1:
             yield DirectoryEntry(_DOT, directory.number, stat.S_IFDIR, 1)
         if cookie < 2:
@@ -336,7 +344,7 @@ class HostVolume:
         for at, name, entry in scan.after(cookie):
             yield DirectoryEntry(name, number_of((device, entry.inode)), entry.kind, at)
 
-    def _scan_of(self, directory: Node) -> Scan:
+    def _scan_of(self, directory: HostInode) -> Scan:
         if directory.scan is None:
             directory.scan = Scan()
             if len(self._scans) >= SCANS_KEPT:
@@ -346,7 +354,7 @@ class HostVolume:
         self._scans[directory] = None
         return directory.scan
 
-    def _forget_scan(self, directory: Node) -> None:
+    def _forget_scan(self, directory: HostInode) -> None:
         directory.scan = None
         self._scans.pop(directory, None)
 
@@ -356,10 +364,10 @@ class HostVolume:
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         descriptor = self._descriptors.file(self._node(inode), write=True)
         if offset + len(data) > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         written = os.pwrite(descriptor, data, offset)
         if kill_privileges:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -371,9 +379,9 @@ class HostVolume:
         self._check_writable()
         descriptor = self._descriptors.file(self._node(inode), write=True)
         if offset < 0 or length <= 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if offset + length > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         syscalls.fallocate(descriptor, mode, offset, length)
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
@@ -435,23 +443,23 @@ class HostVolume:
             os.removexattr(proc_path(descriptor), name)
 
     # -- helpers -----------------------------------------------------------------------------------
-    def _node(self, inode: int) -> Node:
+    def _node(self, inode: int) -> HostInode:
         node = self._table.get(inode)
         if node is None:
-            raise fail(errno.ENOENT, f"inode {inode}")
+            raise os_error(errno.ENOENT, f"inode {inode}")
         return node
 
-    def _directory(self, node: Node) -> int:
+    def _directory(self, node: HostInode) -> int:
         return self._descriptors.directory(node)
 
-    def _room_for(self, parent: int, name: bytes) -> Node:
+    def _room_for(self, parent: int, name: bytes) -> HostInode:
         self._check_writable()
         if name in _DOTS:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         _check_name(name)
         return self._node(parent)
 
-    def _stat(self, node: Node) -> os.stat_result:
+    def _stat(self, node: HostInode) -> os.stat_result:
         """What the host says of the very inode of `node`."""
         if node.pin >= 0:
             return os.fstat(node.pin)
@@ -470,14 +478,14 @@ class HostVolume:
         with self._descriptors.of(node) as descriptor:  # by its other names, or ESTALE
             return os.fstat(descriptor)
 
-    def _birth(self, node: Node) -> int:
+    def _birth(self, node: HostInode) -> int:
         try:
             with self._descriptors.of(node) as descriptor:
                 return syscalls.birth_ns(descriptor)
         except OSError:
             return 0
 
-    def _release(self, node: Node) -> None:
+    def _release(self, node: HostInode) -> None:
         self._descriptors.release(node)
         # While it is merely idle, whoever is listing it may still go on.
         if node.scan is not None and self._table.get(node.number) is not node:
@@ -485,22 +493,22 @@ class HostVolume:
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
 
 
 def _check_name(name: bytes) -> None:
     """A name is one step: with a slash it would be many, and could lead anywhere."""
     if b"/" in name or not name:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
 
 
-def _check_size(node: Node, size: int) -> None:
+def _check_size(node: HostInode, size: int) -> None:
     if node.kind != stat.S_IFREG:
-        raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
+        raise os_error(errno.EISDIR if node.is_dir else errno.EINVAL)
     if size < 0:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     if size > MAX_FILE_BYTES:
-        raise fail(errno.EFBIG)
+        raise os_error(errno.EFBIG)
 
 
 def _keeps_acls(root: int) -> bool:

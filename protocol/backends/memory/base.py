@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.history.snapshots import Snapshots
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES, UNLIMITED, version_bytes, xattrs_bytes
-from protocol.backends.memory.state import State
-from protocol.errors import fail
+from protocol.backends.memory.state import MemoryState
+from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
-    from protocol.volume import Coherence
+    from protocol.volume import CacheInvalidation
 
 __all__ = ["PAGE_BYTES", "Base", "missing", "shown"]
 
@@ -54,12 +54,12 @@ class Base(Snapshots):
         clock: Callable[[], int] = time.time_ns,
         uid: int | None = None,
         gid: int | None = None,
-        state: State | None = None,
+        state: MemoryState | None = None,
         max_memory: int | None = None,
     ) -> None:
         owner = os.getuid() if uid is None else uid
         group = os.getgid() if gid is None else gid
-        super().__init__(state or State(clock, owner, group))
+        super().__init__(state or MemoryState(clock, owner, group))
         self._inodes = self._state.inodes
         self._ledger = self._state.ledger
         self._ledger.set_limit(max_memory)
@@ -75,15 +75,15 @@ class Base(Snapshots):
         try:
             return self._inodes[inode]
         except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
+            raise os_error(errno.ENOENT, f"inode {inode}") from None
 
     def _directory(self, inode: int) -> Inode:
         try:
             node = self._inodes[inode]
         except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
+            raise os_error(errno.ENOENT, f"inode {inode}") from None
         if node.children is None:
-            raise fail(errno.ENOTDIR, f"inode {inode}")
+            raise os_error(errno.ENOTDIR, f"inode {inode}")
         return node
 
     def _parent(self, directory: Inode) -> Inode:
@@ -91,7 +91,7 @@ class Base(Snapshots):
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
 
     # -- limits --------------------------------------------------------------------------------------
     @property
@@ -110,9 +110,9 @@ class Base(Snapshots):
 
     def _check_quota(self, pages: int, inodes: int, memory: int) -> None:
         if pages > 0 and pages > self._page_room():
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         if self.max_inodes is not None and inodes > self.max_inodes:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         if memory:
             self._require(memory)
         self._checked_content = 0
@@ -121,14 +121,14 @@ class Base(Snapshots):
         """ENOSPC where `pages` and `inodes` more are over the quota, or the metadata is."""
         state = self._state
         if pages > 0 and state.pages + pages > self._page_room():
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         if inodes > 0 and self.max_inodes is not None and len(self._inodes) + inodes > self.max_inodes:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         metadata_pages = self._metadata_pages()
         if metadata_pages and state.pages + metadata_pages >= self._max_pages:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
 
-    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> Coherence:
+    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> CacheInvalidation:
         self._checked_content = 0
         return super()._restore_epoch(target, paths)
 
@@ -157,7 +157,7 @@ class Base(Snapshots):
         """ENOSPC where there is no memory for `count` bytes more, whatever automatic snapshots are dropped."""
         ledger = self._ledger
         if ledger.used + count > ledger.ceiling and not self._make_room(count):
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
 
     def _changeable(self, node: Inode, extra: int = 0) -> Inode:
         """The version of `node` that may be changed now.  ENOSPC: no memory for its old one and `extra` bytes."""
@@ -176,7 +176,7 @@ class Base(Snapshots):
 
 def missing(name: bytes) -> OSError:
     """The error for an entry that is not there, or whose name can be none."""
-    return fail(errno.ENAMETOOLONG if len(name) > NAME_MAX else errno.ENOENT, shown(name))
+    return os_error(errno.ENAMETOOLONG if len(name) > NAME_MAX else errno.ENOENT, shown(name))
 
 
 def shown(name: bytes) -> str:

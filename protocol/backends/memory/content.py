@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.blocks import BLOCK_CHARGE_BYTES, PAGE_BYTES, Block, SparseBlock, block_bytes
 from protocol.backends.memory.ledger import Ledger
 from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
-from protocol.errors import fail
+from protocol.errors import os_error
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -181,7 +181,7 @@ class Content:
             start = max(first, page) << _PAGE_SHIFT
             if after > page and start < size:
                 return max(start, offset)
-        raise fail(errno.ENXIO)
+        raise os_error(errno.ENXIO)
 
     def seek_hole(self, offset: int, size: int) -> int:
         """The first byte of a hole at or after `offset`; the end of the file counts as one."""

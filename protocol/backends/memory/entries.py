@@ -10,7 +10,7 @@ from protocol.backends.memory import xattrs
 from protocol.backends.memory.base import Base, missing, shown
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -41,7 +41,7 @@ class Entries(Base):
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
         kind = mode & _KIND or _REGULAR
         if kind in _MADE_OTHERWISE:
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)
         node = self._new(directory, kind | (mode & 0o7777), caller)
         if kind in _DEVICES:
@@ -56,9 +56,9 @@ class Entries(Base):
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Inode:
         if not target:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         if len(target) > SYMLINK_MAX:
-            raise fail(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         directory = self._room_for(parent, name)
         node = self._state.create(stat.S_IFLNK | 0o777, caller.uid, _group(directory, caller))
         self._state.set_target(node, target)
@@ -76,7 +76,7 @@ class Entries(Base):
     def link(self, inode: int, parent: int, name: bytes) -> Inode:
         node = self.getattr(inode)
         if node.is_dir:
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         directory = self._room_for(parent, name, inodes=0)
         node = self._changeable(node)
         node.ctime_ns = self._clock()
@@ -85,19 +85,19 @@ class Entries(Base):
     def unlink(self, parent: int, name: bytes) -> None:
         directory, node = self._victim(parent, name)
         if node.children is not None:
-            raise fail(errno.EISDIR, shown(name))
+            raise os_error(errno.EISDIR, shown(name))
         self._remove(directory, name, node)
 
     def rmdir(self, parent: int, name: bytes) -> None:
         if name == b".":
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if name == b"..":
-            raise fail(errno.ENOTEMPTY)
+            raise os_error(errno.ENOTEMPTY)
         directory, node = self._victim(parent, name)
         if node.children is None:
-            raise fail(errno.ENOTDIR, shown(name))
+            raise os_error(errno.ENOTDIR, shown(name))
         if node.children:
-            raise fail(errno.ENOTEMPTY, shown(name))
+            raise os_error(errno.ENOTEMPTY, shown(name))
         self._remove(directory, name, node)
 
     # -- rename ------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Entries(Base):
         caller: Caller = _SUPERUSER,
     ) -> None:
         if flags and (flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE)):
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         source, node = self._victim(parent, name)
         target = self._directory(new_parent)
         _check_name(new_name)
@@ -127,7 +127,7 @@ class Entries(Base):
             self._exchange(source, name, node, target, new_name, victim)
             return
         if victim is not None and flags & RENAME_NOREPLACE:
-            raise fail(errno.EEXIST, shown(new_name))
+            raise os_error(errno.EEXIST, shown(new_name))
         if target.nlink == 0:
             raise missing(new_name)
         if node.children is not None:
@@ -160,17 +160,17 @@ class Entries(Base):
             return
         while directory.inode != ROOT_INODE:
             if directory is node:
-                raise fail(errno.EINVAL)
+                raise os_error(errno.EINVAL)
             directory = self._parent(directory)
 
     def _check_replaceable(self, node: Inode, victim: Inode, name: bytes) -> None:
         if victim.children is not None:
             if not node.is_dir:
-                raise fail(errno.EISDIR, shown(name))
+                raise os_error(errno.EISDIR, shown(name))
             if victim.children:
-                raise fail(errno.ENOTEMPTY, shown(name))
+                raise os_error(errno.ENOTEMPTY, shown(name))
         elif node.is_dir:
-            raise fail(errno.ENOTDIR, shown(name))
+            raise os_error(errno.ENOTDIR, shown(name))
 
     def _move(
         self, source: Inode, name: bytes, node: Inode, target: Inode, new_name: bytes, victim: Inode | None
@@ -212,7 +212,7 @@ class Entries(Base):
     def _victim(self, parent: int, name: bytes) -> tuple[Inode, Inode]:
         """The directory, and what `name` in it stands for, both about to change."""
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         directory = self._directory(parent)
         try:
             return directory, self._inodes[directory.children[name]]  # type: ignore[index]
@@ -222,7 +222,7 @@ class Entries(Base):
     def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
         """The directory, after making sure that `name` can be made in it."""
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         directory = self._inodes.get(parent)
         if directory is None or directory.children is None:
             directory = self._directory(parent)
@@ -230,7 +230,7 @@ class Entries(Base):
         if len(name) > NAME_MAX or not name or _SLASH in name or 0 in name:
             _check_name(name)
         if name in directory.children or name in _DOTS:
-            raise fail(errno.EEXIST, shown(name))
+            raise os_error(errno.EEXIST, shown(name))
         if directory.nlink == 0:
             raise missing(name)  # removed while it was open
         if self.max_inodes is not None:
@@ -274,9 +274,9 @@ class Entries(Base):
 
 def _check_name(name: bytes) -> None:
     if len(name) > NAME_MAX:
-        raise fail(errno.ENAMETOOLONG)
+        raise os_error(errno.ENAMETOOLONG)
     if not name or _SLASH in name or 0 in name:
-        raise fail(errno.EINVAL, shown(name))
+        raise os_error(errno.EINVAL, shown(name))
 
 
 def _group(directory: Inode, caller: Caller) -> int:

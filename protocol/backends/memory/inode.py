@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory.content import PAGE_BYTES, Content
 
 if TYPE_CHECKING:
-    from protocol.directory_cookies import Listing
+    from protocol.directory_cookies import DirectoryCookies
 
 __all__ = ["DIRECTORY_BASE_BYTES", "DIRECTORY_ENTRY_BYTES", "Inode", "Link"]
 
@@ -74,7 +74,7 @@ class Inode:
         self.links: tuple[Link, ...] = ()
         self.content: Content | None = None
         self.children: dict[bytes, int] | None = None
-        self.listing: Listing | None = None
+        self.listing: DirectoryCookies | None = None
         self.target: bytes | None = None
         self.xattrs: dict[bytes, bytes] | None = None
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
 
 __all__ = ["check", "check_inode", "check_ledger", "check_log"]
 
 
-def check(state: State) -> None:
+def check(state: MemoryState) -> None:
     """Raise AssertionError where an invariant of `state`, `content`, `listing` or `undo` does not hold."""
     for number, inode in state.inodes.items():
         assert inode.inode == number
@@ -55,7 +55,7 @@ def check_inode(inode: Inode) -> None:
         inode.content.check(inode.size)
 
 
-def _check_links(state: State, inode: Inode) -> None:
+def _check_links(state: MemoryState, inode: Inode) -> None:
     assert len(set(inode.links)) == len(inode.links)
     for directory, name in inode.links:
         children = state.inodes[directory].children
@@ -69,7 +69,7 @@ def _check_links(state: State, inode: Inode) -> None:
         assert len(inode.links) == (1 if inode.nlink else 0)
 
 
-def _check_directory(state: State, directory: Inode) -> None:
+def _check_directory(state: MemoryState, directory: Inode) -> None:
     children = directory.children
     assert children is not None
     subdirectories = 0
@@ -88,7 +88,7 @@ def _check_directory(state: State, directory: Inode) -> None:
         assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))
 
 
-def _check_reachable(state: State) -> None:
+def _check_reachable(state: MemoryState) -> None:
     """Every linked inode can be reached from the root: no cycle, no island."""
     seen = {ROOT_INODE}
     todo = [ROOT_INODE]
@@ -101,7 +101,7 @@ def _check_reachable(state: State) -> None:
     assert linked == seen, linked ^ seen
 
 
-def _check_counters(state: State) -> None:
+def _check_counters(state: MemoryState) -> None:
     linked = [inode for inode in state.inodes.values() if inode.nlink]
     assert state.pages == sum(inode.pages for inode in state.inodes.values()), "pages"
     assert state.directories == sum(inode.is_dir for inode in linked), "directories"
@@ -109,7 +109,7 @@ def _check_counters(state: State) -> None:
     assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
 
 
-def check_log(state: State) -> None:
+def check_log(state: MemoryState) -> None:
     """What holds of the undo log."""
     log = state.log
     epochs = log.epochs()
@@ -126,7 +126,7 @@ def check_log(state: State) -> None:
         _check_epoch(state, epoch)
 
 
-def _check_epoch(state: State, epoch: Epoch) -> None:
+def _check_epoch(state: MemoryState, epoch: Epoch) -> None:
     for number, version in epoch.inodes.items():
         if version is not None:
             assert version.inode == number
@@ -141,7 +141,7 @@ def _check_epoch(state: State, epoch: Epoch) -> None:
         assert 0 < directory < state.next_inode
 
 
-def check_ledger(state: State, live: Iterable[Inode]) -> None:
+def check_ledger(state: MemoryState, live: Iterable[Inode]) -> None:
     """The figures of the ledger, against what is there: the `live` inodes, and what the epochs hold."""
     ledger = state.ledger
     live = list(live)
@@ -185,7 +185,7 @@ def _shared(inodes: list[Inode], known: dict[int, int]) -> tuple[dict[int, int],
     return holders, alone + sum(sizes.values())
 
 
-def _record_bytes(state: State) -> int:
+def _record_bytes(state: MemoryState) -> int:
     """The charge of the epochs, and of all pre-images that are no versions."""
     charge = 0
     for epoch in state.log.epochs():

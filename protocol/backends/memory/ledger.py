@@ -43,7 +43,7 @@ import errno
 import threading
 from typing import TYPE_CHECKING, Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 if TYPE_CHECKING:
     from protocol.backends.memory.content import Block, Content
@@ -202,7 +202,7 @@ class Ledger:
         """Charge `count` bytes of overhead, borrowed where there is a lender.  OSError (ENOSPC)."""
         missing = self.used + count - self.ceiling
         if missing > 0 and not self.borrow(missing):
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         self.charge_overhead(count)
 
     def release(self, count: int) -> None:

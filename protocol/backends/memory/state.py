@@ -1,4 +1,4 @@
-"""State: the live inodes of a memory volume, and the primitives that change them and can be undone.
+"""MemoryState: the live inodes of a memory volume, and the primitives that change them and can be undone.
 
 Every change goes through here, so that the undo log, the counters and the links agree.  What POSIX
 says of an operation is the volume's business, not this module's.
@@ -34,7 +34,7 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from protocol.volume import SnapshotInfo
 
-__all__ = ["State"]
+__all__ = ["MemoryState"]
 
 _KIND: Final = 0o170000  # S_IFMT as a mask
 _DIRECTORY: Final = stat.S_IFDIR
@@ -42,7 +42,7 @@ _REGULAR: Final = stat.S_IFREG
 _DIRECTORY_MODE: Final = _DIRECTORY | 0o755
 
 
-class State:
+class MemoryState:
     """The live inodes, their counters and the undo log."""
 
     def __init__(self, clock: Callable[[], int], uid: int, gid: int) -> None:
@@ -57,7 +57,9 @@ class State:
         self.files = 0  # with links, no directories
         self.directories = 0  # with links
         self.size_bytes = 0  # of regular files with links
-        self.destination: State | None = None  # whose inode numbers the inodes here have, so that they can go there
+        self.destination: MemoryState | None = (
+            None  # whose inode numbers the inodes here have, so that they can go there
+        )
         self.revived: dict[int, Inode] = {}  # in this transaction, though still open: what they were before it
         root = self.create(_DIRECTORY_MODE, uid, gid)
         root.lookups = 1  # the kernel's, never forgotten

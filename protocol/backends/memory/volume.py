@@ -22,8 +22,8 @@ from protocol.backends.memory.entries import Entries
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.invariants import check
 from protocol.backends.memory.ledger import RESERVE_BYTES, SLACK_BYTES
-from protocol.directory_cookies import Listing
-from protocol.errors import fail
+from protocol.directory_cookies import DirectoryCookies
+from protocol.errors import os_error
 from protocol.volume import (
     NAME_MAX,
     AttributeChanges,
@@ -169,7 +169,7 @@ class MemoryVolume(Entries):
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Inode:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         node = self.getattr(inode)
         mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, kill_privileges = changes
         if size is not None:
@@ -204,7 +204,7 @@ class MemoryVolume(Entries):
     def readlink(self, inode: int) -> bytes:
         node = self.getattr(inode)
         if node.target is None:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         self._accessed(node)
         return node.target
 
@@ -221,7 +221,7 @@ class MemoryVolume(Entries):
         directory = self._directory(inode)
         self._accessed(directory)
         if directory.listing is None:
-            directory.listing = Listing(directory.children or ())
+            directory.listing = DirectoryCookies(directory.children or ())
         chunks = self._chunks(directory, directory.listing, cookie)
         return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
 
@@ -232,7 +232,7 @@ class MemoryVolume(Entries):
                 yield name, node.inode, node.mode, dot
 
     def _chunks(
-        self, directory: Inode, listing: Listing, cookie: int
+        self, directory: Inode, listing: DirectoryCookies, cookie: int
     ) -> Iterator[Iterator[tuple[bytes, int, int, int]]]:
         children = directory.children
         assert children is not None
@@ -254,7 +254,7 @@ class MemoryVolume(Entries):
         try:
             node = self._inodes[inode]
         except KeyError:
-            raise fail(errno.ENOENT, f"inode {inode}") from None
+            raise os_error(errno.ENOENT, f"inode {inode}") from None
         content = node.content
         if content is None:
             self._check_regular(node)
@@ -270,7 +270,7 @@ class MemoryVolume(Entries):
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
         node = self._inodes.get(inode) or self.getattr(inode)
         length = len(data)
         end = offset + length
@@ -344,7 +344,7 @@ class MemoryVolume(Entries):
                 high = middle - 1
         fitting = (offset // PAGE_BYTES + low) * PAGE_BYTES - offset
         if fitting <= 0:
-            raise fail(errno.ENOSPC)
+            raise os_error(errno.ENOSPC)
         return fitting
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
@@ -352,11 +352,11 @@ class MemoryVolume(Entries):
         node = self.getattr(inode)
         self._check_regular(node)
         if offset < 0 or length <= 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if mode not in (0, _FALLOC_KEEP_SIZE, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE):
-            raise fail(errno.EOPNOTSUPP)
+            raise os_error(errno.EOPNOTSUPP)
         if offset + length > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         state = self._state
         if mode & _FALLOC_PUNCH_HOLE:
             node = self._changeable(node)
@@ -376,13 +376,13 @@ class MemoryVolume(Entries):
         node = self.getattr(inode)
         self._check_regular(node)
         if offset < 0 or offset >= node.size:
-            raise fail(errno.ENXIO)
+            raise os_error(errno.ENXIO)
         if whence == os.SEEK_HOLE:
             return node.content.seek_hole(offset, node.size) if node.content else offset
         if whence != os.SEEK_DATA:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if node.content is None:
-            raise fail(errno.ENXIO)
+            raise os_error(errno.ENXIO)
         return node.content.seek_data(offset, node.size)
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
@@ -390,7 +390,7 @@ class MemoryVolume(Entries):
         self._check_regular(node)
         length = max(0, min(length, node.size - source_offset))
         if source == target and source_offset < target_offset + length and target_offset < source_offset + length:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         done = 0
         while done < length:
             # Past `read`: the kernel would go on to show the source's old atime, until it asks for another reason.
@@ -423,7 +423,7 @@ class MemoryVolume(Entries):
     def getxattr(self, inode: int, name: bytes) -> bytes:
         value = self.find_xattr(inode, name)
         if value is None:
-            raise fail(errno.ENODATA)
+            raise os_error(errno.ENODATA)
         return value
 
     def find_xattr(self, inode: int, name: bytes) -> bytes | None:
@@ -486,21 +486,21 @@ class MemoryVolume(Entries):
 
     def _check_regular(self, node: Inode) -> None:
         if not node.is_file:
-            raise fail(errno.EISDIR if node.is_dir else errno.EINVAL)
+            raise os_error(errno.EISDIR if node.is_dir else errno.EINVAL)
 
     def _check_write(self, node: Inode, offset: int, end: int) -> None:
         self._check_regular(node)
         if offset < 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if offset < end > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
 
     def _check_size(self, node: Inode, size: int) -> None:
         self._check_regular(node)
         if size < 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if size > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
 
 
 def _set_bytes(name: bytes, value: bytes) -> int:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
@@ -45,11 +45,11 @@ def check_name(name: bytes) -> None:
         return
     namespace, _, rest = name.partition(b".")
     if namespace not in _NAMESPACES or len(namespace) == len(name):
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
     if not rest:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     if len(name) > NAME_MAX:
-        raise fail(errno.ERANGE)
+        raise os_error(errno.ERANGE)
 
 
 def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags: int) -> tuple[int, Xattrs | None]:
@@ -57,9 +57,9 @@ def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags
     check_name(name)
     present = xattrs is not None and name in xattrs
     if flags & os.XATTR_CREATE and present:
-        raise fail(errno.EEXIST)
+        raise os_error(errno.EEXIST)
     if flags & os.XATTR_REPLACE and not present:
-        raise fail(errno.ENODATA)
+        raise os_error(errno.ENODATA)
     kept: bytes | None = value
     if name in _ACLS:
         mode, kept = _acl_to_keep(mode, name, value)
@@ -67,19 +67,19 @@ def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags
     if kept is None:
         return mode, others or None
     if sum(len(key) + len(other) for key, other in others.items()) + len(name) + len(kept) > XATTRS_MAX_BYTES:
-        raise fail(errno.ENOSPC)
+        raise os_error(errno.ENOSPC)
     # What is replaced keeps its place in the list.
     return mode, {**(xattrs or {}), name: kept}
 
 
 def _acl_to_keep(mode: int, name: bytes, value: bytes) -> tuple[int, bytes | None]:
     if stat.S_ISLNK(mode):
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
     if name == posix_acl.ACCESS:
         return posix_acl.access_acl(mode, value)
     empty = posix_acl.is_empty(value)
     if not stat.S_ISDIR(mode) and not empty:
-        raise fail(errno.EACCES)
+        raise os_error(errno.EACCES)
     return mode, None if empty else value
 
 
@@ -89,7 +89,7 @@ def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
     if xattrs is None or name not in xattrs:
         if name in _ACLS:
             return xattrs
-        raise fail(errno.ENODATA)
+        raise os_error(errno.ENODATA)
     return {key: value for key, value in xattrs.items() if key != name} or None
 
 

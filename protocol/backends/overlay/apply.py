@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.journal import Journal, Recovered, is_left, journal
+from protocol.backends.overlay.journal import ApplyJournal, Recovered, is_left, journal
 from protocol.backends.overlay.lower import RESERVED, ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, attributes_of, place, set_attributes, set_by_name
 from protocol.diff.tree_diff import Change, changes
@@ -110,7 +110,7 @@ def apply(
     return result
 
 
-def _write(run: _Run, begun: Journal, found: Sequence[Change], result: Applied) -> None:
+def _write(run: _Run, begun: ApplyJournal, found: Sequence[Change], result: Applied) -> None:
     try:
         run.write(found, begun)
     except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
@@ -249,7 +249,7 @@ class _Run:
         return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
 
     # -- staging -----------------------------------------------------------------------------------
-    def write(self, found: Sequence[Change], begun: Journal) -> None:
+    def write(self, found: Sequence[Change], begun: ApplyJournal) -> None:
         """Do what there is to do."""
         # Also of what is not to be written now.
         self._changed = {change.path for change in changes(self._base, self._live)}
@@ -269,7 +269,7 @@ class _Run:
         steps.sync()
         begun.done()
 
-    def _plan(self, todo: Sequence[Change], begun: Journal) -> Iterator[Step]:
+    def _plan(self, todo: Sequence[Change], begun: ApplyJournal) -> Iterator[Step]:
         in_place = []
         for change in todo:
             if change.new is not None:
@@ -296,7 +296,7 @@ class _Run:
                     self._check_again(change, there)
                     yield Step("remove", change.path, identity(there))
 
-    def _put(self, change: Change, new: TreeEntry, begun: Journal) -> Iterator[Step]:
+    def _put(self, change: Change, new: TreeEntry, begun: ApplyJournal) -> Iterator[Step]:
         there = self._stat(change.path)
         seen = None if there is None else identity(there)
         if there is not None and not (new.is_dir and stat.S_ISDIR(there.st_mode)):
@@ -323,7 +323,7 @@ class _Run:
             return
         raise ChangedBelowError(change.path)
 
-    def _stage(self, new: TreeEntry, begun: Journal) -> bytes:
+    def _stage(self, new: TreeEntry, begun: ApplyJournal) -> bytes:
         directory, name, staged = begun.stage(new.path)
         if not self._link_other(directory, name, new):
             self._make(directory, name, new)

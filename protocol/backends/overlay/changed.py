@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from protocol.diff.tree_diff import changes
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["changed_tree"]
@@ -33,7 +33,7 @@ class _ChangedTree:
 
     def _check(self, path: bytes) -> None:
         if path not in self._shown:
-            raise fail(2, path.decode("utf-8", "backslashreplace"))
+            raise os_error(2, path.decode("utf-8", "backslashreplace"))
 
     def entry(self, path: bytes) -> TreeEntry:
         """See `protocol.tree.Tree`, as for all that follow."""

@@ -1,4 +1,4 @@
-"""Journal: what makes an apply one change of the directory below, whenever it is killed.
+"""ApplyJournal: what makes an apply one change of the directory below, whenever it is killed.
 
 All that an apply is to put in place is staged first, in `.vfsd-apply` in that directory: so that putting it there is
 a rename, and whoever comes next finds it.  Then the steps are written into `plan`, at once: that is the commit.
@@ -35,7 +35,7 @@ from protocol.backends.overlay.steps import Step, Steps, place
 from protocol.linux.beneath import Handle, open_beneath
 from protocol.linux.regular_file import open_regular, read_regular
 
-__all__ = ["Journal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
+__all__ = ["ApplyJournal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
 
 _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"
@@ -86,7 +86,7 @@ def _named(paths: Sequence[bytes]) -> str:
     return ": " + ", ".join(names) + (", ..." if len(paths) > _NAMED else "")
 
 
-class Journal:
+class ApplyJournal:
     """The journal of one apply, locked.  `before` is called before each change that it makes on the disk."""
 
     def __init__(self, root: int, directory: Handle, before: _Step) -> None:
@@ -269,7 +269,7 @@ class Journal:
 
 
 def _is_staged_elsewhere(path: bytes) -> bool:
-    """Whether it is a name that `Journal.stage` gives: nothing else is removed, whatever a file says."""
+    """Whether it is a name that `ApplyJournal.stage` gives: nothing else is removed, whatever a file says."""
     return path.rpartition(b"/")[2].startswith(RESERVED + b"-")
 
 
@@ -293,7 +293,7 @@ def _unlink_at(root: int, path: bytes) -> None:
 
 
 @contextmanager
-def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
+def journal(root: int, before: _Step = _nothing) -> Iterator[ApplyJournal]:
     """The journal in the directory of descriptor `root`, which nobody else has meanwhile.  EBUSY.
 
     There may be something to `recover` in it.  At the end it is removed.
@@ -305,7 +305,7 @@ def journal(root: int, before: _Step = _nothing) -> Iterator[Journal]:
         directory = _locked(root, _PATIENCE)
         if directory is not None:
             break
-    found = Journal(root, directory, before)
+    found = ApplyJournal(root, directory, before)
     try:
         yield found
     finally:

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode
 from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES, version_bytes, xattrs_bytes
-from protocol.backends.memory.state import State
+from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import Identity, Lower, LowerFile, identity, is_gone
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _LOWER_NAME_BYTES: Final = 640  # of a name below that was listed: its entry, nu
 _LOWER_INODE_BYTES: Final = 640  # of an inode below that was looked at, beside what every inode takes
 
 
-class OverlayState(State):
+class OverlayState(MemoryState):
     """The state of one overlay.  `hidden(path, is_directory)` says what of below is not to be seen."""
 
     def __init__(self, clock: Callable[[], int], lower: Lower, hiding: Hiding) -> None:
@@ -116,7 +116,7 @@ class OverlayState(State):
         """
         limit = self.ledger.limit
         if limit is not None and self.ledger.total > limit + limit // 8:
-            raise fail(errno.ENOMEM)
+            raise os_error(errno.ENOMEM)
 
     def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
         """A new number for a name that was met, or that of the file whose name it is too."""
@@ -166,7 +166,7 @@ class OverlayState(State):
             except OSError as error:
                 if is_gone(error):
                     self._vanished(number, places)
-                    raise fail(error.errno or 0, os.fsdecode(path)) from None
+                    raise os_error(error.errno or 0, os.fsdecode(path)) from None
                 raise
             inode.links = places
             if inode.children is None:
@@ -249,7 +249,7 @@ class OverlayState(State):
                 yield version
 
     def find_links(self, numbers: Iterable[int]) -> None:
-        """See `State.find_links`: looks at everything below, once, where names were not met."""
+        """See `MemoryState.find_links`: looks at everything below, once, where names were not met."""
         if self._all_met:
             return
         for number in numbers:
@@ -354,7 +354,7 @@ class OverlayState(State):
 
     # -- changes ---------------------------------------------------------------------------------
     def own(self, inode: Inode) -> Inode:
-        """See `State.own`.
+        """See `MemoryState.own`.
 
         Every change of an inode comes through here first.  Afterwards its `lower` does not move (see `refresh`), and
         any change of the file below has a ctime other than the one in its identity.
@@ -367,24 +367,24 @@ class OverlayState(State):
         return super().own(inode)
 
     def revive(self, version: Inode) -> Inode:
-        """See `State.revive`."""
+        """See `MemoryState.revive`."""
         if isinstance(version, OverlayInode) and self.table.known(version.inode) is None:
             self.table.below += 1
         return super().revive(version)
 
     def add_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
-        """See `State.add_entry`.  EPERM for a name that is hidden."""
+        """See `MemoryState.add_entry`.  EPERM for a name that is hidden."""
         self.check_name(directory, name, is_directory=inode.children is not None)
         _count_entries(directory)
         super().add_entry(directory, name, inode)
 
     def drop_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
-        """See `State.drop_entry`."""
+        """See `MemoryState.drop_entry`."""
         _count_entries(directory)
         super().drop_entry(directory, name, inode)
 
     def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
-        """See `State.move_entry`."""
+        """See `MemoryState.move_entry`."""
         _count_entries(old)
         _count_entries(new)
         super().move_entry(old, old_name, new, new_name, inode)
@@ -395,7 +395,7 @@ class OverlayState(State):
             return
         above = self.path(directory)
         if above is not None and self.hiding.hides(above + b"/" + name if above else name, is_directory=is_directory):
-            raise fail(1, name.decode("utf-8", "backslashreplace"))
+            raise os_error(1, name.decode("utf-8", "backslashreplace"))
 
 
 def _outlast_tick(ctime_ns: int) -> None:

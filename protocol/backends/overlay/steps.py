@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from protocol.backends.overlay.lower import Identity, is_gone
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.linux.beneath import Handle, open_beneath, proc_path
 from protocol.tree import TreeEntry
 
@@ -210,7 +210,7 @@ def _rmdir(directory: Handle, name: bytes, path: bytes) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-        raise fail(errno.ENOTEMPTY, path.decode("utf-8", "backslashreplace")) from None
+        raise os_error(errno.ENOTEMPTY, path.decode("utf-8", "backslashreplace")) from None
 
 
 def _is_seen(there: os.stat_result, seen: Identity | None) -> bool:

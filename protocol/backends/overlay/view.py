@@ -16,7 +16,7 @@ from protocol.tree import CHUNK_BYTES
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
 
 __all__ = ["OverlayTree"]
 
@@ -30,7 +30,7 @@ class _LooksAgain(Protocol):
 class OverlayTree(SnapshotTree):
     """See `SnapshotTree`."""
 
-    def __init__(self, volume: _LooksAgain, state: State, epoch: Epoch, pinned: Epoch) -> None:
+    def __init__(self, volume: _LooksAgain, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
         super().__init__(state, epoch, pinned)
         self._volume = volume
 

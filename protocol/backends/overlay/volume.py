@@ -42,7 +42,7 @@ from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
-from protocol.volume import Caller, Coherence, InodeChange
+from protocol.volume import CacheInvalidation, Caller, InodeChange
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch, PreInodes
@@ -95,7 +95,7 @@ class OverlayVolume(MemoryVolume):
         self._lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
         self._base = self._overlay.open_epoch(None)
-        self.on_change: Callable[[Coherence], None] | None = None
+        self.on_change: Callable[[CacheInvalidation], None] | None = None
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
         self._untold: set[int] = set()
@@ -153,7 +153,7 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             return super().mark()
 
-    def discard(self, paths: Sequence[bytes] = ()) -> Coherence:
+    def discard(self, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
         with self._lock:
             return self._restore_epoch(self._base, paths)
@@ -304,13 +304,13 @@ class OverlayVolume(MemoryVolume):
         elif number not in self._lost:
             self.look_again(number, file.path)
 
-    def _coherence_of(self, number: int) -> Coherence:
+    def _coherence_of(self, number: int) -> CacheInvalidation:
         node = self._inodes[number]
         path = self._state.path(node)
         paths = {} if path is None else {number: path}
-        return Coherence((), [InodeChange(number, content=True)], paths, {number: node.mode})
+        return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
 
-    def told(self, coherence: Coherence) -> None:
+    def told(self, coherence: CacheInvalidation) -> None:
         """The kernel knows of what `on_change` was given."""
         self._untold.difference_update(change.inode for change in coherence.inodes)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from protocol.linux.beneath import open_beneath
 from protocol.linux.statx import (
     RECORD_BYTES,
-    Seen,
+    StatxResult,
     differing,
     key_of,
     seen_at,
@@ -33,9 +33,9 @@ from protocol.store.format.leaves import DENIED, GONE, Leaves, VanishedError, re
 from protocol.store.format.rows import (
     ELSEWHERE,
     UNREADABLE,
-    Counts,
     More,
     Row,
+    TreeCounts,
     counts_of,
     decode_listing,
     encode_listing,
@@ -46,7 +46,7 @@ from protocol.store.format.rows import (
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import StatCache
 
-__all__ = ["TEMPORARY_PREFIX", "Progress", "Scanned", "Unreadable", "scan", "untold"]
+__all__ = ["TEMPORARY_PREFIX", "FileProgress", "Scanned", "Unreadable", "no_progress", "scan"]
 
 TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
 _TOLD_EVERY: Final = 512
@@ -56,11 +56,11 @@ _DEEPEST: Final = 1_700  # directories within each other: seven frames for each,
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 
 # Called with (files looked at, bytes read).  What it raises ends the work.
-Progress = Callable[[int, int], None]
+FileProgress = Callable[[int, int], None]
 Unreadable = Literal["fail", "skip"]
 
 
-def untold(files: int, size_bytes: int) -> None:
+def no_progress(files: int, size_bytes: int) -> None:
     """Nobody wants to hear of it."""
 
 
@@ -73,7 +73,7 @@ class Scanned:
     """A state as it was taken in: the root's row, and what there is to say of it."""
 
     root: Row
-    counts: Counts
+    counts: TreeCounts
     unstable: tuple[bytes, ...] = ()
     unreadable: tuple[bytes, ...] = ()
     leftovers: tuple[bytes, ...] = ()  # temporary files of restores, which are no part of it
@@ -88,7 +88,7 @@ def scan(
     *,
     trusted: bool,
     unreadable: Unreadable,
-    progress: Progress = untold,
+    progress: FileProgress = no_progress,
 ) -> Scanned:
     """Take in the directory that `root` is a readable descriptor of.
 
@@ -104,7 +104,7 @@ def scan(
     row, directory = walk.directory(root, b"", b"", cache.root)
     counts = directory.counts
     links = walk.links
-    total = Counts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
+    total = TreeCounts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
     progress(walk.files, walk.read_bytes)
     return Scanned(
         row, total, tuple(walk.leaves.unstable), tuple(walk.unreadable), tuple(walk.leftovers), directory, walk.changed
@@ -112,7 +112,7 @@ def scan(
 
 
 class _Walk:
-    def __init__(self, sink: Sink, *, trusted: bool, unreadable: Unreadable, progress: Progress) -> None:
+    def __init__(self, sink: Sink, *, trusted: bool, unreadable: Unreadable, progress: FileProgress) -> None:
         self.sink = sink
         self._trusted = trusted
         self._skip_unreadable = unreadable == "skip"
@@ -173,7 +173,7 @@ class _Walk:
         return row, made
 
     def enter(
-        self, parent: int, name: bytes, path: bytes, seen: Seen, cached: CachedDirectory | None
+        self, parent: int, name: bytes, path: bytes, seen: StatxResult, cached: CachedDirectory | None
     ) -> tuple[Row, CachedDirectory | None]:
         """As `directory`, of the one called `name`; a directory that cannot be entered is a row with nothing below."""
         if len(path) > 2 * _DEEPEST - 1 and path.count(b"/") >= _DEEPEST:
@@ -195,9 +195,9 @@ class _Walk:
         finally:
             os.close(descriptor)
 
-    def _closed(self, name: bytes, seen: Seen, state: int) -> Row:
+    def _closed(self, name: bytes, seen: StatxResult, state: int) -> Row:
         digest = self.sink.listing(encode_listing([]))
-        more = More(nlink=seen.nlink, state=state, counts=Counts())
+        more = More(nlink=seen.nlink, state=state, counts=TreeCounts())
         return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, 0, digest, more)
 
     def holds(self, directory: CachedDirectory) -> bool:
@@ -328,7 +328,7 @@ class _Listing:
             self._rows[name] = row
         return None
 
-    def _enter(self, name: bytes, seen: Seen, child: CachedDirectory | None) -> Row | None:
+    def _enter(self, name: bytes, seen: StatxResult, child: CachedDirectory | None) -> Row | None:
         try:
             row, made = self._walk.enter(self._descriptor, name, self._prefix + name, seen, child)
         except VanishedError:
@@ -353,7 +353,7 @@ class _Listing:
             seen = seen_at(record, 0)
             self._racy.add(name)  # its record is that of what was there before
 
-    def _take_as(self, name: bytes, seen: Seen) -> None:
+    def _take_as(self, name: bytes, seen: StatxResult) -> None:
         if stat.S_ISDIR(seen.mode):
             child = self._cached.children.get(name) if self._cached is not None else None
             self._rows[name] = self._enter(name, seen, child)
@@ -402,7 +402,7 @@ class _Listing:
         self._records = b"".join(self._records[at * RECORD_BYTES : (at + 1) * RECORD_BYTES] for at in kept)
         self._names = [self._names[at] for at in kept]
 
-    def _written(self) -> tuple[bytes, Counts, dict[int, int]]:
+    def _written(self) -> tuple[bytes, TreeCounts, dict[int, int]]:
         cached = self._cached
         if cached is not None and self._is_as_cached and not cached.links and None not in self._rows.values():
             found = self._replaced(cached)
@@ -415,7 +415,7 @@ class _Listing:
         links = {row.more.link: size_of(row) for row in listed if row.rare is not None and row.rare.link}
         return encode_listing(listed), sum_counts(map(counts_of, listed)), links
 
-    def _replaced(self, cached: CachedDirectory) -> tuple[bytes, Counts, dict[int, int]] | None:
+    def _replaced(self, cached: CachedDirectory) -> tuple[bytes, TreeCounts, dict[int, int]] | None:
         """The same, where names are as they were: only what is new is counted; None where there are links to count."""
         listed = decode_listing(cached.listing)
         if len(listed) != len(self._names):
@@ -429,7 +429,7 @@ class _Listing:
             new.append(counts_of(row))
             listed[at] = row
         less, more = sum_counts(old), sum_counts(new)
-        counts = Counts(
+        counts = TreeCounts(
             cached.counts.files - less.files + more.files,
             cached.counts.directories - less.directories + more.directories,
             cached.counts.size_bytes - less.size_bytes + more.size_bytes,

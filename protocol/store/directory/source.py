@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.linux.beneath import open_beneath
-from protocol.store.directory.scan import Progress, Scanned, Unreadable, scan, untold
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
-from protocol.store.format.rows import Counts, More, Row, counts_of, encode_listing, sum_counts
+from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, sum_counts
 
 if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
@@ -23,7 +23,7 @@ __all__ = ["DirectorySource", "Source", "TreeSource"]
 
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
-Place = int | str | bytes
+DirectoryReference = int | str | bytes
 
 
 class Source(Protocol):
@@ -36,7 +36,7 @@ class Source(Protocol):
 
     def scan(
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: Progress = untold,
+        progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
         """Give the state to `sink`; see `protocol.store.directory.scan.scan`."""
         ...
@@ -53,7 +53,7 @@ class Source(Protocol):
 class DirectorySource:
     """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DirectoryReference) -> None:
         self._place = place
 
     @contextmanager
@@ -72,12 +72,12 @@ class DirectorySource:
     def identity(self) -> tuple[int, int] | None:
         seen = os.fstat(self._place) if isinstance(self._place, int) else os.stat(self._place)
         if not stat.S_ISDIR(seen.st_mode):
-            raise fail(errno.ENOTDIR, None if isinstance(self._place, int) else os.fsdecode(self._place))
+            raise os_error(errno.ENOTDIR, None if isinstance(self._place, int) else os.fsdecode(self._place))
         return seen.st_dev, seen.st_ino
 
     def scan(
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: Progress = untold,
+        progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
         with self.opened() as root:
             return scan(root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
@@ -88,7 +88,7 @@ class DirectorySource:
             descriptor = open_beneath(root, path, _O_READ)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise fail(errno.EINVAL, os.fsdecode(path))
+                raise os_error(errno.EINVAL, os.fsdecode(path))
             yield descriptor
         finally:
             os.close(descriptor)
@@ -117,7 +117,7 @@ class TreeSource:
 
     def scan(
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: Progress = untold,
+        progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
         del cache, trusted, unreadable  # a tree's entries have no identity that would tell what is unchanged
         return _TreeWalk(self._tree, sink, progress).take()
@@ -132,7 +132,7 @@ class TreeSource:
 class _TreeWalk:
     """A tree being taken in, from the order of `Tree.walk`: a directory is done when a path is not below it."""
 
-    def __init__(self, tree: Tree, sink: Sink, progress: Progress) -> None:
+    def __init__(self, tree: Tree, sink: Sink, progress: FileProgress) -> None:
         self._tree = tree
         self._sink = sink
         self._progress = progress
@@ -153,8 +153,8 @@ class _TreeWalk:
         while self._open:
             root = self._close()
         assert root is not None
-        below = root.more.counts or Counts()
-        counts = Counts(
+        below = root.more.counts or TreeCounts()
+        counts = TreeCounts(
             below.files + len(self._links), below.directories,
             below.size_bytes + sum(size for _, size in self._links.values()),
         )  # fmt: skip

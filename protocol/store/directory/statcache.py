@@ -26,7 +26,7 @@ import msgspec
 
 from protocol.linux.statx import RECORD_BYTES, key_of
 from protocol.store.format.layout import open_regular, read_regular, write_atomically
-from protocol.store.format.rows import Counts, Row, decode_listing
+from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
 __all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
 
@@ -64,7 +64,7 @@ class CachedDirectory:
         racy: frozenset[bytes],
         listing: bytes,
         digest: bytes,
-        counts: Counts,
+        counts: TreeCounts,
         links: dict[int, int],
         *,
         listed_racy: bool,
@@ -118,7 +118,7 @@ class _Stored(msgspec.Struct, array_like=True, gc=False):
     racy: list[bytes]
     listing: bytes
     digest: bytes
-    counts: Counts
+    counts: TreeCounts
     links: dict[int, int]
     is_stored: bool
 

@@ -29,10 +29,10 @@ from protocol.store.format.objects import put
 from protocol.volume import RENAME_NOREPLACE
 
 if TYPE_CHECKING:
-    from protocol.store.directory.source import Place
+    from protocol.store.directory.source import DirectoryReference
     from protocol.tree import TreeEntry
 
-__all__ = ["ChangedMeanwhileError", "Content", "DirectoryTarget", "Target"]
+__all__ = ["ChangedMeanwhileError", "ContentSource", "DirectoryTarget", "Target"]
 
 _RECHECK_S: Final = 0.5  # for how long a directory's descriptor is used before its place is looked at again
 _O_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,7 +52,7 @@ class ChangedMeanwhileError(OSError):
         super().__init__(errno.EBUSY, "changed while it was to be restored", os.fsdecode(path))
 
 
-class Content(Protocol):
+class ContentSource(Protocol):
     """What a file is to have, compared with its digest before it is returned.  DamagedError."""
 
     def small(self) -> bytes | None:
@@ -80,7 +80,7 @@ class Target(Protocol):
         """For the length of the changes; `token` makes the names of temporary files its own."""
         ...
 
-    def put_file(self, entry: TreeEntry, content: Content, expected: bytes | None) -> list[str]:
+    def put_file(self, entry: TreeEntry, content: ContentSource, expected: bytes | None) -> list[str]:
         """A regular file, in place of what is no directory."""
         ...
 
@@ -116,7 +116,7 @@ class Target(Protocol):
 class DirectoryTarget:
     """A directory of the host: a path, or a descriptor that stays the caller's."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DirectoryReference) -> None:
         self._source = DirectorySource(place)
         self._root = -1
         self._prefix = b""
@@ -204,7 +204,7 @@ class DirectoryTarget:
         self._renewed[seen_at(record, 0).inode] = key_of(record)
 
     # -- putting -------------------------------------------------------------------------------
-    def put_file(self, entry: TreeEntry, content: Content, expected: bytes | None) -> list[str]:
+    def put_file(self, entry: TreeEntry, content: ContentSource, expected: bytes | None) -> list[str]:
         directory, name = self._parent(entry.path)
         temporary = self._temporary()
         descriptor = os.open(temporary, _O_CREATE, 0o600, dir_fd=directory)
@@ -364,7 +364,7 @@ def _unlink(name: bytes, directory: int) -> None:
         os.unlink(name, dir_fd=directory)
 
 
-def _fill(target: int, content: Content, size: int) -> None:
+def _fill(target: int, content: ContentSource, size: int) -> None:
     small = content.small()
     if small is not None:
         put(target, memoryview(small), 0)

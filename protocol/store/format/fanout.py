@@ -15,7 +15,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from protocol.store.format.packs import Pack, Place
+    from protocol.store.format.packs import BlobLocation, Pack
 
 __all__ = ["FanOut"]
 
@@ -41,7 +41,7 @@ class FanOut:
             levels[-1] = array("Q", sorted([*levels[-1], *last]))
         self._levels = levels  # at once: another thread may be looking
 
-    def find(self, digest: bytes) -> Place | None:
+    def find(self, digest: bytes) -> BlobLocation | None:
         """Where a blob is, if in any of the packs."""
         wanted = int.from_bytes(digest[:8], "big") & _PREFIX
         for level in self._levels:

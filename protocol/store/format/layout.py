@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = [
     "FORMAT",
@@ -239,7 +239,7 @@ class Layout:
                         stack.enter_context(lock)
                     break
                 if time.monotonic() >= deadline:
-                    raise fail(errno.EBUSY, "the store is in use: try again when snapshots and restores are done")
+                    raise os_error(errno.EBUSY, "the store is in use: try again when snapshots and restores are done")
                 closed_s *= 2
                 time.sleep(_POLL_S)  # those who wait at the gate were woken and need a moment to pass
             yield

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.linux.beneath import proc_path
-from protocol.linux.statx import Seen, seen_at, seen_of_descriptor
+from protocol.linux.statx import StatxResult, seen_at, seen_of_descriptor
 from protocol.store.directory.statcache import is_racy
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
@@ -45,7 +45,7 @@ class Leaves:
         self._done = done
         self.unstable: list[bytes] = []
 
-    def take(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+    def take(self, parent: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
         """The row of anything else, and as what it was seen when it was read (None: it did not stand still)."""
         if stat.S_ISREG(seen.mode):
             return self._file(parent, name, path, seen)
@@ -71,7 +71,7 @@ class Leaves:
             # O_NOATIME is for the owner.
             return os.open(name, _O_READ, dir_fd=parent)
 
-    def _file(self, parent: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+    def _file(self, parent: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
         try:
             descriptor = self._open(parent, name)
         except OSError as error:
@@ -86,7 +86,7 @@ class Leaves:
         finally:
             os.close(descriptor)
 
-    def _steady(self, descriptor: int, name: bytes, path: bytes, seen: Seen) -> tuple[Row, Seen | None]:
+    def _steady(self, descriptor: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
         before = seen
         for _ in range(_TRIES):
             try:
@@ -118,7 +118,7 @@ class Leaves:
         data = os.pread(descriptor, size, 0)
         return (self._sink.small(data) if data else b""), len(data)
 
-    def _content(self, descriptor: int, seen: Seen) -> tuple[bytes, int]:
+    def _content(self, descriptor: int, seen: StatxResult) -> tuple[bytes, int]:
         """The digest of what is there, and how much; nothing of a digest that changes as it is read is kept."""
         size = seen.size
         racy = is_racy(seen.ctime_ns, time.time_ns())
@@ -141,7 +141,7 @@ def _wait_until_safe(ctime_ns: int) -> None:
         time.sleep(_TICK_S)
 
 
-def _row(name: bytes, seen: Seen, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:
+def _row(name: bytes, seen: StatxResult, size: int, content: bytes, xattrs: Xattrs, state: int) -> Row:
     rare = None
     if seen.nlink > 1 or seen.rdev or xattrs or state:
         rare = More(

@@ -33,7 +33,7 @@ from protocol.store.format.layout import open_regular, read_regular
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["GENERATION", "MORE", "DamagedError", "Pack", "PackWriter", "Packs", "Place"]
+__all__ = ["GENERATION", "MORE", "BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs"]
 
 MORE: Final = "`vfsd store check` lists all damage"
 _MAGIC: Final = b"vfsdpak1"
@@ -61,7 +61,7 @@ class DamagedError(OSError):
         return DamagedError(str(self.strerror), path)
 
 
-class Place(NamedTuple):
+class BlobLocation(NamedTuple):
     """Where a blob is; `pack` is without the suffix, which changes when a snapshot is dropped."""
 
     pack: str
@@ -184,12 +184,12 @@ class Pack:
         self.index = stored[: self.entries * _ENTRY.size]
         self.record = stored[self.entries * _ENTRY.size :]
 
-    def places(self) -> Iterator[tuple[bytes, Place]]:
+    def places(self) -> Iterator[tuple[bytes, BlobLocation]]:
         """Every blob, and where it is."""
         for digest, offset, length in _ENTRY.iter_unpack(self.index):
-            yield digest, Place(self.stem, offset, length)
+            yield digest, BlobLocation(self.stem, offset, length)
 
-    def find(self, digest: bytes) -> Place | None:
+    def find(self, digest: bytes) -> BlobLocation | None:
         """Where a blob is.  Digests are spread evenly, so a guess is close."""
         low, high = 0, self.entries
         wanted = int.from_bytes(digest[:8], "big")
@@ -202,7 +202,7 @@ class Pack:
             found = index[start : start + DIGEST_BYTES]
             if found == digest:
                 _, offset, length = _ENTRY.unpack_from(index, start)
-                return Place(self.stem, offset, length)
+                return BlobLocation(self.stem, offset, length)
             if found < digest:
                 low, first = at + 1, int.from_bytes(found[:8], "big")
             else:
@@ -216,7 +216,7 @@ class _Lookup:
     """Finds blobs: those of the first small packs in a table, all others through a fan-out."""
 
     def __init__(self) -> None:
-        self._table: dict[bytes, Place] = {}
+        self._table: dict[bytes, BlobLocation] = {}
         self._others = FanOut()
 
     def add(self, pack: Pack) -> None:
@@ -226,7 +226,7 @@ class _Lookup:
         else:
             self._table.update(pack.places())
 
-    def find(self, digest: bytes) -> Place | None:
+    def find(self, digest: bytes) -> BlobLocation | None:
         """Where a blob is, if in any pack."""
         return self._table.get(digest) or self._others.find(digest)
 
@@ -344,11 +344,11 @@ class Packs:
         with self._lock:
             return list(self._packs.values())
 
-    def find(self, digest: bytes) -> Place | None:
+    def find(self, digest: bytes) -> BlobLocation | None:
         """Where a blob is, if in any."""
         return self._lookup.find(digest)
 
-    def read(self, place: Place, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, place: BlobLocation, offset: int = 0, size: int | None = None) -> bytes:
         """Bytes of a blob, up to `size` of them.  DamagedError."""
         length = place.length - offset if size is None else min(size, place.length - offset)
         if length <= 0:

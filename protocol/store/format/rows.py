@@ -21,9 +21,9 @@ __all__ = [
     "ELSEWHERE",
     "PLAIN",
     "UNREADABLE",
-    "Counts",
     "More",
     "Row",
+    "TreeCounts",
     "Xattrs",
     "counts_of",
     "decode_listing",
@@ -40,7 +40,7 @@ ELSEWHERE: Final = 2  # a directory on which something else is mounted, or a fil
 _DIRECTORY_NUMBERS: Final = 1 << 63  # apart from the inode numbers of files, which are link groups
 
 
-class Counts(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TreeCounts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What is below a directory, the directory itself not counted; files of several names are not among them."""
 
     files: int = 0
@@ -56,7 +56,7 @@ class More(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rdev: int = 0
     xattrs: Xattrs = ()
     state: int = 0  # UNREADABLE, ELSEWHERE
-    counts: Counts | None = None  # of a directory
+    counts: TreeCounts | None = None  # of a directory
 
 
 PLAIN: Final = More()
@@ -113,21 +113,21 @@ def size_of(row: Row) -> int:
 def counts_of(row: Row) -> tuple[int, int, int]:
     """What a row adds to its directory's counts: files, directories, bytes."""
     if stat.S_ISDIR(row.mode):
-        below = row.more.counts or Counts()
+        below = row.more.counts or TreeCounts()
         return below.files, below.directories + 1, below.size_bytes
     if row.more.link:
         return 0, 0, 0
     return 1, 0, size_of(row)
 
 
-def sum_counts(several: Iterable[tuple[int, int, int]]) -> Counts:
+def sum_counts(several: Iterable[tuple[int, int, int]]) -> TreeCounts:
     """The sum of what `counts_of` gave."""
     files = directories = size_bytes = 0
     for more_files, more_directories, more_bytes in several:
         files += more_files
         directories += more_directories
         size_bytes += more_bytes
-    return Counts(files, directories, size_bytes)
+    return TreeCounts(files, directories, size_bytes)
 
 
 def directory_number(path: bytes) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ArchiveError
-from protocol.paths import Limits, decode, encode, located, normalise
+from protocol.paths import CallLimits, decode, encode, located, normalise
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_the_root_has_no_bytes() -> None:
 
 @pytest.mark.parametrize("path", ["/".join("a" * 16), "n" * 80, "é" * 80])
 def test_a_path_within_the_limits_may_be_created(path: str) -> None:
-    Limits().check_new(path)
+    CallLimits().check_new(path)
 
 
 @pytest.mark.parametrize(("path", "match"), [("/".join("a" * 17), "deep"), ("a/" + "n" * 81 + "/b", "81")])
 def test_a_path_over_the_limits_may_not_be_created(path: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        Limits().check_new(path)
+        CallLimits().check_new(path)
 
 
 def test_limits_are_the_callers_to_choose() -> None:
-    Limits(depth=20, segment=200).check_new("/".join(["n" * 200] * 20))
+    CallLimits(depth=20, segment=200).check_new("/".join(["n" * 200] * 20))
 
 
 def test_an_error_is_given_the_path_and_keeps_its_errno_and_class() -> None:

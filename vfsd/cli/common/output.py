@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-    from vfsd.wire.messages import Progress
+    from vfsd.wire.messages import ProgressReport
 
 __all__ = [
     "Column",
@@ -192,7 +192,7 @@ def report(message: str) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[Progress], None] | None]:
+def progress(label: str) -> Iterator[Callable[[ProgressReport], None] | None]:
     """A progress bar on standard error, for `on_progress`; None where that is no terminal."""
     if not on_terminal(err=True):
         yield None
@@ -211,7 +211,7 @@ class _Bar:
         self._label = label
         self._drawn: RichProgress | None = None
 
-    def update(self, step: Progress) -> None:
+    def update(self, step: ProgressReport) -> None:
         if self._drawn is None:
             self._start()
         assert self._drawn is not None

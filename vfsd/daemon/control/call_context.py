@@ -15,11 +15,11 @@ from typing import Any, Final, Literal
 import msgspec
 import trio
 
-from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, Progress, Request
+from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, ProgressReport, Request
 
-__all__ = ["Call", "CallCancelledError", "Encoded", "Handler"]
+__all__ = ["CallCancelledError", "CallContext", "Encoded", "Handler"]
 
-Handler = Callable[[Any, "Call"], Awaitable[Any]]
+Handler = Callable[[Any, "CallContext"], Awaitable[Any]]
 """Answers one method: (parameters struct, call) to result struct, of the types that METHODS names."""
 
 Unit = Literal["files", "bytes"]
@@ -39,7 +39,7 @@ class Encoded(list[bytes]):
     """
 
 
-class Call:
+class CallContext:
     """One request while it runs.
 
     When the client disconnects, or asks to cancel the call, the handler's cancel scope is cancelled.  A thread cannot
@@ -73,7 +73,7 @@ class Call:
         *,
         silent: bool,
         send: Callable[[bytes], Awaitable[None]],
-        progress_ready: Callable[[Call], None],
+        progress_ready: Callable[[CallContext], None],
         client: Hashable = None,
         drop_client: Callable[[], None] = lambda: None,
     ) -> None:
@@ -92,8 +92,8 @@ class Call:
         self._send = send
         self._progress_ready = progress_ready
         self._token = trio.lowlevel.current_trio_token()
-        self._latest: Progress | None = None
-        self._taken: Progress | None = None
+        self._latest: ProgressReport | None = None
+        self._taken: ProgressReport | None = None
         self._signalled = False
         self._cancelled = False
         self._after: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class Call:
         """
         if self._silent:
             return
-        self._latest = Progress(self._id, done, total, unit)
+        self._latest = ProgressReport(self._id, done, total, unit)
         # Set before and read after the other side clears it (see `take_progress`): no figure is left behind.
         if not self._signalled:
             self._signalled = True

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from protocol.errors import errno_of
-from vfsd.daemon.control.call_context import Call, CallCancelledError, Encoded, Handler
+from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Encoded, Handler
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.machine.tracebacks import clear_frames
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
@@ -48,7 +48,7 @@ from vfsd.wire.messages import (
     wire_path,
 )
 
-__all__ = ["Budget", "Connection", "Limits", "error_line"]
+__all__ = ["Budget", "ClientConnection", "ConnectionLimits", "error_line"]
 
 _logger = logging.getLogger(__name__)
 _requests = msgspec.json.Decoder(Request)
@@ -65,7 +65,7 @@ RequestId = int | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """What one client, and all of them together, may ask of the server."""
 
     connections: int = 256  # at most; for another one the longest idle is closed
@@ -109,7 +109,7 @@ class _Line:
 _CLOSING_LINE: Final = b'{"jsonrpc":"2.0","method":"%s","params":{}}\n' % CLOSING_METHOD.encode()
 
 
-class Connection:
+class ClientConnection:
     """One client.  `serve` returns when it is done with; `hang_up` and `drop_idle` end it from outside.
 
     The socket is the caller's to close.  `client` is equal for the connections of one program.  `is_reserved`: it has
@@ -120,7 +120,7 @@ class Connection:
         self,
         sock: trio.socket.SocketType,
         methods: Mapping[str, Handler],
-        limits: Limits,
+        limits: ConnectionLimits,
         budget: Budget,
         *,
         client: Hashable = None,
@@ -145,9 +145,9 @@ class Connection:
         self._slots = trio.Semaphore(limits.calls_at_once, max_value=limits.calls_at_once)
         # No buffer: whoever has a line to send waits until the one before it is out.
         self._outbox, self._out = trio.open_memory_channel[_Line](0)
-        self._running: set[Call] = set()
-        self._unanswered: set[Call] = set()
-        self._progressed: set[Call] = set()
+        self._running: set[CallContext] = set()
+        self._unanswered: set[CallContext] = set()
+        self._progressed: set[CallContext] = set()
         self._progress = trio.Event()
 
     def hang_up(self) -> None:
@@ -331,8 +331,8 @@ class Connection:
             return error_line(request_id, INVALID_PARAMS, f"{request.method}: {error}")
 
     # -- calls ----------------------------------------------------------------------------------------
-    def _new_call(self, request: Request) -> Call:
-        return Call(
+    def _new_call(self, request: Request) -> CallContext:
+        return CallContext(
             _id_of(request),
             silent=request.id is msgspec.UNSET,
             send=self._send,
@@ -341,7 +341,7 @@ class Connection:
             drop_client=self.hang_up,
         )
 
-    async def _run(self, call: Call, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
+    async def _run(self, call: CallContext, request: Request, size_bytes: int, handler: Handler, params: Any) -> None:
         try:
             with self._spares.lent():
                 answer = await _answer(request, handler, params, call)
@@ -358,7 +358,7 @@ class Connection:
             self._slots.release()
             self._budget.resize(size_bytes, 0)
 
-    def _answered(self, call: Call) -> None:
+    def _answered(self, call: CallContext) -> None:
         self._unanswered.discard(call)
         call.answered()
 
@@ -396,7 +396,7 @@ class Connection:
                 return False
         return True
 
-    def _progress_ready(self, call: Call) -> None:
+    def _progress_ready(self, call: CallContext) -> None:
         self._progressed.add(call)
         self._progress.set()
 
@@ -441,7 +441,7 @@ def _decode_request(line: bytes) -> Request | bytes:
     return error_line(request_id if known else None, INVALID_REQUEST, shape_error)
 
 
-async def _answer(request: Request, handler: Handler, params: Any, call: Call) -> Sequence[bytes]:
+async def _answer(request: Request, handler: Handler, params: Any, call: CallContext) -> Sequence[bytes]:
     """The line that answers `request`, in pieces."""
     request_id = _id_of(request)
     try:

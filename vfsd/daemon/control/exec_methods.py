@@ -17,9 +17,9 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.paths import decode, normalise
-from vfsd.daemon.control.call_context import Call, Handler
+from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.exec.place import Process, Stream
-from vfsd.daemon.exec.running import Commands, Limits
+from vfsd.daemon.exec.running import CommandLimits, Commands
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,
@@ -59,7 +59,7 @@ class ExecMethods:
             "exec.resize": self._resize,
         }
 
-    async def _exec(self, params: ExecParams, call: Call) -> ExecEnded:
+    async def _exec(self, params: ExecParams, call: CallContext) -> ExecEnded:
         if len(self._sessions) >= SESSIONS_AT_ONCE:
             raise OSError(errno.EAGAIN, f"{SESSIONS_AT_ONCE} commands run in this workspace already; try again")
         command = Command(
@@ -76,7 +76,7 @@ class ExecMethods:
             await call.notify(STARTED, ExecStarted(call.request_id, name))
             ended = await self._commands.run(
                 command,
-                Limits(params.timeout_s, params.output_limit_bytes),
+                CommandLimits(params.timeout_s, params.output_limit_bytes),
                 on_output=session.pass_on,
                 feed=session.feed,
             )
@@ -85,15 +85,15 @@ class ExecMethods:
             session.end()
         return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot, ended.snapshot_error)
 
-    async def _input(self, params: ExecInputParams, _call: Call) -> Nothing:
+    async def _input(self, params: ExecInputParams, _call: CallContext) -> Nothing:
         await self._session(params.session).take_input(params.data, end=params.end)
         return Nothing()
 
-    async def _more(self, params: ExecMoreParams, _call: Call) -> Nothing:
+    async def _more(self, params: ExecMoreParams, _call: CallContext) -> Nothing:
         self._session(params.session).more(params.taken_bytes)
         return Nothing()
 
-    async def _signal(self, params: ExecSignalParams, _call: Call) -> Nothing:
+    async def _signal(self, params: ExecSignalParams, _call: CallContext) -> Nothing:
         try:
             number = signal.Signals[f"SIG{params.signal.removeprefix('SIG')}"]
         except KeyError:
@@ -101,7 +101,7 @@ class ExecMethods:
         await self._session(params.session).when_started(lambda process: process.signal(number))
         return Nothing()
 
-    async def _resize(self, params: ExecResizeParams, _call: Call) -> Nothing:
+    async def _resize(self, params: ExecResizeParams, _call: CallContext) -> Nothing:
         size = Terminal(params.size.rows, params.size.columns)
         await self._session(params.session).when_started(lambda process: process.resize(size))
         return Nothing()
@@ -116,7 +116,7 @@ class ExecMethods:
 class _Session:
     """What the client of a running command may do to it."""
 
-    def __init__(self, call: Call, window_bytes: int, *, has_input: bool) -> None:
+    def __init__(self, call: CallContext, window_bytes: int, *, has_input: bool) -> None:
         self._call = call
         self._window_bytes = window_bytes
         self._room_bytes = window_bytes

@@ -9,7 +9,7 @@ Over a backend without immutable trees both work on the mount itself, in a worke
 
 What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
 the dirty pages of a shared mapping, which the kernel writes when it sees fit: the calls here do not wait for
-them (`Served.settle` is a syncfs(2) of the whole mount, for each call of an agent); a snapshot does.
+them (`MountedVolume.settle` is a syncfs(2) of the whole mount, for each call of an agent); a snapshot does.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import msgspec
 import trio
 
 from protocol.adapters.host import HostFilesystem
-from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
-from protocol.adapters.path_filesystem.tree_files import TreeStore
+from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.execution.executor import Command
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
-from protocol.search.walk import KeepGoing, go_on
+from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EditFileParams, Entry, RmParams, entries_of, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
-from vfsd.daemon.control.call_context import Call, Encoded, Handler
+from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.exec_methods import command_words
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.place import Stream
-from vfsd.daemon.exec.running import Commands, Limits, given
-from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.exec.running import CommandLimits, Commands, given
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.wire.fs_messages import (
     FsEditParams,
     FsEditResult,
@@ -83,7 +83,7 @@ T = TypeVar("T")
 class FsMethods:
     """The `fs.` verbs of one workspace."""
 
-    def __init__(self, served: Served, options: MountOptions, commands: Commands) -> None:
+    def __init__(self, served: MountedVolume, options: MountOptions, commands: Commands) -> None:
         self._served = served
         self._options = options
         self._commands = commands
@@ -109,26 +109,26 @@ class FsMethods:
         return {name: _failing_with_errno(method) for name, method in methods.items()}
 
     # -- reading: in a thread, on a tree -------------------------------------------------------------
-    async def _ls(self, params: FsLsParams, call: Call) -> Encoded:
+    async def _ls(self, params: FsLsParams, call: CallContext) -> Encoded:
         turns = self._quick if params.limit <= _LISTED_QUICKLY else self._searches
         return await self._looking(_list, params, call, turns)
 
-    async def _stat(self, params: FsStatParams, call: Call) -> FsEntry:
+    async def _stat(self, params: FsStatParams, call: CallContext) -> FsEntry:
         return _entry(await self._looking(_stat, _path(params.path), call, self._quick))
 
-    async def _read(self, params: FsReadParams, call: Call) -> FsReadResult:
+    async def _read(self, params: FsReadParams, call: CallContext) -> FsReadResult:
         content, page = await self._looking(_read, params, call, self._quick)
         self._quick.hold(call, len(content))
         await call.output(content)
         return page
 
-    async def _glob(self, params: FsGlobParams, call: Call) -> Encoded:
+    async def _glob(self, params: FsGlobParams, call: CallContext) -> Encoded:
         return await self._looking(_find_files, params, call, self._searches)
 
-    async def _grep(self, params: FsGrepParams, call: Call) -> Encoded:
+    async def _grep(self, params: FsGrepParams, call: CallContext) -> Encoded:
         return await self._looking(_find_lines, params, call, self._searches)
 
-    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: Call, turns: Turns) -> T:
+    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: CallContext, turns: Turns) -> T:
         """`look` in a worker thread, at the state when it is the client's turn, while somebody waits for the answer."""
         async with turns.turn(call):
             found = await self._looked(functools.partial(look, wanted), call, turns.threads)
@@ -136,7 +136,7 @@ class FsMethods:
             turns.hold(call, sum(map(len, found)))
         return found
 
-    async def _looked(self, look: Callable[[ToolContext], T], call: Call, threads: trio.CapacityLimiter) -> T:
+    async def _looked(self, look: Callable[[ToolContext], T], call: CallContext, threads: trio.CapacityLimiter) -> T:
         volume = self._snapshotable()
         if volume is None:
             return await self._on_mount(look, call.raise_if_cancelled, threads)
@@ -144,7 +144,7 @@ class FsMethods:
 
         def run() -> T:
             with self._slices.computing(call.raise_if_cancelled) as keep_going:
-                files = StoreFilesystem(TreeStore(tree, root=root, keep_going=keep_going))
+                files = PathFilesystem(TreeFiles(tree, root=root, keep_going=keep_going))
                 return look(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
 
         with volume.tree() as tree:
@@ -152,7 +152,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
-    async def _write(self, params: FsWriteParams, call: Call) -> FsWriteResult:
+    async def _write(self, params: FsWriteParams, call: CallContext) -> FsWriteResult:
         content = params.content
         if (content is None) == (params.source is None):
             raise InvalidParamsError("fs.write takes one of: content, source")
@@ -169,7 +169,7 @@ class FsMethods:
         written = await self._changing(write, call)
         return FsWriteResult(_wire(written.path), written.bytes_written, written.mode)
 
-    async def _edit(self, params: FsEditParams, call: Call) -> FsEditResult:
+    async def _edit(self, params: FsEditParams, call: CallContext) -> FsEditResult:
         wanted = EditFileParams(
             path=_path(params.path),
             old_text=params.old_text,
@@ -179,18 +179,18 @@ class FsMethods:
         edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted), call)
         return FsEditResult(_wire(edited.path), edited.replacements, edited.bytes_written)
 
-    async def _rm(self, params: FsRmParams, call: Call) -> FsRmResult:
+    async def _rm(self, params: FsRmParams, call: CallContext) -> FsRmResult:
         wanted = RmParams(path=_path(params.path), recursive=params.recursive)
         removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted), call)
         return FsRmResult(_wire(removed.path), removed.deleted)
 
-    async def _changing(self, change: Callable[[ToolContext], T], call: Call) -> T:
+    async def _changing(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
         """`change`, all of it or nothing; the kernel knows of it when this returns."""
         volume = self._snapshotable()
         if volume is None:
             async with self._served.changing:
                 call.commit()
-                return await self._on_mount(change, go_on)
+                return await self._on_mount(change, never_cancelled)
         context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
         async with self._served.changing:
             call.commit()
@@ -204,7 +204,7 @@ class FsMethods:
         return volume if isinstance(volume, MemoryVolume) else None
 
     async def _on_mount(
-        self, work: Callable[[ToolContext], T], keep_going: KeepGoing, threads: trio.CapacityLimiter | None = None
+        self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None
     ) -> T:
         """`work` on the mount, in a worker thread, as any program would: so the kernel knows of it at once.
 
@@ -219,7 +219,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- commands --------------------------------------------------------------------------------------
-    async def _exec(self, params: FsExecParams, _call: Call) -> FsExecResult:
+    async def _exec(self, params: FsExecParams, _call: CallContext) -> FsExecResult:
         command = Command(
             command_words(params.argv),
             cwd=normalise(_path(params.cwd)),
@@ -234,7 +234,7 @@ class FsMethods:
         async with self._at_once:
             done = await self._commands.run(
                 command,
-                Limits(params.timeout_s, params.output_limit_bytes),
+                CommandLimits(params.timeout_s, params.output_limit_bytes),
                 on_output=collect,
                 feed=given(params.stdin),
             )
@@ -290,7 +290,11 @@ def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
 
 
 def _encoded_list(
-    result: FsLsResult | FsGlobResult | FsGrepResult, key: str, values: Iterable[object], limit: int, go_on: KeepGoing
+    result: FsLsResult | FsGlobResult | FsGrepResult,
+    key: str,
+    values: Iterable[object],
+    limit: int,
+    never_cancelled: CancelCheck,
 ) -> Encoded:
     """`result` with up to `limit` of `values` as its list `key`, encoded in slices; "truncated" if some are left.
 
@@ -298,7 +302,7 @@ def _encoded_list(
     """
     left, pieces, size = iter(values), Encoded(), 0
     while limit > 0 and size < _ANSWER_BYTES:
-        go_on()
+        never_cancelled()
         some = list(itertools.islice(left, min(limit, _SLICE)))
         if not some:
             break
@@ -369,7 +373,7 @@ def _failing_with_errno(handler: Handler) -> Handler:
     """`handler`, whose ValueErrors are the caller's to know, as an operation that failed (EINVAL)."""
 
     @functools.wraps(handler)
-    async def answer(params: Any, call: Call) -> Any:
+    async def answer(params: Any, call: CallContext) -> Any:
         try:
             return await handler(params, call)
         except InvalidParamsError:

@@ -23,11 +23,11 @@ from protocol.archive import export_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.changed import changed_tree
-from protocol.diff.tree_diff import Counts
+from protocol.diff.tree_diff import DiffCounts
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo
-from vfsd.daemon.control.call_context import Call, Handler
+from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     Differences,
     Pieces,
@@ -44,9 +44,9 @@ from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.overlay_methods import OverlayMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
 from vfsd.daemon.exec.running import Commands
-from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
-from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, Snapshots, in_bytes, is_reserved, name_at
+from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, SnapshotService, in_bytes, is_reserved, name_at
 from vfsd.machine import mounts
 from vfsd.wire.messages import (
     ChangeCounts,
@@ -97,8 +97,8 @@ class Methods:
 
     def __init__(
         self,
-        served: Served,
-        snapshots: Snapshots | None,
+        served: MountedVolume,
+        snapshots: SnapshotService | None,
         options: MountOptions,
         started_at: str,
         commands: Commands,
@@ -111,7 +111,7 @@ class Methods:
         self._unmount = UnmountMethods(served, options, commands)
 
     @property
-    def _snapshots(self) -> Snapshots:
+    def _snapshots(self) -> SnapshotService:
         """OSError (EOPNOTSUPP) where the backend has none."""
         if self._kept is None:
             raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots yet, nor what is built on them")
@@ -143,15 +143,15 @@ class Methods:
         }
 
     # -- what there is ---------------------------------------------------------------------------
-    async def _ping(self, _params: Empty, _call: Call) -> Empty:
+    async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
         return Empty()
 
-    async def _check(self, _params: Empty, _call: Call) -> Empty:
+    async def _check(self, _params: Empty, _call: CallContext) -> Empty:
         if isinstance(self._served.volume, _Checked):
             self._served.volume.check_invariants()
         return Empty()
 
-    async def _status(self, _params: Empty, _call: Call) -> StatusResult:
+    async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options = self._options
         # What a backend would have to walk its whole tree for is not said.
         volume = self._served.volume if isinstance(self._served.volume, MemoryVolume) else None
@@ -189,7 +189,7 @@ class Methods:
         )
 
     # -- snapshots ---------------------------------------------------------------------------------
-    async def _snapshot(self, params: SnapshotParams, call: Call) -> SnapshotRecord:
+    async def _snapshot(self, params: SnapshotParams, call: CallContext) -> SnapshotRecord:
         if params.name is not None:
             _check_snapshot_name(params.name)
         snapshots = self._snapshots
@@ -197,7 +197,7 @@ class Methods:
         record.expired = expired_records((), snapshots.collect_pruned())
         return record
 
-    async def _list(self, params: SnapshotsParams, _call: Call) -> SnapshotsResult:
+    async def _list(self, params: SnapshotsParams, _call: CallContext) -> SnapshotsResult:
         snapshots = self._snapshots
         counts = await snapshots.change_counts() if params.changes else {}
         history = await snapshots.history()
@@ -208,14 +208,14 @@ class Methods:
             records.append(_record(info, counts.get(info.name), step))
         return SnapshotsResult(records)
 
-    async def _drop(self, params: DropParams, _call: Call) -> DropResult:
+    async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
         names = list(dict.fromkeys([params.name, *params.also]))
         done = await self._snapshots.drop(names)
         steps = [DroppedStepRecord(name, step) for name, step in done.steps.items()]
         return DropResult(names, steps, done.history.undo_steps, done.history.redo_steps)
 
     # -- restore -------------------------------------------------------------------------------------
-    async def _restore(self, params: RestoreParams, call: Call) -> RestoreResult:
+    async def _restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:
         given = (params.name is not None, params.archive is not None, params.undo, params.redo, params.base)
         if sum(given) != 1:
             raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
@@ -248,7 +248,7 @@ class Methods:
         return Store(self._options.store if directory is None else _absolute(directory))
 
     async def _restore_from(
-        self, origin: Origin, source: str, paths: list[bytes], call: Call, params: RestoreParams
+        self, origin: Origin, source: str, paths: list[bytes], call: CallContext, params: RestoreParams
     ) -> RestoreResult:
         snapshots = self._snapshots
         async with snapshots.staged(origin, call) as staged:
@@ -288,7 +288,7 @@ class Methods:
         return name_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1))
 
     # -- diff ------------------------------------------------------------------------------------------
-    async def _diff(self, params: DiffParams, call: Call) -> DiffResult:
+    async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
         below = params.a is None and self._snapshots.has_base
         a = BASE if below else params.a if params.a is not None else await self._newest_snapshot()
         paths = wire_paths_within(params.paths)
@@ -329,14 +329,21 @@ class Methods:
         raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
 
     async def _compare(
-        self, a: str | None, b: str | None, paths: list[bytes], call: Call, *, stream: bool = False
+        self, a: str | None, b: str | None, paths: list[bytes], call: CallContext, *, stream: bool = False
     ) -> Differences:
         """From state `a` to state `b`; None is the live one."""
         async with self._snapshots.tree(a) as old, self._snapshots.tree(b) as new:
             return await self._differences(old, new, paths, call, stream=stream)
 
     async def _differences(
-        self, old: Tree, new: Tree, paths: list[bytes], call: Call, *, with_lines: bool = False, stream: bool = False
+        self,
+        old: Tree,
+        new: Tree,
+        paths: list[bytes],
+        call: CallContext,
+        *,
+        with_lines: bool = False,
+        stream: bool = False,
     ) -> Differences:
         return await _in_thread(
             differences,
@@ -349,7 +356,7 @@ class Methods:
         )
 
     # -- export and import -----------------------------------------------------------------------------
-    async def _export(self, params: ExportParams, call: Call) -> ExportResult:
+    async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
         path = _absolute(params.path)
         await _in_thread(self._check_outlives_mount, path)
         rule = hiding(params.include, params.exclude)
@@ -392,7 +399,7 @@ class Methods:
             )
             raise OSError(errno.EINVAL, reason, path)
 
-    async def _import(self, params: ImportParams, call: Call) -> ImportResult:
+    async def _import(self, params: ImportParams, call: CallContext) -> ImportResult:
         self._check_writable()
         async with self._snapshots.staged(archive(_absolute(params.path)), call) as staged:
             outcome = await self._snapshots.put(staged, (), call, replace=False)
@@ -422,7 +429,7 @@ def _created_ns(source_date_epoch: int | None) -> int:
     return time.time_ns() if source_date_epoch is None else source_date_epoch * 10**9
 
 
-def _counting(call: Call) -> Callable[[], None]:
+def _counting(call: CallContext) -> Callable[[], None]:
     """Progress for work whose end is not known: each call of what is returned is one more path.
 
     It ends the work when nobody waits for `call` any more.  Any thread.
@@ -436,11 +443,11 @@ def _counting(call: Call) -> Callable[[], None]:
     return tell
 
 
-def _counts(counts: Counts) -> ChangeCounts:
+def _counts(counts: DiffCounts) -> ChangeCounts:
     return ChangeCounts(counts.added, counts.modified, counts.removed)
 
 
-def _record(info: SnapshotInfo, changes: Counts | None = None, step: int | None = None) -> SnapshotRecord:
+def _record(info: SnapshotInfo, changes: DiffCounts | None = None, step: int | None = None) -> SnapshotRecord:
     kind: Literal["user", "safety", "automatic"] = info.kind
     return SnapshotRecord(
         name=info.name,

@@ -9,10 +9,10 @@ import trio
 
 from protocol.backends.overlay.apply import Applied, apply
 from protocol.diff.tree_diff import count
-from vfsd.daemon.control.call_context import Call
+from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import Differences, Pieces, change_record, expired_records
-from vfsd.daemon.mounted_volume import Served
-from vfsd.daemon.snapshots.base import Snapshots
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.snapshots.volume import Applying, VolumeSnapshots, overlay_of
 from vfsd.wire.messages import ApplyParams, ApplyResult, ChangeCounts, ConflictRecord, wire_path
 from vfsd.wire.options import MountOptions
@@ -24,12 +24,12 @@ __all__ = ["OverlayMethods"]
 class OverlayMethods:
     """The verbs that only an overlay has."""
 
-    def __init__(self, served: Served, snapshots: Snapshots | None, options: MountOptions) -> None:
+    def __init__(self, served: MountedVolume, snapshots: SnapshotService | None, options: MountOptions) -> None:
         self._served = served
         self._snapshots = snapshots
         self._options = options
 
-    async def apply(self, params: ApplyParams, call: Call) -> ApplyResult:
+    async def apply(self, params: ApplyParams, call: CallContext) -> ApplyResult:
         """Write it in a worker thread, from immutable trees; the mount goes on meanwhile."""
         volume = overlay_of(self._served.volume)
         assert isinstance(self._snapshots, VolumeSnapshots)

@@ -15,13 +15,13 @@ from typing import Final
 
 import trio
 
-from vfsd.daemon.control.call_context import Call, CallCancelledError, Handler
-from vfsd.daemon.control.connection import Budget, Connection, Limits, error_line
+from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Handler
+from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits, error_line
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData, InvalidParamsError
 from vfsd.wire.sockets import bind, peer_credentials
 
-__all__ = ["Call", "CallCancelledError", "ControlServer", "Handler", "InvalidParamsError", "Limits"]
+__all__ = ["CallCancelledError", "CallContext", "ConnectionLimits", "ControlServer", "Handler", "InvalidParamsError"]
 
 # accept(2): the process or the system is out of something; it may have it again in a moment.
 _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -40,14 +40,14 @@ class ControlServer:
         methods: Mapping[str, Handler],
         *,
         allowed_uids: frozenset[int] | None = None,
-        limits: Limits | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._path = socket_path
         self._methods = methods
         self._allowed = frozenset({os.getuid(), 0}) if allowed_uids is None else allowed_uids
-        self._limits = limits or Limits()
+        self._limits = limits or ConnectionLimits()
         self._budget = Budget(self._limits.held_bytes)
-        self._connections: dict[Connection, None] = {}  # the oldest first
+        self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._closed = trio.Event()  # set when the next one is
         self._full = False
 
@@ -97,7 +97,9 @@ class ControlServer:
             else:
                 # Counted here, not in the task: the next accept must see it.
                 pid = peer_credentials(sock).pid or None  # 0: of a process that this pid namespace does not see
-                connection = Connection(sock, self._methods, self._limits, self._budget, client=pid, spares=spares)
+                connection = ClientConnection(
+                    sock, self._methods, self._limits, self._budget, client=pid, spares=spares
+                )
                 connection.is_reserved = self._used() >= self._limits.connections
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
@@ -105,7 +107,7 @@ class ControlServer:
     async def _wait_for_place(self) -> None:
         """Wait while all connections are in use and those that are idle may still send their first request.
 
-        The next client is accepted after `Limits.first_request_s` at the latest.
+        The next client is accepted after `ConnectionLimits.first_request_s` at the latest.
         """
         while self._used() >= self._limits.connections:
             idle = [each.closable_in_s for each in self._connections if not each.is_leaving and each.is_idle]
@@ -133,7 +135,7 @@ class ControlServer:
     def _drop_longest_idle(self, *, even_young: bool = False) -> bool:
         """Close the connection that has had no call for the longest time; False where none may be closed.
 
-        With `even_young` also one that is within `Limits.first_request_s` of its start.
+        With `even_young` also one that is within `ConnectionLimits.first_request_s` of its start.
         """
         for connection in sorted(self._connections, key=lambda each: each.idle_since):
             may_close = even_young or connection.closable_in_s == 0
@@ -162,7 +164,9 @@ class ControlServer:
         text = f"all {limits.connections} connections to this workspace are in use by calls that run; try again"
         return error_line(None, OPERATION_FAILED, text, ErrorData("EBUSY"))
 
-    async def _serve_client(self, sock: trio.socket.SocketType, connection: Connection, hangups: _Hangups) -> None:
+    async def _serve_client(
+        self, sock: trio.socket.SocketType, connection: ClientConnection, hangups: _Hangups
+    ) -> None:
         try:
             with sock, hangups.watching(sock, connection):
                 await connection.serve()
@@ -201,7 +205,7 @@ class _Hangups:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._watched: dict[int, Connection] = {}
+        self._watched: dict[int, ClientConnection] = {}
 
     def __enter__(self) -> _Hangups:
         return self
@@ -210,7 +214,7 @@ class _Hangups:
         self._epoll.close()
 
     @contextlib.contextmanager
-    def watching(self, sock: trio.socket.SocketType, connection: Connection) -> Iterator[None]:
+    def watching(self, sock: trio.socket.SocketType, connection: ClientConnection) -> Iterator[None]:
         """Have `connection` hang up when the peer of `sock` closes."""
         descriptor = sock.fileno()
         self._watched[descriptor] = connection

@@ -26,7 +26,7 @@ from typing import Final, ParamSpec, TypeVar
 
 import trio
 
-from vfsd.daemon.control.call_context import Call
+from vfsd.daemon.control.call_context import CallContext
 
 __all__ = ["Slices", "Turns"]
 
@@ -48,9 +48,9 @@ class Turns:
         self._queues: OrderedDict[Hashable, deque[trio.Event]] = OrderedDict()
         self._limit_bytes = held_bytes
         self._held_bytes = 0
-        self._unread: dict[Call, tuple[float, int]] = {}  # since when, and how many bytes; the oldest first
+        self._unread: dict[CallContext, tuple[float, int]] = {}  # since when, and how many bytes; the oldest first
 
-    async def run(self, call: Call, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, call: CallContext, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` in a worker thread when it is the client's turn.  OSError (EBUSY): it has too much queued.
 
         The thread is waited for also when cancelled: `function` calls `call.raise_if_cancelled` now and then.
@@ -59,7 +59,7 @@ class Turns:
             return await trio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self.threads)
 
     @asynccontextmanager
-    async def turn(self, call: Call) -> AsyncIterator[None]:
+    async def turn(self, call: CallContext) -> AsyncIterator[None]:
         """Wait for a turn, and have it for the length of the block.  OSError (EBUSY)."""
         granted = self._enqueue(call.client)
         self._grant()
@@ -77,13 +77,13 @@ class Turns:
         finally:
             self._give_back()
 
-    def hold(self, call: Call, size_bytes: int) -> None:
+    def hold(self, call: CallContext, size_bytes: int) -> None:
         """Count an answer of `size_bytes` until it is read, or its client has gone."""
         self._unread[call] = trio.current_time(), size_bytes
         self._held_bytes += size_bytes
         call.after_answer(partial(self._let_go, call))
 
-    def _let_go(self, call: Call) -> None:
+    def _let_go(self, call: CallContext) -> None:
         self._held_bytes -= self._unread.pop(call)[1]
         self._grant()
 

@@ -21,12 +21,12 @@ import trio
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff.tree_diff import Change, Counts, changes, count
+from protocol.diff.tree_diff import Change, DiffCounts, changes, count
 from protocol.tree import Tree
-from vfsd.daemon.control.call_context import Call
+from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.running import Commands
-from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import ChangeCounts, Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
@@ -45,7 +45,7 @@ class _Unsaved:
 
     mark: int
     snapshots: tuple[int, ...]  # serials of those that a user named
-    counts: Counts | None = None
+    counts: DiffCounts | None = None
     truncated: bool = False
     is_any: bool = False
 
@@ -58,14 +58,14 @@ class _Unsaved:
 class UnmountMethods:
     """The end of one workspace."""
 
-    def __init__(self, served: Served, options: MountOptions, commands: Commands) -> None:
+    def __init__(self, served: MountedVolume, options: MountOptions, commands: Commands) -> None:
         self._served = served
         self._options = options
         self._commands = commands
         self.answering = 0  # unmounts that were made and whose answers are on their way
 
     # -- what would be lost ------------------------------------------------------------------------
-    async def unsaved(self, _params: Empty, call: Call) -> UnsavedResult:
+    async def unsaved(self, _params: Empty, call: CallContext) -> UnsavedResult:
         """What an unmount would lose now; its token lets exactly that be discarded."""
         volume = self._served.volume
         if not isinstance(volume, MemoryVolume):
@@ -84,7 +84,7 @@ class UnmountMethods:
             saved_at=None if volume.saved_ns is None else time_text(volume.saved_ns),
         )
 
-    async def _find(self, volume: MemoryVolume, call: Call, at_most: int = _COUNTED) -> _Unsaved:
+    async def _find(self, volume: MemoryVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
         """What the live state would lose; of an overlay so many changes are counted.  Shared mappings are settled."""
         mark, named = volume.mark(), _named(volume)
         if volume.is_saved:
@@ -100,7 +100,7 @@ class UnmountMethods:
                 return _Unsaved(mark, named, is_any=True)
         return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
 
-    async def _check(self, params: UnmountParams, call: Call) -> int | None:
+    async def _check(self, params: UnmountParams, call: CallContext) -> int | None:
         """OSError (ENOTEMPTY) where something would be lost; else the mark of the state of which that is true."""
         volume = self._served.volume
         if params.discard or not isinstance(volume, MemoryVolume):
@@ -121,7 +121,7 @@ class UnmountMethods:
         return found.mark
 
     # -- the end -----------------------------------------------------------------------------------
-    async def unmount(self, params: UnmountParams, call: Call) -> UnmountResult:
+    async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
         mountpoint = self._options.mountpoint
         volume = self._served.volume
@@ -148,7 +148,7 @@ class UnmountMethods:
         found = await trio.to_thread.run_sync(holders.holders, self._options.mountpoint)
         return [holder.describe() for holder in found if holder.pid != os.getpid()]
 
-    async def _check_again(self, volume: MemoryVolume, mark: int, params: UnmountParams, call: Call) -> int:
+    async def _check_again(self, volume: MemoryVolume, mark: int, params: UnmountParams, call: CallContext) -> int:
         """Raise as `_check` where the state is not that of `mark` any more, and the new one would lose something.
 
         Else the mark of the state that is there when this returns.
@@ -164,7 +164,7 @@ class UnmountMethods:
         self.answering -= 1
 
 
-def _changes(base: Tree, live: Tree, call: Call, at_most: int) -> list[Change]:
+def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Change]:
     """What differs, so many at most.  Any thread."""
     found = []
     for change in islice(changes(base, live), at_most):
@@ -173,7 +173,7 @@ def _changes(base: Tree, live: Tree, call: Call, at_most: int) -> list[Change]:
     return found
 
 
-def _figures(counts: Counts) -> tuple[int, int, int]:
+def _figures(counts: DiffCounts) -> tuple[int, int, int]:
     return counts.added, counts.modified, counts.removed
 
 

@@ -1,4 +1,4 @@
-"""HostPlace: commands on this host, in the mount, as the daemon's user, each under a supervisor.
+"""HostCommandRunner: commands on this host, in the mount, as the daemon's user, each under a supervisor.
 
 Threading: the serving loop.  Starting and reaping, which wait for a process, are done by worker threads.
 """
@@ -20,13 +20,13 @@ from protocol.execution.executor import Command, Terminal, check_command
 from protocol.execution.supervised import Supervised
 from vfsd.daemon.exec.place import Process, Stream
 
-__all__ = ["HostPlace"]
+__all__ = ["HostCommandRunner"]
 
 _PIECE_BYTES: Final = 64 * 1024
 _END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
 
 
-class HostPlace:
+class HostCommandRunner:
     """Runs commands below the directory `root`, with `env` added to the daemon's environment."""
 
     def __init__(self, root: str, env: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 
-__all__ = ["Leaving", "Place", "Process", "Stream"]
+__all__ = ["CommandRunner", "Leaving", "Process", "Stream"]
 
 Stream: TypeAlias = Literal["stdout", "stderr"]
 
@@ -53,7 +53,7 @@ class Process(Protocol):
         ...
 
 
-class Place(Protocol):
+class CommandRunner(Protocol):
     """Runs commands that see the workspace."""
 
     @property
@@ -70,7 +70,7 @@ class Place(Protocol):
 
 
 @runtime_checkable
-class Leaving(Place, Protocol):
+class Leaving(CommandRunner, Protocol):
     """A place that holds the mount itself: it has to leave before an unmount."""
 
     async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:

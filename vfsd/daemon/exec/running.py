@@ -17,10 +17,10 @@ import trio
 
 from protocol.errors import only_error
 from protocol.execution.executor import Command
-from vfsd.daemon.exec.place import Leaving, Place, Process, Stream
+from vfsd.daemon.exec.place import CommandRunner, Leaving, Process, Stream
 from vfsd.machine.logs import log_failure
 
-__all__ = ["Commands", "Ended", "Limits", "given"]
+__all__ = ["CommandLimits", "Commands", "Ended", "given"]
 
 OnOutput = Callable[[Stream, bytes], Awaitable[None]]
 Feed = Callable[[Process], Awaitable[None]]
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CommandLimits:
     """None: no limit.  `output_bytes` is of each of the two streams; what is beyond it is thrown away."""
 
     timeout_s: float | None = None
@@ -56,13 +56,13 @@ class Commands:
     """
 
     def __init__(
-        self, workspace: str, *, place: Place | None = None, take_snapshot: TakeSnapshot | None = None
+        self, workspace: str, *, place: CommandRunner | None = None, take_snapshot: TakeSnapshot | None = None
     ) -> None:
         self._workspace = workspace
         self._place = place
         self._take_snapshot = take_snapshot
 
-    async def run(self, command: Command, limits: Limits, *, on_output: OnOutput, feed: Feed) -> Ended:
+    async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> Ended:
         """Run it to its end.  Cancelled, it is killed; nothing that it started is left either way.
 
         `on_output` gets what it writes, one piece after the other; while it waits, so does the command.  `feed`

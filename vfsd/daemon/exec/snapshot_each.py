@@ -7,7 +7,7 @@ from typing import Final
 
 from protocol.errors import SnapshotExistsError
 from protocol.volume import TAG_MAX_BYTES
-from vfsd.daemon.snapshots.base import UNWATCHED, Snapshots, free_name
+from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 
 __all__ = ["SnapshotEach"]
 
@@ -17,7 +17,7 @@ _PREFIX: Final = "exec-"
 class SnapshotEach:
     """Called with a tag, takes a snapshot and gives its name."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: SnapshotService) -> None:
         self._snapshots = snapshots
         self._numbers: itertools.count[int] | None = None
 
@@ -28,7 +28,7 @@ class SnapshotEach:
         while True:
             try:
                 name = f"{_PREFIX}{next(self._numbers)}"
-                return (await self._snapshots.take(name, _short(tag), UNWATCHED, kind="automatic")).name
+                return (await self._snapshots.take(name, _short(tag), UNOBSERVED, kind="automatic")).name
             except SnapshotExistsError:
                 pass  # somebody chose that name
 

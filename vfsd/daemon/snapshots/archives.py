@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from protocol.archive import Progress, open_archive, untold
+from protocol.archive import ByteProgress, no_progress, open_archive
 from protocol.backends.memory import MemoryVolume, ReservedInodes
 from protocol.store import Store
 from protocol.tree import Tree
@@ -33,7 +33,7 @@ class Origin:
     """
 
     name: str
-    opened: Callable[[Progress, bool, Reserve], AbstractContextManager[Tree]]
+    opened: Callable[[ByteProgress, bool, Reserve], AbstractContextManager[Tree]]
 
 
 def archive(path: str) -> Origin:
@@ -52,7 +52,7 @@ def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
 def read_origin(
     origin: Origin,
     volume: MemoryVolume,
-    progress: Progress = untold,
+    progress: ByteProgress = no_progress,
     reserve_inodes: Callable[[int], ReservedInodes] | None = None,
 ) -> MemoryVolume:
     """What `origin` has, unpacked into a volume of its own, within the limits of `volume`.  See `unpack`.
@@ -73,7 +73,7 @@ def read_origin(
     return staged
 
 
-def unpack(origin: Origin, volume: MemoryVolume, progress: Progress = untold) -> None:
+def unpack(origin: Origin, volume: MemoryVolume, progress: ByteProgress = no_progress) -> None:
     """Put what `origin` has, validated, into `volume`, which is new.  Any thread.  ArchiveError, OSError.
 
     What it may take is what `volume` may: an archive that unpacks to more than the machine has would otherwise end the
@@ -91,7 +91,7 @@ def _opened(origin: Origin, volume: MemoryVolume) -> Iterator[Tree]:
     try:
         with ExitStack() as opened:
             with volume.reserving() as reserve:
-                tree = opened.enter_context(origin.opened(untold, False, reserve))
+                tree = opened.enter_context(origin.opened(no_progress, False, reserve))
             yield tree
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -1,4 +1,4 @@
-"""Snapshots: what the control socket asks of the snapshots of a workspace, whoever keeps them.
+"""SnapshotService: what the control socket asks of the snapshots of a workspace, whoever keeps them.
 
 There are two implementations.  `VolumeSnapshots` are the volume's own (memory, overlay): each is one step on the
 serving loop.  `StoreSnapshots` are kept in a content-addressed store on disk (host directories, and whatever else
@@ -15,7 +15,7 @@ Both keep to this:
 - what is answered is about this change alone, whatever programs write meanwhile.  Once the change is made, nothing
   turns the answer into an error: what else fails is logged, or named in `Outcome.problems`.
 
-Threading: every method is called, and every context entered and left, on the serving loop.  A `Watch` is asked and told
+Threading: every method is called, and every context entered and left, on the serving loop.  A `CallObserver` is asked and told
 in worker threads.  Nobody waiting any more ends the work, where that tears nothing.
 """
 
@@ -30,13 +30,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
-from protocol.archive import Progress
-from protocol.diff.tree_diff import Counts
+from protocol.archive import ByteProgress
+from protocol.diff.tree_diff import DiffCounts
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
-from vfsd.daemon.snapshots.history import History
+from vfsd.daemon.snapshots.history import UndoHistory
 from vfsd.daemon.snapshots.listed import NOTHING, Listed
 
 __all__ = [
@@ -44,13 +44,13 @@ __all__ = [
     "SAFETY_PREFIX",
     "SNAPSHOT_PREFIX",
     "STAGED_PREFIX",
-    "UNWATCHED",
+    "UNOBSERVED",
+    "CallObserver",
     "Dropped",
     "Interrupted",
     "Outcome",
-    "Snapshots",
+    "SnapshotService",
     "Staged",
-    "Watch",
     "check_names",
     "free_name",
     "in_bytes",
@@ -115,7 +115,7 @@ class Dropped:
     """
 
     steps: Mapping[str, int]
-    history: History
+    history: UndoHistory
 
 
 def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
@@ -151,8 +151,8 @@ class Interrupted:
         )
 
 
-class Watch(Protocol):
-    """Who waits for a snapshot or a restore: a `vfsd.daemon.control.call_context.Call`.  Any thread."""
+class CallObserver(Protocol):
+    """Who waits for a snapshot or a restore: a `vfsd.daemon.control.call_context.CallContext`.  Any thread."""
 
     def raise_if_cancelled(self) -> None:
         """CallCancelledError when nobody does any more."""
@@ -178,10 +178,10 @@ class _Unwatched:
         pass
 
 
-UNWATCHED: Final[Watch] = _Unwatched()  # for what goes on whoever waits
+UNOBSERVED: Final[CallObserver] = _Unwatched()  # for what goes on whoever waits
 
 
-def in_bytes(watch: Watch) -> Progress:
+def in_bytes(watch: CallObserver) -> ByteProgress:
     """`watch` for work on archives."""
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -191,7 +191,7 @@ def in_bytes(watch: Watch) -> Progress:
     return tell
 
 
-class Snapshots(Protocol):
+class SnapshotService(Protocol):
     """The snapshots of one workspace.  SnapshotNotFoundError for a name that there is not."""
 
     @property
@@ -204,7 +204,7 @@ class Snapshots(Protocol):
         ...
 
     async def take(
-        self, name: str | None, tag: str | None, watch: Watch, *, kind: SnapshotKind = "user"
+        self, name: str | None, tag: str | None, watch: CallObserver, *, kind: SnapshotKind = "user"
     ) -> SnapshotInfo:
         """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError, ENOSPC.
 
@@ -216,7 +216,7 @@ class Snapshots(Protocol):
         """All of them, oldest first."""
         ...
 
-    async def change_counts(self) -> Mapping[str, Counts]:
+    async def change_counts(self) -> Mapping[str, DiffCounts]:
         """What each changed against the one before it."""
         ...
 
@@ -228,46 +228,46 @@ class Snapshots(Protocol):
         """The snapshots that were dropped for lack of memory since the last call, for the next answer to name."""
         ...
 
-    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
         """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
         ...
 
-    async def undo(self, watch: Watch) -> Outcome:
+    async def undo(self, watch: CallObserver) -> Outcome:
         """Go one step back in the history; the live state is kept there, for `redo`.  ENOENT at its beginning.
 
         Where a restore was interrupted, the step is to the state before that one.
         """
         ...
 
-    async def redo(self, watch: Watch) -> Outcome:
+    async def redo(self, watch: CallObserver) -> Outcome:
         """Go one step forward in the history; the live state is kept there, for `undo`.  ENOENT at its end."""
         ...
 
-    async def history(self) -> History:
+    async def history(self) -> UndoHistory:
         """The steps, and where the live state is among them."""
         ...
 
-    def staged(self, origin: Origin, watch: Watch) -> AbstractAsyncContextManager[Staged]:
+    def staged(self, origin: Origin, watch: CallObserver) -> AbstractAsyncContextManager[Staged]:
         """What `origin` has, checked and within the workspace's limits.  ArchiveError, OSError."""
         ...
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
         """Put what is staged in place, as `SnapshotableVolume.import_tree` does."""
         ...
 
-    def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AbstractAsyncContextManager[Tree]:
+    def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AbstractAsyncContextManager[Tree]:
         """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
 
         Of a live state that others change too, a file's content may be a later one by the time that it is read.
         """
         ...
 
-    def frozen(self, watch: Watch) -> AbstractAsyncContextManager[Tree]:
+    def frozen(self, watch: CallObserver) -> AbstractAsyncContextManager[Tree]:
         """A tree of the live state at this moment, which nobody changes: for what takes long to read."""
         ...
 
 
-def name_at(history: History, infos: Sequence[SnapshotInfo], position: int) -> str:
+def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) -> str:
     """The snapshot of the state at `position`, which is to be gone to.  ENOENT where there is no such state."""
     if not 0 <= position < len(history.states):
         if history.is_cut_before if position < 0 else history.is_cut_after:

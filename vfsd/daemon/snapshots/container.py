@@ -17,9 +17,9 @@ from typing import Final
 import trio
 
 from protocol.backends.container.agent.transport import AgentTransport
-from protocol.backends.container.connection import Connection
+from protocol.backends.container.connection import ContainerConnection
 from protocol.store import DirectorySource, DirectoryTarget, Source, Store, TreeSource
-from protocol.store.directory.scan import Progress, Scanned, Unreadable, untold
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
 from vfsd.daemon.snapshots.stored import Stored
@@ -27,7 +27,7 @@ from vfsd.daemon.snapshots.stored import Stored
 __all__ = ["stored_container"]
 
 
-def stored_container(store: Store, key: str, connection: Connection, mountpoint: str) -> Stored:
+def stored_container(store: Store, key: str, connection: ContainerConnection, mountpoint: str) -> Stored:
     """Where the snapshots of the workspace behind `connection`, mounted at `mountpoint`, are kept and taken."""
     source = _ContainerSource(connection, mountpoint)
     return Stored(store, key, source, _MountTarget(mountpoint, source))
@@ -38,7 +38,7 @@ class _ContainerSource:
 
     identity: Final = None
 
-    def __init__(self, connection: Connection, mountpoint: str) -> None:
+    def __init__(self, connection: ContainerConnection, mountpoint: str) -> None:
         self._connection = connection
         self._mountpoint = mountpoint
 
@@ -51,7 +51,7 @@ class _ContainerSource:
 
     def scan(
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: Progress = untold,
+        progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
         trio.from_thread.run(self._connection.refresh)
         return self._now().scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)

@@ -1,4 +1,4 @@
-"""History: the steps that `restore --undo` and `--redo` walk, and where the live state is among them.
+"""UndoHistory: the steps that `restore --undo` and `--redo` walk, and where the live state is among them.
 
 A step is one restore, import, apply or discard that changed something.  The history is a row of states, oldest first,
 with a step between each state and the next, and a position: the state that the live one came from.
@@ -41,8 +41,8 @@ __all__ = [
     "LOOSE_KEPT",
     "LOOSE_KEPT_DAYS",
     "STEPS_KEPT",
-    "History",
-    "State",
+    "HistoryState",
+    "UndoHistory",
     "expired",
 ]
 
@@ -55,7 +55,7 @@ Info = TypeVar("Info", bound=SnapshotInfo)
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class HistoryState:
     """One state: the serial of its snapshot (None: it has none), and the step that led away from it ("restore r1")."""
 
     serial: int | None = None
@@ -63,10 +63,10 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class UndoHistory:
     """See the module's docstring."""
 
-    states: tuple[State, ...] = (State(),)
+    states: tuple[HistoryState, ...] = (HistoryState(),)
     position: int = 0
     is_cut_before: bool = False  # there were steps before the first state, and memory was needed for something else
     is_cut_after: bool = False  # there were steps after the last one
@@ -83,7 +83,7 @@ class History:
         return len(self.states) - 1 - self.position
 
     @property
-    def here(self) -> State:
+    def here(self) -> HistoryState:
         """The state that the live one came from."""
         return self.states[self.position]
 
@@ -105,19 +105,19 @@ class History:
         return {info.name: at[info.serial] for info in infos if at.get(info.serial)}
 
     # -- what it becomes -----------------------------------------------------------------------------
-    def stepped(self, serial: int, step: str) -> History:
+    def stepped(self, serial: int, step: str) -> UndoHistory:
         """After `step`, before which the live state was kept as `serial`."""
-        states = (*self.states[: self.position], State(serial, step), State())[-(STEPS_KEPT + 1) :]
-        return History(states, len(states) - 1, self.is_cut_before)
+        states = (*self.states[: self.position], HistoryState(serial, step), HistoryState())[-(STEPS_KEPT + 1) :]
+        return UndoHistory(states, len(states) - 1, self.is_cut_before)
 
-    def moved(self, position: int, serial: int | None) -> History:
+    def moved(self, position: int, serial: int | None) -> UndoHistory:
         """At `position`, after the live state was kept as `serial`; None where its snapshot here stays what it is."""
         states = list(self.states)
         if serial is not None:
             states[self.position] = replace(self.here, serial=serial)
         return replace(self, states=tuple(states), position=position)
 
-    def cut(self, serials: Collection[int]) -> History:
+    def cut(self, serials: Collection[int]) -> UndoHistory:
         """Without the states whose snapshots `serials` were dropped for lack of memory, and those beyond them."""
         lost = [at for at, state in enumerate(self.states) if state.serial in serials]
         first = max((at + 1 for at in lost if at < self.position), default=0)
@@ -126,16 +126,16 @@ class History:
         if self.position in lost:
             states[self.position] = replace(self.here, serial=None)
         states[after - 1] = replace(states[after - 1], step=None)
-        return History(
+        return UndoHistory(
             tuple(states[first:after]),
             self.position - first,
             self.is_cut_before or first > 0,
             self.is_cut_after or after < len(states),
         )
 
-    def among(self, serials: Collection[int]) -> History:
+    def among(self, serials: Collection[int]) -> UndoHistory:
         """Without the states whose snapshots are not among `serials` any more."""
-        kept: list[State] = []
+        kept: list[HistoryState] = []
         position = 0
         for at, state in enumerate(self.states):
             if at == self.position:
@@ -157,13 +157,13 @@ class History:
 
     # -- on disk -------------------------------------------------------------------------------------
     @classmethod
-    def of_snapshots(cls, infos: Sequence[SnapshotInfo]) -> History:
+    def of_snapshots(cls, infos: Sequence[SnapshotInfo]) -> UndoHistory:
         """The history that the safety snapshots are by themselves: each was taken before a step.
 
         For a store that an earlier version wrote, and for one whose history was damaged by a power failure.
         """
         kept = [info for info in infos if info.kind == "safety"][-STEPS_KEPT:]
-        return cls((*(State(info.serial, info.tag or "a restore") for info in kept), State()), len(kept))
+        return cls((*(HistoryState(info.serial, info.tag or "a restore") for info in kept), HistoryState()), len(kept))
 
     def encoded(self) -> bytes:
         """As bytes; `decoded` is the inverse."""
@@ -171,11 +171,11 @@ class History:
         return msgspec.json.encode(_Written(_VERSION, self.position, states))
 
     @classmethod
-    def decoded(cls, data: bytes) -> History | None:
+    def decoded(cls, data: bytes) -> UndoHistory | None:
         """None for what is no history."""
         try:
             written = msgspec.json.decode(data, type=_Written)
-            history = cls(tuple(State(*state) for state in written.states), written.position)
+            history = cls(tuple(HistoryState(*state) for state in written.states), written.position)
             history.check()
         except (msgspec.DecodeError, AssertionError):
             return None
@@ -191,7 +191,7 @@ class _Written(msgspec.Struct, frozen=True):
     states: tuple[tuple[int | None, str | None], ...]
 
 
-def expired(infos: Sequence[Info], history: History, now_ns: int, keep: Collection[str] = ()) -> list[Info]:
+def expired(infos: Sequence[Info], history: UndoHistory, now_ns: int, keep: Collection[str] = ()) -> list[Info]:
     """The loose safety snapshots of `infos` (oldest first) to drop: too many, or too old.  Never those of `keep`."""
     needed = history.serials()
     loose = [info for info in infos if info.kind == "safety" and info.serial not in needed]

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.diff.tree_diff import Change, Counts
+from protocol.diff.tree_diff import Change, DiffCounts
 from vfsd.wire.messages import CHANGES_LISTED
 
 __all__ = ["NOTHING", "Listed", "listed"]
 
 
-_NONE: Final = Counts()
+_NONE: Final = DiffCounts()
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
     """`counts` is of all changes, `changes` has the first CHANGES_LISTED; `truncated` says that there are more."""
 
-    counts: Counts = _NONE
+    counts: DiffCounts = _NONE
     changes: Sequence[Change] = ()
     truncated: bool = False
 
@@ -41,4 +41,4 @@ def listed(changed: Iterable[Change]) -> Listed:
         modified += change.kind not in {"added", "removed"}
         if len(first) < CHANGES_LISTED:
             first.append(change)
-    return Listed(Counts(added, modified, removed), first, added + modified + removed > len(first))
+    return Listed(DiffCounts(added, modified, removed), first, added + modified + removed > len(first))

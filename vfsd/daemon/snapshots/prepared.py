@@ -14,8 +14,8 @@ from typing import Final
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Coherence
-from vfsd.daemon.snapshots.base import Staged, Watch
+from protocol.volume import CacheInvalidation
+from vfsd.daemon.snapshots.base import CallObserver, Staged
 
 __all__ = ["Prepared"]
 
@@ -39,7 +39,7 @@ class Prepared:
         self._is_left = False  # to the one step, all of it
         self._is_done = False
 
-    async def prepare(self, watch: Watch) -> None:
+    async def prepare(self, watch: CallObserver) -> None:
         """Build it.  What does not fit beside the present content is left to `put`, which may replace that."""
         self._view.enter_context(self._volume.tree())  # so that a file that changes gets a new version
         try:
@@ -50,7 +50,7 @@ class Prepared:
             self._is_left = True
             await self.discard()
 
-    def put(self) -> Coherence:
+    def put(self) -> CacheInvalidation:
         """Put everything in place, all or nothing.  Errors as of `SnapshotableVolume.import_tree`."""
         if self._is_left or not self._preparation.is_valid:
             for _ in self._preparation.discard():
@@ -66,7 +66,7 @@ class Prepared:
             with trio.CancelScope(shield=True):
                 await _in_slices(self._preparation.discard())
 
-    def _told(self, steps: Iterator[int], watch: Watch) -> Iterator[None]:
+    def _told(self, steps: Iterator[int], watch: CallObserver) -> Iterator[None]:
         total = self._staged.files
         done = 0
         for count in steps:

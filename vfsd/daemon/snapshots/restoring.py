@@ -8,8 +8,8 @@ from typing import Final, Protocol, runtime_checkable
 import trio
 
 from protocol.diff.tree_diff import Change
-from protocol.volume import Coherence
-from vfsd.daemon.snapshots.base import Watch
+from protocol.volume import CacheInvalidation
+from vfsd.daemon.snapshots.base import CallObserver
 
 __all__ = ["Changeable", "Restoring", "looking"]
 
@@ -24,7 +24,7 @@ class Changeable(Protocol):
         """What is at `paths` is about to be changed: who has it open goes on.  Called once or more."""
         ...
 
-    def changed_beside(self, changes: Iterable[Change]) -> Coherence:
+    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
         """`changes`, or part of them, have been made; what the kernel must be told.  Called once or more."""
         ...
 
@@ -39,7 +39,7 @@ class Restoring:
     `changes` are what it is about to make; before there are any, nobody waiting any more ends it.
     """
 
-    def __init__(self, volume: Changeable, watch: Watch, touched: Callable[[], list[Change]]) -> None:
+    def __init__(self, volume: Changeable, watch: CallObserver, touched: Callable[[], list[Change]]) -> None:
         self.changes: list[Change] = []
         self._volume = volume
         self._watch = watch
@@ -59,14 +59,14 @@ class Restoring:
             self._volume.hold(paths[at : at + _STEP])
             await trio.lowlevel.checkpoint()
 
-    async def settled(self) -> Coherence:
+    async def settled(self) -> CacheInvalidation:
         """What the kernel must be told, however far it got."""
         parts = []
         for at in range(0, len(self.changes), _STEP):
             parts.append(self._volume.changed_beside(self.changes[at : at + _STEP]))
             await trio.lowlevel.checkpoint()
         self._volume.let_go()
-        return Coherence(
+        return CacheInvalidation(
             [change for part in parts for change in part.entries],
             [change for part in parts for change in part.inodes],
             {number: path for part in parts for number, path in part.paths.items()},
@@ -82,7 +82,7 @@ class Restoring:
             self._watch.progress_nowait(done, 0, "files")
 
 
-def looking(watch: Watch) -> Callable[[int, int], None]:
+def looking(watch: CallObserver) -> Callable[[int, int], None]:
     """Progress of taking a state in, which ends when nobody waits any more."""
 
     def tell(files: int, read_bytes: int) -> None:  # noqa: ARG001 -- the store's

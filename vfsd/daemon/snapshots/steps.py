@@ -15,7 +15,7 @@ from protocol.store import Store
 from protocol.store.format.layout import write_atomically
 from protocol.volume import SnapshotInfo
 from vfsd.daemon.snapshots.base import is_staged
-from vfsd.daemon.snapshots.history import History
+from vfsd.daemon.snapshots.history import UndoHistory
 
 __all__ = ["HistoryFile", "StepRun", "Todo"]
 
@@ -44,15 +44,15 @@ class HistoryFile:
             return file.read()
         return None
 
-    def read(self, infos: Sequence[SnapshotInfo]) -> History:
+    def read(self, infos: Sequence[SnapshotInfo]) -> UndoHistory:
         """The history, without what is not among the snapshots `infos` any more."""
         data = self.raw()
-        history = None if data is None else History.decoded(data)
+        history = None if data is None else UndoHistory.decoded(data)
         if history is None:
-            history = History.of_snapshots(infos)
+            history = UndoHistory.of_snapshots(infos)
         return history.among({info.serial for info in infos})
 
-    def write(self, history: History) -> None:
+    def write(self, history: UndoHistory) -> None:
         """Not synced: after a power failure that damages it, the safety snapshots say what the steps were."""
         write_atomically(self._path, history.encoded(), durable=False)
 
@@ -96,7 +96,7 @@ class StepRun:
         self.after = self._after(self._serial)
         self._file.write(self.after)
 
-    def _after(self, serial: int) -> History:
+    def _after(self, serial: int) -> UndoHistory:
         if self._resumes:
             return self.before
         if self.todo.to is None:

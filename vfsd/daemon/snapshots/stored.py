@@ -34,24 +34,24 @@ from typing import Final, ParamSpec, TypeVar
 
 import trio
 
-from protocol.diff.tree_diff import Change, Counts, changes, count
+from protocol.diff.tree_diff import Change, DiffCounts, changes, count
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import DamagedError, RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
-from vfsd.daemon.mounted_volume import Served
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, unlimited
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
     STAGED_PREFIX,
-    UNWATCHED,
+    UNOBSERVED,
+    CallObserver,
     Dropped,
     Interrupted,
     Outcome,
     Staged,
-    Watch,
     check_names,
     free_name,
     in_bytes,
@@ -61,7 +61,7 @@ from vfsd.daemon.snapshots.base import (
     nothing_below,
 )
 from vfsd.daemon.snapshots.counted import CountedTree
-from vfsd.daemon.snapshots.history import History, expired
+from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.listed import listed
 from vfsd.daemon.snapshots.restoring import Changeable, Restoring, looking
 from vfsd.daemon.snapshots.steps import HistoryFile, StepRun, Todo
@@ -109,9 +109,9 @@ def interrupted(stored: Stored) -> Interrupted | None:
 
 
 class StoreSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.Snapshots` for what `served` serves, which is `volume`."""
+    """Implements `vfsd.daemon.snapshots.base.SnapshotService` for what `served` serves, which is `volume`."""
 
-    def __init__(self, served: Served, volume: Changeable, stored: Stored) -> None:
+    def __init__(self, served: MountedVolume, volume: Changeable, stored: Stored) -> None:
         self._served = served
         self._volume = volume
         self._stored = stored
@@ -120,7 +120,7 @@ class StoreSnapshots:
         self._source = stored.source
         self._target = stored.target
         self._history = HistoryFile(stored.store, stored.key)
-        self._counts: dict[tuple[int, int], Counts] = {}
+        self._counts: dict[tuple[int, int], DiffCounts] = {}
         self._dropped = 0  # since garbage was last collected
 
     @property
@@ -141,7 +141,7 @@ class StoreSnapshots:
         self,
         name: str | None,
         tag: str | None,
-        watch: Watch,
+        watch: CallObserver,
         *,
         kind: SnapshotKind = "user",  # noqa: ARG002  (on disk none is dropped for lack of memory)
     ) -> SnapshotInfo:
@@ -150,7 +150,7 @@ class StoreSnapshots:
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())
             return await self._take(name, self._source, tag, watch)
 
-    async def _take(self, name: str, source: Source, tag: str | None, watch: Watch) -> StoredSnapshot:
+    async def _take(self, name: str, source: Source, tag: str | None, watch: CallObserver) -> StoredSnapshot:
         taken = await _in_thread(
             self._store.take,
             self._key,
@@ -199,11 +199,11 @@ class StoreSnapshots:
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
-    async def change_counts(self) -> Mapping[str, Counts]:
+    async def change_counts(self) -> Mapping[str, DiffCounts]:
         return await _in_thread(self._count_changes, await self.infos())
 
-    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, Counts]:
-        found = {info.name: Counts(info.files + info.directories) for info in infos[:1]}
+    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, DiffCounts]:
+        found = {info.name: DiffCounts(info.files + info.directories) for info in infos[:1]}
         for before, after in itertools.pairwise(infos):
             key = before.serial, after.serial
             if key not in self._counts:
@@ -213,7 +213,7 @@ class StoreSnapshots:
         return found
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
         if name == BASE:
             raise nothing_below()
         async with self._served.changing:
@@ -221,7 +221,7 @@ class StoreSnapshots:
                 return await self._finish_staged(name, watch)
             return await self._restore(name, paths, watch, Todo(f"restore {name}"))
 
-    async def undo(self, watch: Watch) -> Outcome:
+    async def undo(self, watch: CallObserver) -> Outcome:
         async with self._served.changing:
             infos, history, half_done = await self.infos(), await self.history(), await self.interrupted()
             if half_done is None or half_done.safety is None:
@@ -232,22 +232,22 @@ class StoreSnapshots:
                 return await self._restore(half_done.safety, (), watch, Todo(f"restore {half_done.safety}"))
             return await self._move(history, infos, to, watch)
 
-    async def redo(self, watch: Watch) -> Outcome:
+    async def redo(self, watch: CallObserver) -> Outcome:
         async with self._served.changing:
             history = await self.history()
             return await self._move(history, await self.infos(), history.position + 1, watch)
 
-    async def _move(self, history: History, infos: Sequence[SnapshotInfo], to: int, watch: Watch) -> Outcome:
+    async def _move(self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, watch: CallObserver) -> Outcome:
         name = name_at(history, infos, to)
         return await self._restore(name, (), watch, Todo(history.step_between(to), to=to))
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         return ()
 
-    async def history(self) -> History:
+    async def history(self) -> UndoHistory:
         return await _in_thread(self._history.read, await self.infos())
 
-    async def _restore(self, name: str, paths: Sequence[bytes], watch: Watch, todo: Todo) -> Outcome:
+    async def _restore(self, name: str, paths: Sequence[bytes], watch: CallObserver, todo: Todo) -> Outcome:
         await self._served.settle()
         half_done = await _in_thread(self._store.interrupted, self._key)
         safety = free_name(SAFETY_PREFIX, await self._all())
@@ -369,17 +369,17 @@ class StoreSnapshots:
 
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
+    async def staged(self, origin: Origin, watch: CallObserver) -> AsyncIterator[Staged]:
         async with _entered(origin.opened(in_bytes(watch), True, unlimited)) as tree:
             yield await _in_thread(_counted, origin.name, tree)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
         # By way of the store: so it is restored as a snapshot is, and can be finished or undone after a death too.
         async with self._served.changing:
             await self._forget_staged()
             name = free_name(STAGED_PREFIX, await self._all())
             what = f"{_RESTORING if replace else _IMPORTING}{staged.name}"
-            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), what, UNWATCHED)
+            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), what, UNOBSERVED)
             try:
                 outcome = await self._restore(name, paths, watch, Todo(staged.step(replace=replace), remove=replace))
             finally:
@@ -387,7 +387,7 @@ class StoreSnapshots:
                     await self._forget_staged()
             return dataclasses.replace(outcome, source=staged.name)
 
-    async def _finish_staged(self, name: str, watch: Watch) -> Outcome:
+    async def _finish_staged(self, name: str, watch: CallObserver) -> Outcome:
         """What an archive was to do when its daemon died."""
         half_done = await _in_thread(self._store.interrupted, self._key)
         if half_done is None or half_done.snapshot != name:
@@ -410,7 +410,7 @@ class StoreSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AsyncIterator[Tree]:
+    async def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:
         if name == BASE:
             raise nothing_below()
         tree: AbstractContextManager[Tree] = (
@@ -422,7 +422,7 @@ class StoreSnapshots:
             yield entered
 
     @asynccontextmanager
-    async def frozen(self, watch: Watch) -> AsyncIterator[Tree]:
+    async def frozen(self, watch: CallObserver) -> AsyncIterator[Tree]:
         # By way of the store: a file that is written meanwhile would be neither what it was nor what it is.
         async with self._served.changing:
             await self._served.settle()

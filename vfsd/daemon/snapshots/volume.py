@@ -19,22 +19,22 @@ import trio
 
 from protocol.backends.memory import MemoryVolume, ReservedInodes
 from protocol.backends.overlay import OverlayVolume
-from protocol.diff.tree_diff import Counts, changes, summary
+from protocol.diff.tree_diff import DiffCounts, changes, summary
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
-from protocol.volume import TAG_MAX_BYTES, Coherence, SnapshotInfo, SnapshotKind, Volume
-from vfsd.daemon.mounted_volume import Served
+from protocol.volume import TAG_MAX_BYTES, CacheInvalidation, SnapshotInfo, SnapshotKind, Volume
+from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, read_origin
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
-    UNWATCHED,
+    UNOBSERVED,
+    CallObserver,
     Dropped,
     Interrupted,
     Outcome,
     Staged,
-    Watch,
     check_names,
     free_name,
     in_bytes,
@@ -42,7 +42,7 @@ from vfsd.daemon.snapshots.base import (
     name_at,
     nothing_below,
 )
-from vfsd.daemon.snapshots.history import History, expired
+from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.listed import NOTHING, Listed
 from vfsd.daemon.snapshots.prepared import Prepared
 from vfsd.machine.logs import log_failure
@@ -72,13 +72,13 @@ class Applying:
 
 
 class VolumeSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.Snapshots` over `volume`, which `served` serves."""
+    """Implements `vfsd.daemon.snapshots.base.SnapshotService` over `volume`, which `served` serves."""
 
-    def __init__(self, served: Served, volume: MemoryVolume) -> None:
+    def __init__(self, served: MountedVolume, volume: MemoryVolume) -> None:
         self._served = served
         self._volume = volume
         volume.on_pruned = self._note_pruned
-        self._history = History()  # as it was left; `_known` is without what was dropped since
+        self._history = UndoHistory()  # as it was left; `_known` is without what was dropped since
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
         self._lost: set[int] = set()  # the serials of pruned safety snapshots, since `_history` was last cut
 
@@ -94,7 +94,7 @@ class VolumeSnapshots:
         self,
         name: str | None,
         tag: str | None,
-        watch: Watch,  # noqa: ARG002
+        watch: CallObserver,  # noqa: ARG002
         *,
         kind: SnapshotKind = "user",
     ) -> SnapshotInfo:
@@ -106,8 +106,8 @@ class VolumeSnapshots:
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    async def change_counts(self) -> Mapping[str, Counts]:
-        return {name: Counts(*counts) for name, counts in self._volume.change_counts().items()}
+    async def change_counts(self) -> Mapping[str, DiffCounts]:
+        return {name: DiffCounts(*counts) for name, counts in self._volume.change_counts().items()}
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._served.changing:
@@ -118,7 +118,7 @@ class VolumeSnapshots:
                 self._volume.drop_snapshot(name)
             return Dropped(steps, self._known())
 
-    async def history(self) -> History:
+    async def history(self) -> UndoHistory:
         return self._known()
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
@@ -132,11 +132,11 @@ class VolumeSnapshots:
         if info.kind == "safety":
             self._lost.add(info.serial)
 
-    def _known(self) -> History:
+    def _known(self) -> UndoHistory:
         return self._history.cut(self._lost).among({info.serial for info in self._volume.snapshots()})
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], watch: Watch) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
         volume = self._volume
         if name == BASE:
             return await self._step(lambda: overlay_of(volume).discard(paths), "discard", name, watch)
@@ -144,7 +144,7 @@ class VolumeSnapshots:
         return await self._step(lambda: volume.restore_snapshot(name, paths), f"restore {name}", name, watch)
 
     @asynccontextmanager
-    async def staged(self, origin: Origin, watch: Watch) -> AsyncIterator[Staged]:
+    async def staged(self, origin: Origin, watch: CallObserver) -> AsyncIterator[Staged]:
         # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
         read = functools.partial(read_origin, origin, self._volume, in_bytes(watch), self._reserve_inodes)
         staged = await trio.to_thread.run_sync(read)
@@ -158,7 +158,7 @@ class VolumeSnapshots:
         """`MemoryVolume.reserve_inodes`, from a thread of `trio.to_thread`."""
         return trio.from_thread.run_sync(self._volume.reserve_inodes, count)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: Watch, *, replace: bool) -> Outcome:
+    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
         volume, step = self._volume, staged.step(replace=replace)
         if isinstance(volume, OverlayVolume):  # whose directories are read from below while they are converged
             change = functools.partial(volume.import_tree, staged.tree, replace=replace, paths=paths)
@@ -172,10 +172,10 @@ class VolumeSnapshots:
 
     async def _step(
         self,
-        change: Callable[[], Coherence],
+        change: Callable[[], CacheInvalidation],
         step: str,
         source: str,
-        watch: Watch,
+        watch: CallObserver,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Make `change`, as a step of the history unless it changes nothing."""
@@ -206,13 +206,13 @@ class VolumeSnapshots:
                 kept = is_kept
             return self._outcome(source, kept.name, found, keep={source, kept.name})
 
-    async def undo(self, watch: Watch) -> Outcome:
+    async def undo(self, watch: CallObserver) -> Outcome:
         return await self._move(-1, watch)
 
-    async def redo(self, watch: Watch) -> Outcome:
+    async def redo(self, watch: CallObserver) -> Outcome:
         return await self._move(+1, watch)
 
-    async def _move(self, by: int, watch: Watch) -> Outcome:
+    async def _move(self, by: int, watch: CallObserver) -> Outcome:
         async with self._served.changing:
             await self._served.settle()
             before = self._known()
@@ -234,7 +234,7 @@ class VolumeSnapshots:
             return self._outcome(source, kept.name, found, step, keep={source, kept.name})
 
     async def _made(
-        self, coherence: Coherence, safety: SnapshotInfo, before: History, watch: Watch
+        self, coherence: CacheInvalidation, safety: SnapshotInfo, before: UndoHistory, watch: CallObserver
     ) -> tuple[Listed, SnapshotInfo | None]:
         """What the change did that was just made; and the snapshot that had the state before it already, if one had.
 
@@ -301,7 +301,7 @@ class VolumeSnapshots:
     def applying(self, step: str) -> Iterator[Applying]:
         """A block that writes the state of this moment elsewhere: a step of the history, if it has written anything.
 
-        `Served.changing` is held.  The live state stays what it is, so undoing the step goes back to the state that was
+        `MountedVolume.changing` is held.  The live state stays what it is, so undoing the step goes back to the state that was
         written, and leaves what was written where it is.
         """
         run = Applying()
@@ -319,19 +319,19 @@ class VolumeSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, watch: Watch = UNWATCHED) -> AsyncIterator[Tree]:  # noqa: ARG002
+    async def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:  # noqa: ARG002
         volume = self._volume
         with overlay_of(volume).base_tree() if name == BASE else volume.tree(name) as tree:
             yield tree
 
     @asynccontextmanager
-    async def frozen(self, watch: Watch) -> AsyncIterator[Tree]:  # noqa: ARG002
+    async def frozen(self, watch: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
         await self._served.settle()
         with self._volume.tree() as tree:
             yield tree
 
 
-def _find(old: Tree, new: Tree, watch: Watch) -> Listed | None:
+def _find(old: Tree, new: Tree, watch: CallObserver) -> Listed | None:
     """What leads from `old` to `new`; None where that cannot be read.  Any thread.
 
     Raises only what `watch` raises when nobody waits for the answer any more.
@@ -347,12 +347,12 @@ def _find(old: Tree, new: Tree, watch: Watch) -> Listed | None:
     return None
 
 
-def _roughly(coherence: Coherence) -> Listed:
+def _roughly(coherence: CacheInvalidation) -> Listed:
     """The counts of what the kernel was told: without what is below directories that are new or gone, and no list."""
     added = sum(not change.old for change in coherence.entries)
     removed = sum(not change.new for change in coherence.entries)
     modified = len(coherence.entries) - added - removed + len(coherence.inodes)
-    return Listed(Counts(added, modified, removed), truncated=True)
+    return Listed(DiffCounts(added, modified, removed), truncated=True)
 
 
 def _is_same(old: Tree, new: Tree) -> bool:

@@ -40,7 +40,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 import pyfuse3
 import trio
 
-from protocol.errors import errno_of, fail
+from protocol.errors import errno_of, os_error
 from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.libfuse import mount_error, standard_error
@@ -421,7 +421,7 @@ class _Handlers(pyfuse3.Operations):
 
     def _check_xattrs(self) -> None:
         if not self._xattrs:  # the kernel then never asks again
-            raise fail(errno.ENOSYS)
+            raise os_error(errno.ENOSYS)
 
 
 async def _result(answer: Answer[R]) -> R:
@@ -465,7 +465,7 @@ class Pyfuse3Engine:
             raise OSError(errno.EBUSY, "this engine has mounted already", self._settings.mountpoint)
         if not stat.S_ISDIR(os.stat(self._settings.mountpoint).st_mode):
             # The kernel would mount it, and then find that the root is another thing than it was told.
-            raise fail(errno.ENOTDIR, self._settings.mountpoint)
+            raise os_error(errno.ENOTDIR, self._settings.mountpoint)
         before = _fuse_descriptors()
         with standard_error() as said:
             try:

@@ -31,7 +31,7 @@ from protocol.backends.container.helper.wire import (
     unpack,
 )
 from protocol.backends.container.podman.exec_stream import STDERR, Output
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = ["AgentLink", "HelperStream", "Pending", "Reply"]
 
@@ -178,7 +178,7 @@ class AgentLink:
     ) -> Pending:
         """Ask, as `call` does, and wait later, by `answer`.  Who asks so bounds by himself how much is under way."""
         if self.lost.is_set():
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         number = self._last = (self._last + 1) & 0xFFFFFFFF
         timeout_s = self._timeout_s * _SLOW_TIMES if op in SLOW else self._timeout_s
         pending = Pending(op, trio.current_time() + timeout_s, _REPLY_BYTES + most_bytes, undo)
@@ -206,7 +206,7 @@ class AgentLink:
                 pending.done = None
                 raise
         if pending.code:
-            raise fail(pending.code)
+            raise os_error(pending.code)
         return pending.reply
 
     def forget(self, inode: int, count: int) -> None:

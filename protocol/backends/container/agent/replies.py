@@ -25,9 +25,9 @@ from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
 
 __all__ = [
     "IDENTITY",
+    "AgentAttributes",
     "Listed",
     "Owners",
-    "Seen",
     "attributes_in",
     "entries_in",
     "number_in",
@@ -46,7 +46,7 @@ _TARGET_BYTES: Final = 4095
 _DOTS: Final = {1: b".", 2: b".."}  # by their cookies
 
 
-class Seen(NamedTuple):
+class AgentAttributes(NamedTuple):
     """What the helper showed of an inode, as `protocol.volume.Attributes`."""
 
     inode: int
@@ -96,7 +96,7 @@ def _swapped(number: int, pair: tuple[int, int]) -> int:
     return pair[0] if number == pair[1] else number
 
 
-def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: bool = False) -> Seen:
+def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: bool = False) -> AgentAttributes:
     """The attributes that `numbers` are; of the root only where it may be that."""
     if len(numbers) != ATTRIBUTE_COUNT:
         raise WireError(f"{len(numbers)} numbers for attributes")
@@ -114,7 +114,7 @@ def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: 
         raise WireError(f"nanoseconds {parts}")
     if owners is not IDENTITY:
         uid, gid = owners.user(uid), owners.group(gid)
-    return Seen(
+    return AgentAttributes(
         inode, mode, nlink, uid, gid, rdev, size, blocks,
         atime_s * SECOND_NS + parts[0], mtime_s * SECOND_NS + parts[1], ctime_s * SECOND_NS + parts[2],
         birth_s * SECOND_NS + parts[3],
@@ -125,7 +125,7 @@ class Listed(NamedTuple):
     """An entry of a directory; with its attributes, and a lookup taken, unless it is a dot."""
 
     entry: DirectoryEntry
-    seen: Seen | None
+    seen: AgentAttributes | None
 
 
 def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[Listed]:

@@ -28,7 +28,7 @@ from protocol.backends.container.helper.wire import VERSION, Op
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.podman import PodmanService
 from protocol.backends.container.podman.state import ContainerState
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = ["AgentTransport"]
 
@@ -100,7 +100,7 @@ class AgentTransport:
     def tree(self) -> AgentTree:
         """The live state as a tree, for another thread than this one, which serves it.  EIO while nothing is open."""
         if self._link is None:
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_as)
 
     async def wait_lost(self) -> str:

@@ -23,7 +23,7 @@ import trio
 from protocol.backends.container.agent.link import AgentLink, Pending, Reply
 from protocol.backends.container.agent.replies import IDENTITY, Owners, number_in, string_in, tree_entries_in
 from protocol.backends.container.helper.wire import CHUNK_BYTES, NAME_MAX, Op, WireError
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
 from protocol.tree import Tree, TreeEntry
 
@@ -85,7 +85,7 @@ class AgentTree:
             yield
         except WireError as error:
             trio.from_thread.run_sync(self._link.lose, f"its reply makes no sense: {error}", trio_token=self._token)
-            raise fail(errno.EIO) from None
+            raise os_error(errno.EIO) from None
 
     # -- entries ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:

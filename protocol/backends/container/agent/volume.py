@@ -23,9 +23,9 @@ import trio
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
     IDENTITY,
+    AgentAttributes,
     Listed,
     Owners,
-    Seen,
     attributes_in,
     entries_in,
     number_in,
@@ -48,7 +48,7 @@ from protocol.backends.container.helper.wire import (
     Op,
     WireError,
 )
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs
 
 __all__ = ["AgentVolume"]
@@ -117,11 +117,11 @@ class AgentVolume:
             return read()
         except WireError as error:
             self._link.lose(f"its reply makes no sense: {error}")
-            raise fail(errno.EIO) from None
+            raise os_error(errno.EIO) from None
 
     async def _seen(
         self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = (), *, root: bool = False
-    ) -> Seen:
+    ) -> AgentAttributes:
         """An answer of attributes, with a lookup."""
         reply = await self._link.call(op, numbers, strings, undo=self._undo)
         return self._checked(lambda: attributes_in(reply[0], self._owners, root=root))
@@ -136,13 +136,13 @@ class AgentVolume:
         with self._changed():
             return await self._link.call(op, numbers, strings)
 
-    async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> Seen:
+    async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> AgentAttributes:
         """Ask for a change that answers with a new inode, of type `kind` (0: any)."""
         with self._changed():
             seen = await self._seen(op, numbers, strings)
         if kind and seen.mode & 0o170000 != kind:
             self._link.lose(f"it made {seen.mode:o} for {kind:o}")
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return seen
 
     @contextmanager
@@ -159,7 +159,7 @@ class AgentVolume:
 
     def _check_writable(self) -> None:
         if self.read_only:
-            raise fail(errno.EROFS)
+            raise os_error(errno.EROFS)
 
     def _owner(self, caller: Caller) -> tuple[int, int]:
         """Whose, inside, is what `caller` makes."""
@@ -169,7 +169,7 @@ class AgentVolume:
         return self._owners.user(uid), self._owners.group(gid)
 
     # -- what a listing said -----------------------------------------------------------------------
-    def _listed(self, parent: int, name: bytes) -> Seen | None:
+    def _listed(self, parent: int, name: bytes) -> AgentAttributes | None:
         listing = self._fresh_listing(parent)
         return None if listing is None else listing.seen.pop(name, None)
 
@@ -191,7 +191,7 @@ class AgentVolume:
             self._drop_listing(parent)
 
     # -- inodes ------------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> Seen | Answer[Seen]:
+    def lookup(self, parent: int, name: bytes) -> AgentAttributes | Answer[AgentAttributes]:
         """See `protocol.volume.Volume`, as for all that follow."""
         _check_name(name, dots=True)
         return self._listed(parent, name) or self._seen(Op.LOOKUP, (parent,), (name,), root=name in _DOTS)
@@ -200,18 +200,18 @@ class AgentVolume:
         if inode != ROOT_INODE:
             self._link.forget(inode, count)
 
-    async def getattr(self, inode: int) -> Seen:
+    async def getattr(self, inode: int) -> AgentAttributes:
         numbers, _ = await self._link.call(Op.GETATTR, (inode,))
         return self._shown(inode, numbers)
 
-    def _shown(self, inode: int, numbers: tuple[int, ...]) -> Seen:
+    def _shown(self, inode: int, numbers: tuple[int, ...]) -> AgentAttributes:
         seen = self._checked(lambda: attributes_in(numbers, self._owners, root=inode == ROOT_INODE))
         if seen.inode != inode:
             self._link.lose(f"it answers of inode {seen.inode} for {inode}")
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return seen
 
-    async def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+    async def setattr(self, inode: int, changes: AttributeChanges) -> AgentAttributes:
         self._check_writable()
         given = (
             (changes.mode, SET_MODE), (changes.uid, SET_UID), (changes.gid, SET_GID), (changes.size, SET_SIZE),
@@ -222,9 +222,9 @@ class AgentVolume:
             bits |= bit if value is not None else 0
         mode, uid, gid, size, atime_ns, mtime_ns, _ = (value or 0 for value, _ in given)
         if size < 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if size > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         uid, gid = self._owners.user(uid), self._owners.group(gid)
         times = (*divmod(atime_ns, SECOND_NS), *divmod(mtime_ns, SECOND_NS))
         numbers, _ = await self._change(Op.SETATTR, (inode, bits, mode, uid, gid, size, *times))
@@ -234,11 +234,11 @@ class AgentVolume:
         _, strings = await self._link.call(Op.READLINK, (inode,), most_bytes=_PATH_MAX)
         target = self._checked(lambda: string_in(strings, _PATH_MAX))
         if not target or b"\0" in target:
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return target
 
     # -- making and removing entries ---------------------------------------------------------------
-    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> AgentAttributes:
         self._check_room(name)
         numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
         made = await self._make(Op.MKNOD, numbers, (name,), mode & 0o170000 or 0o100000)
@@ -248,28 +248,28 @@ class AgentVolume:
             del self._new[next(iter(self._new))]
         return made
 
-    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> AgentAttributes:
         self._check_room(name)
         numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
         return await self._make(Op.MKDIR, numbers, (name,), 0o040000)
 
-    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Seen:
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> AgentAttributes:
         self._check_room(name)
         if len(target) >= _PATH_MAX:
-            raise fail(errno.ENAMETOOLONG)
+            raise os_error(errno.ENAMETOOLONG)
         return await self._make(Op.SYMLINK, (parent, *self._owner(caller)), (name, target), 0o120000)
 
-    async def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+    async def tmpfile(self, parent: int, mode: int, caller: Caller) -> AgentAttributes:
         self._check_writable()
         numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
         return await self._make(Op.TMPFILE, numbers, (), 0o100000)
 
-    async def link(self, inode: int, parent: int, name: bytes) -> Seen:
+    async def link(self, inode: int, parent: int, name: bytes) -> AgentAttributes:
         self._check_room(name)
         seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
         if seen.inode != inode:
             self._link.lose(f"it links inode {seen.inode} for {inode}")
-            raise fail(errno.EIO)
+            raise os_error(errno.EIO)
         return seen
 
     async def unlink(self, parent: int, name: bytes) -> None:
@@ -280,7 +280,7 @@ class AgentVolume:
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._check_writable()
         if name in _DOTS:
-            raise fail(errno.EINVAL if name == b"." else errno.ENOTEMPTY)
+            raise os_error(errno.EINVAL if name == b"." else errno.ENOTEMPTY)
         _check_name(name)
         await self._change(Op.RMDIR, (parent,), (name,))
 
@@ -301,7 +301,7 @@ class AgentVolume:
     def _check_room(self, name: bytes) -> None:
         self._check_writable()
         if name in _DOTS:
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         _check_name(name)
 
     # -- directories -------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class AgentVolume:
     async def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         self._check_writable()
         if offset + len(data) > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         written = 0
         while True:
             part = bytes(memoryview(data)[written : written + CHUNK_BYTES])
@@ -371,14 +371,14 @@ class AgentVolume:
     async def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         self._check_writable()
         if offset < 0 or length <= 0:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if offset + length > MAX_FILE_BYTES:
-            raise fail(errno.EFBIG)
+            raise os_error(errno.EFBIG)
         await self._change(Op.FALLOCATE, (inode, mode, offset, length))
 
     async def seek(self, inode: int, offset: int, whence: int) -> int:
         if whence not in {os.SEEK_DATA, os.SEEK_HOLE}:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         numbers, _ = await self._link.call(Op.SEEK, (inode, offset, whence))
         return self._checked(lambda: number_in(numbers, MAX_FILE_BYTES))
 
@@ -398,7 +398,7 @@ class AgentVolume:
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
         if name == _CAPABILITY and self._new.get(inode, 0.0) > trio.current_time():
-            raise fail(errno.ENODATA)
+            raise os_error(errno.ENODATA)
         _, strings = await self._link.call(Op.GETXATTR, (inode,), (name,), most_bytes=_MOST_XATTR_BYTES)
         return self._checked(lambda: string_in(strings, _MOST_XATTR_BYTES))
 
@@ -420,6 +420,6 @@ class AgentVolume:
 def _check_name(name: bytes, *, dots: bool = False) -> None:
     """A name is one step: with a slash it would be many, and could lead anywhere."""
     if not name or b"/" in name or b"\0" in name or (name in _DOTS and not dots):
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     if len(name) > NAME_MAX:
-        raise fail(errno.ENAMETOOLONG)
+        raise os_error(errno.ENAMETOOLONG)

@@ -24,7 +24,7 @@ from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, o
 from protocol.backends.container.podman.monitors import let_go
 from protocol.backends.container.podman.podman import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
-from protocol.errors import fail, only_error
+from protocol.errors import only_error, os_error
 from protocol.execution.executor import (
     DEFAULT_OUTPUT_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -275,7 +275,7 @@ class ContainerProcess:
         if self._refusal:
             raise _refused(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
         if self._with_input is not None and self._with_input.is_missing:
-            raise fail(errno.ENOENT, self._command.argv[0])
+            raise os_error(errno.ENOENT, self._command.argv[0])
         return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
 
     async def _status(self) -> int:
@@ -330,7 +330,7 @@ def _refused(said: str, program: str, directory: str) -> OSError:
         ("not found", errno.ENOENT),
     ):
         if words in text:
-            return fail(code, about)
+            return os_error(code, about)
     return OSError(errno.EIO, f"the container cannot run it: {reason}", about)
 
 
@@ -370,7 +370,7 @@ class ContainerExecutor:
         command = Command(argv, cwd=cwd, env=dict(env or {}), has_input=bool(stdin))
         check_command(command)
         if timeout_s <= 0:
-            raise fail(errno.EINVAL, "a timeout must be positive")
+            raise os_error(errno.EINVAL, "a timeout must be positive")
         return RunningInContainer(self._place, command, timeout_s, output_limit_bytes, stdin)
 
 

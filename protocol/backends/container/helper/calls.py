@@ -22,7 +22,7 @@ _COPY_BYTES = 1024 * 1024
 _ELSEWHERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def fail(code: int) -> OSError:
+def os_error(code: int) -> OSError:
     """The error of an errno, to be raised."""
     return OSError(code, os.strerror(code))
 
@@ -30,9 +30,9 @@ def fail(code: int) -> OSError:
 def _call(name: str, *arguments: object) -> None:
     call = getattr(_LIBC, name, None)
     if call is None:
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
     if call(*arguments):
-        raise fail(ctypes.get_errno())
+        raise os_error(ctypes.get_errno())
 
 
 def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int) -> None:
@@ -41,14 +41,14 @@ def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int
         _call("renameat2", source, name, target, new_name, ctypes.c_uint(flags) if _LIBC else flags)
     except OSError as error:
         if error.errno == errno.EOPNOTSUPP:
-            raise fail(errno.EINVAL) from None
+            raise os_error(errno.EINVAL) from None
         raise
 
 
 def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2)."""
     if _LIBC is None:
-        raise fail(errno.EOPNOTSUPP)
+        raise os_error(errno.EOPNOTSUPP)
     name = "fallocate64" if hasattr(_LIBC, "fallocate64") else "fallocate"
     _call(name, descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
 

@@ -13,8 +13,8 @@ import threading
 import time
 from bisect import bisect_right
 
-from protocol.backends.container.helper.calls import born_ns_of, copy_range, fail, fallocate, renameat2
-from protocol.backends.container.helper.nodes import Handle, Node, Table
+from protocol.backends.container.helper.calls import born_ns_of, copy_range, fallocate, os_error, renameat2
+from protocol.backends.container.helper.nodes import AgentInode, Handle, Table
 from protocol.backends.container.helper.wire import (
     ENTRY,
     FORGET,
@@ -81,7 +81,7 @@ class Files:
         self._uid = os.geteuid()
         self._gid = os.getegid()
         self._making = threading.Lock()  # the umask is the process's
-        self._scans: "dict[Node, None]" = {}
+        self._scans: "dict[AgentInode, None]" = {}
         os.umask(0)
         self._umask = 0
         self.operations = {
@@ -136,7 +136,7 @@ class Files:
         with self.table.lock:
             node = self.table.node(number)
             if bits & SET_SIZE and node.kind != stat.S_IFREG:
-                raise fail(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
+                raise os_error(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
             handle = self.table.handle(node)
         path = handle.path
         if bits & SET_SIZE:
@@ -160,7 +160,7 @@ class Files:
             )
         return self._shown(node), ()
 
-    def _stop_writing(self, node: Node) -> None:
+    def _stop_writing(self, node: AgentInode) -> None:
         """Nobody could execute it (ETXTBSY)."""
         if node.writable:
             node.file, node.writable = None, False
@@ -169,17 +169,17 @@ class Files:
         with self.table.lock:
             node = self.table.node(numbers[0])
             if node.kind != stat.S_IFLNK:
-                raise fail(errno.EINVAL)
+                raise os_error(errno.EINVAL)
             handle = self.table.handle(node)
         return (), (os.readlink(b"", dir_fd=handle.fd),)
 
-    def _shown(self, node: Node) -> "tuple[int, ...]":
+    def _shown(self, node: AgentInode) -> "tuple[int, ...]":
         """The attributes of a node, with its birth."""
         seen = self._stat(node)
         handle = node.handle or node.file
         return _attributes(node, seen, born_ns_of(handle.fd) if handle else self._birth(node))
 
-    def _birth(self, node: Node) -> int:
+    def _birth(self, node: AgentInode) -> int:
         try:
             with self.table.lock:
                 handle = self.table.handle(node)
@@ -187,7 +187,7 @@ class Files:
         except OSError:
             return 0
 
-    def _stat(self, node: Node) -> "os.stat_result":
+    def _stat(self, node: AgentInode) -> "os.stat_result":
         handle = node.handle or node.file
         if handle is None:
             with self.table.lock:
@@ -199,7 +199,7 @@ class Files:
         number, mode, rdev, uid, gid, umask = numbers
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind in (stat.S_IFDIR, stat.S_IFLNK):
-            raise fail(errno.EPERM)
+            raise os_error(errno.EPERM)
         parent, above, name = self._room(number, strings[0])
         if kind == stat.S_IFREG:
             return self._made_file(parent, above, name, _O_CREATE, mode, (uid, gid, umask))
@@ -210,7 +210,7 @@ class Files:
 
     def _made_file(
         self,
-        parent: "Node",
+        parent: "AgentInode",
         above: Handle,
         name: bytes,
         flags: int,
@@ -257,7 +257,7 @@ class Files:
         with self.table.lock:
             node = self.table.node(numbers[0])
             if node.kind == stat.S_IFDIR:
-                raise fail(errno.EPERM)
+                raise os_error(errno.EPERM)
             handle = self.table.handle(node)
         parent, above, name = self._room(numbers[1], strings[0])
         os.link(handle.path, name, dst_dir_fd=above.fd, follow_symlinks=True)
@@ -266,10 +266,10 @@ class Files:
             self.table.look_up(node)
         return _attributes(node, os.fstat(handle.fd)), ()
 
-    def _room(self, number: int, name: bytes) -> "tuple[Node, Handle, bytes]":
+    def _room(self, number: int, name: bytes) -> "tuple[AgentInode, Handle, bytes]":
         """The directory in which `name` is to be made."""
         if name in (b".", b".."):
-            raise fail(errno.EEXIST)
+            raise os_error(errno.EEXIST)
         with self.table.lock:
             parent = self.table.node(number)
             return parent, self.table.directory(parent), _checked(name)
@@ -279,11 +279,11 @@ class Files:
             os.umask(umask & 0o777)
             self._umask = umask
 
-    def _made(self, parent: Node, above: Handle, name: bytes, kind: int, mode: int, uid: int, gid: int) -> Reply:
+    def _made(self, parent: AgentInode, above: Handle, name: bytes, kind: int, mode: int, uid: int, gid: int) -> Reply:
         handle = Handle(os.open(name, _O_PATH, dir_fd=above.fd))
         seen = os.fstat(handle.fd)
         if stat.S_IFMT(seen.st_mode) != kind or seen.st_uid != self._uid:
-            raise fail(errno.ESTALE)  # somebody has replaced what was just made
+            raise os_error(errno.ESTALE)  # somebody has replaced what was just made
         seen = self._hand_over(above, handle, mode, uid, gid)
         with self.table.lock:
             node = self.table.enter(parent, name, seen, is_new=True)
@@ -317,9 +317,9 @@ class Files:
 
     def rmdir(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
         if strings[0] == b".":
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if strings[0] == b"..":
-            raise fail(errno.ENOTEMPTY)
+            raise os_error(errno.ENOTEMPTY)
         self._remove(numbers[0], strings[0], True)
         return _NOTHING
 
@@ -333,7 +333,7 @@ class Files:
             with self.table.lock:
                 self.table.unplace(node, parent, name)
 
-    def _held(self, above: Handle, name: bytes) -> "Node | None":
+    def _held(self, above: Handle, name: bytes) -> "AgentInode | None":
         """The known node that is about to lose a name; open from now on."""
         seen = os.stat(name, dir_fd=above.fd, follow_symlinks=False)
         with self.table.lock:
@@ -399,7 +399,9 @@ class Files:
                 wanted = scan.after(wanted[-1][0], most)
         return (), (b"".join(parts),)
 
-    def _entries(self, node: Node, above: Handle, wanted: "list[tuple[int, bytes]]", parts: "list[bytes]") -> bool:
+    def _entries(
+        self, node: AgentInode, above: Handle, wanted: "list[tuple[int, bytes]]", parts: "list[bytes]"
+    ) -> bool:
         for at, name in wanted:
             try:
                 seen = os.stat(name, dir_fd=above.fd, follow_symlinks=False)
@@ -409,7 +411,7 @@ class Files:
             parts.append(ENTRY.pack(at, *_attributes(child, seen), len(name)) + name)
         return bool(parts)
 
-    def _scan(self, node: Node) -> Scan:
+    def _scan(self, node: AgentInode) -> Scan:
         scan = node.scan
         if not isinstance(scan, Scan):
             scan = node.scan = Scan()
@@ -440,10 +442,10 @@ class Files:
             _kill_privileges(handle.path, handle.fd)
         return (written,), ()
 
-    def _to_write(self, node: Node) -> Handle:
+    def _to_write(self, node: AgentInode) -> Handle:
         """A descriptor to write a file, kept unless it is a program."""
         if node.kind != stat.S_IFREG:
-            raise fail(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
+            raise os_error(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
         handle = Handle(os.open(self.table.handle(node).path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
         self.table.keep_file(node, handle, True)
         return handle
@@ -507,11 +509,11 @@ class Files:
 
 def _checked(name: bytes) -> bytes:
     if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     return name
 
 
-def _attributes(node: Node, seen: "os.stat_result", born_ns: int = 0) -> "tuple[int, ...]":
+def _attributes(node: AgentInode, seen: "os.stat_result", born_ns: int = 0) -> "tuple[int, ...]":
     atime_s, atime_ns = divmod(seen.st_atime_ns, SECOND_NS)
     mtime_s, mtime_ns = divmod(seen.st_mtime_ns, SECOND_NS)
     ctime_s, ctime_ns = divmod(seen.st_ctime_ns, SECOND_NS)
@@ -537,7 +539,7 @@ def _chown(path: bytes, uid: int, gid: int) -> None:
         os.chown(path, uid, gid)
     except OSError as error:
         # An id that this user namespace has no number for: as the kernel has it where a mount's ids are mapped.
-        raise fail(errno.EOVERFLOW) if error.errno == errno.EINVAL else error from None
+        raise os_error(errno.EOVERFLOW) if error.errno == errno.EINVAL else error from None
 
 
 def _is_touch(bits: int, handle: Handle) -> bool:

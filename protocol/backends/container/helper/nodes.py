@@ -19,7 +19,7 @@ import stat
 import threading
 from collections import OrderedDict
 
-from protocol.backends.container.helper.calls import fail
+from protocol.backends.container.helper.calls import os_error
 
 ROOT = 1
 _FURTHER_DEVICES = 1 << 56
@@ -53,13 +53,13 @@ class Handle:
         return b"/proc/self/fd/%d" % self.fd
 
 
-class Node:
+class AgentInode:
     """An inode that vfsd knows.  `handle` is an O_PATH descriptor, `file` one of its content; both may be None."""
 
     __slots__ = ("file", "handle", "key", "kind", "lookups", "name", "number", "parent", "pinned", "scan", "writable")
 
     def __init__(
-        self, number: int, key: "tuple[int, int]", kind: int, parent: "Node | None" = None, name: bytes = b""
+        self, number: int, key: "tuple[int, int]", kind: int, parent: "AgentInode | None" = None, name: bytes = b""
     ) -> None:
         self.number = number
         self.key = key
@@ -85,30 +85,32 @@ class Table:
         handle = Handle(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         seen = os.fstat(handle.fd)
         self.lock = threading.RLock()
-        self.root = Node(ROOT, (seen.st_dev, seen.st_ino), stat.S_IFDIR)
+        self.root = AgentInode(ROOT, (seen.st_dev, seen.st_ino), stat.S_IFDIR)
         self.root.handle, self.root.pinned, self.root.lookups = handle, True, 1
         self.by_number = {ROOT: self.root}
         self._by_key = {self.root.key: self.root}
-        self._open: "OrderedDict[Node, None]" = OrderedDict()
-        self._idle: "OrderedDict[Node, None]" = OrderedDict()
+        self._open: "OrderedDict[AgentInode, None]" = OrderedDict()
+        self._idle: "OrderedDict[AgentInode, None]" = OrderedDict()
         self._devices: "list[int]" = []
         self._next_spare = _FIRST_SPARE
         self._most = most or _room()
 
-    def node(self, number: int) -> Node:
+    def node(self, number: int) -> AgentInode:
         """The node of a number.  ENOENT."""
         node = self.by_number.get(number)
         if node is None:
-            raise fail(errno.ENOENT)
+            raise os_error(errno.ENOENT)
         if node in self._idle:
             self._idle.move_to_end(node)
         return node
 
-    def at(self, seen: "os.stat_result") -> "Node | None":
+    def at(self, seen: "os.stat_result") -> "AgentInode | None":
         """The node of an inode that the system showed, if it is known."""
         return self._by_key.get((seen.st_dev, seen.st_ino))
 
-    def enter(self, parent: "Node | None", name: bytes, seen: "os.stat_result", is_new: bool = False) -> Node:
+    def enter(
+        self, parent: "AgentInode | None", name: bytes, seen: "os.stat_result", is_new: bool = False
+    ) -> AgentInode:
         """The node of what was seen as `name` in `parent` (None: without a name), with one more lookup."""
         key, kind = (seen.st_dev, seen.st_ino), stat.S_IFMT(seen.st_mode)
         node = self._by_key.get(key)
@@ -116,26 +118,26 @@ class Table:
             self.lose(node)  # the number of a removed inode was given to another one
             node = None
         if node is None:
-            node = Node(self._free_number(key), key, kind)
+            node = AgentInode(self._free_number(key), key, kind)
             self.by_number[node.number] = self._by_key[key] = node
         if parent is not None and node is not self.root:
             self.place(node, parent, name)
         self.look_up(node)
         return node
 
-    def look_up(self, node: Node) -> None:
+    def look_up(self, node: AgentInode) -> None:
         """One lookup more."""
         node.lookups += 1
         self._idle.pop(node, None)
 
-    def place(self, node: Node, parent: Node, name: bytes) -> None:
+    def place(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
         """`node` is `name` in `parent` now."""
         node.parent, node.name = parent, name
         if node.pinned:
             node.pinned = False
             self._admit(node)
 
-    def lose(self, node: Node) -> None:
+    def lose(self, node: AgentInode) -> None:
         """The inode is another one's now: whoever has the number is told so (ESTALE)."""
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
@@ -144,7 +146,7 @@ class Table:
         if node.lookups <= 0:
             self._drop(node)
 
-    def unplace(self, node: Node, parent: Node, name: bytes) -> None:
+    def unplace(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
         """`node` is not `name` in `parent` any more; `handle` has been called before."""
         if node.parent is parent and node.name == name:
             node.parent = None
@@ -170,7 +172,7 @@ class Table:
         if len(self._idle) > _IDLE_NODES:
             self._drop(next(iter(self._idle)))
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: AgentInode) -> None:
         self._idle.pop(node, None)
         self.by_number.pop(node.number, None)
         if self._by_key.get(node.key) is node:
@@ -199,41 +201,41 @@ class Table:
         return number
 
     # -- descriptors ---------------------------------------------------------------------------
-    def directory(self, node: Node) -> Handle:
+    def directory(self, node: AgentInode) -> Handle:
         """An O_PATH descriptor of a directory.  ENOTDIR."""
         if node.kind != stat.S_IFDIR:
-            raise fail(errno.ENOTDIR)
+            raise os_error(errno.ENOTDIR)
         return node.handle or self.handle(node)
 
-    def handle(self, node: Node) -> Handle:
+    def handle(self, node: AgentInode) -> Handle:
         """An O_PATH descriptor of a node of any kind.  ESTALE where it is not at its place any more."""
         if node.handle is not None:
             return node.handle
         if node.parent is None:
-            raise fail(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         above = self.handle(node.parent)
         try:
             handle = Handle(self._opened(node.name, _O_PATH, above))
         except OSError as error:
-            raise fail(errno.ESTALE) if error.errno in _GONE else error from None
+            raise os_error(errno.ESTALE) if error.errno in _GONE else error from None
         if not node.is_shown(os.fstat(handle.fd)):
-            raise fail(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         node.handle = handle
         self._admit(node)
         return handle
 
-    def file(self, node: Node, write: bool) -> Handle:
+    def file(self, node: AgentInode, write: bool) -> Handle:
         """A descriptor to read a regular file, or to read and write it.  EISDIR, EINVAL for other kinds."""
         if node.file is not None and (node.writable or not write):
             return node.file
         if node.kind != stat.S_IFREG:
-            raise fail(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
+            raise os_error(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
         flags = (os.O_RDWR if write else os.O_RDONLY) | _O_CAREFUL
         handle = Handle(self._opened(self.handle(node).path, flags, None))
         self.keep_file(node, handle, write)
         return handle
 
-    def keep_file(self, node: Node, handle: Handle, writable: bool) -> None:
+    def keep_file(self, node: AgentInode, handle: Handle, writable: bool) -> None:
         """Keep a descriptor of a file's content.
 
         Not one that could write to a program: while there is one, nobody can execute it (ETXTBSY).
@@ -254,7 +256,7 @@ class Table:
                     raise
                 self._make_room(len(self._open) // 2)
 
-    def _admit(self, node: Node) -> None:
+    def _admit(self, node: AgentInode) -> None:
         self._open[node] = None
         self._open.move_to_end(node)
         self._make_room(self._most)
@@ -265,7 +267,7 @@ class Table:
             node.handle = node.file = None
             node.writable = False
 
-    def _release(self, node: Node) -> None:
+    def _release(self, node: AgentInode) -> None:
         self._open.pop(node, None)
         node.handle = node.file = None
         node.writable = node.pinned = False

@@ -9,7 +9,7 @@ import stat
 import threading
 from collections import OrderedDict
 
-from protocol.backends.container.helper.calls import fail
+from protocol.backends.container.helper.calls import os_error
 from protocol.backends.container.helper.files import Files
 from protocol.backends.container.helper.nodes import Handle
 from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Reply
@@ -56,7 +56,7 @@ class Trees:
         handle = self._opened(strings[0], _O_READ)
         kind = stat.S_IFMT(os.fstat(handle.fd).st_mode)
         if kind != stat.S_IFREG:
-            raise fail(errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL)
+            raise os_error(errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL)
         return (), (os.pread(handle.fd, min(size, CHUNK_BYTES), offset),)
 
     # -- walking -------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Trees:
         with self._lock:
             walk = self._walks.get(number)
         if walk is None:
-            raise fail(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         more, page = walk.page(min(most, CHUNK_BYTES))
         return (int(more),), (page,)
 
@@ -167,7 +167,7 @@ class Walk:
 def step(above: Handle, name: bytes, flags: int) -> Handle:
     """What is `name` in a directory.  ELOOP, ENOTDIR, ENOENT."""
     if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     return Handle(os.open(name, flags, dir_fd=above.fd))
 
 

@@ -1,4 +1,4 @@
-"""Connection: one HTTP/1.1 connection to a Podman service, that may become a plain two-way stream (Upgrade).
+"""PodmanConnection: one HTTP/1.1 connection to a Podman service, that may become a plain two-way stream (Upgrade).
 
 podman-py, which does everything else, has no such stream.  h11 is the state machine of HTTP/1.1 without any I/O,
 so that what is read past the head of an upgraded reply is not lost in somebody's buffer.
@@ -18,7 +18,7 @@ import trio
 
 from protocol.backends.container.podman.podman import PodmanService
 
-__all__ = ["Connection", "connect"]
+__all__ = ["PodmanConnection", "connect"]
 
 API: Final = "/v4.0.0/libpod"  # spoken by every Podman since 4.0
 _RECEIVE_BYTES: Final = 64 * 1024
@@ -27,7 +27,7 @@ _ERRNO_OF: Final = {400: errno.EINVAL, 404: errno.ENOENT, 409: errno.EBUSY}
 _NOT_RUNNING: Final = "container state improper"
 
 
-class Connection:
+class PodmanConnection:
     """Requests one after the other, over `stream`, which is that of the non-blocking socket `plain`."""
 
     def __init__(self, stream: trio.SocketStream, plain: socket.socket) -> None:
@@ -128,7 +128,7 @@ def _refusal(status: int, data: bytes) -> OSError:
     return OSError(code, message[:1000] or f"HTTP status {status}")
 
 
-async def connect(service: PodmanService) -> Connection:
+async def connect(service: PodmanService) -> PodmanConnection:
     """A connection to `service`.  OSError that says why there is none."""
     wanted = threading.Lock()  # taken by whoever is first: the caller that takes the socket, or leaves
     made: list[socket.socket] = []
@@ -148,4 +148,4 @@ async def connect(service: PodmanService) -> Connection:
         raise
     (plain,) = made
     plain.setblocking(False)
-    return Connection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)), plain)
+    return PodmanConnection(trio.SocketStream(trio.socket.from_stdlib_socket(plain)), plain)

@@ -27,7 +27,7 @@ from urllib.parse import quote, urlencode
 
 import trio
 
-from protocol.backends.container.podman.exec_connection import Connection, connect
+from protocol.backends.container.podman.exec_connection import PodmanConnection, connect
 from protocol.backends.container.podman.podman import PodmanService
 
 __all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "open_exec"]
@@ -265,7 +265,7 @@ async def open_exec(
 
 async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """One request on a connection of its own: that of the process is a plain stream."""
-    connection: Connection | None = None
+    connection: PodmanConnection | None = None
     try:
         with trio.fail_after(_CONNECT_S):
             connection = await connect(service)

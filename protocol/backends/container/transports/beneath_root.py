@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from protocol.backends.host import HostVolume
-from protocol.backends.host.attributes import Seen
+from protocol.backends.host.attributes import HostAttributes
 from protocol.volume import AttributeChanges, Buffer, Caller
 
 __all__ = ["RootVolume", "Soon"]
@@ -43,7 +43,7 @@ class RootVolume(HostVolume):
         self._is_due = False
         self._descriptors.close_writers()
 
-    def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+    def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         """See `protocol.volume.Volume`, as for all that follow."""
         if changes.size is None:
             return super().setattr(inode, changes)
@@ -52,13 +52,13 @@ class RootVolume(HostVolume):
         finally:
             self._wrote()
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
         try:
             return super().mknod(parent, name, mode, rdev, caller)
         finally:
             self._wrote()
 
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
         try:
             return super().tmpfile(parent, mode, caller)
         finally:

@@ -9,7 +9,7 @@ import errno
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.errors import fail
+from protocol.errors import os_error
 
 __all__ = ["IdMap", "Ids", "parse_map"]
 
@@ -41,7 +41,7 @@ class Ids:
         for first, start, count in self.ranges:
             if first <= inside < first + count:
                 return start + inside - first
-        raise fail(errno.EOVERFLOW, f"id {inside} is not mapped in the container")
+        raise os_error(errno.EOVERFLOW, f"id {inside} is not mapped in the container")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Final
 
 from protocol.backends.container.transports.beneath_root import RootVolume, Soon
 from protocol.backends.container.transports.idmap import IdMap
-from protocol.backends.host.attributes import Seen
-from protocol.errors import fail
+from protocol.backends.host.attributes import HostAttributes
+from protocol.errors import os_error
 from protocol.linux import posix_acl
 from protocol.volume import AttributeChanges, Caller
 
@@ -49,7 +49,7 @@ class MappedVolume(RootVolume):
         """Whether ACLs mean here what they mean inside."""
         return self.supports_acl and self._is_identity
 
-    def _inside(self, seen: Seen) -> Seen:
+    def _inside(self, seen: HostAttributes) -> HostAttributes:
         if self._is_identity:
             return seen
         return seen._replace(uid=self._ids.users.inside(seen.uid), gid=self._ids.groups.inside(seen.gid))
@@ -59,34 +59,34 @@ class MappedVolume(RootVolume):
         return caller._replace(uid=self._ids.users.outside(uid), gid=self._ids.groups.outside(gid))
 
     # -- answers -------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> Seen:
+    def lookup(self, parent: int, name: bytes) -> HostAttributes:
         """See `protocol.volume.Volume`, as for all that follow."""
         return self._inside(super().lookup(parent, name))
 
-    def getattr(self, inode: int) -> Seen:
+    def getattr(self, inode: int) -> HostAttributes:
         return self._inside(super().getattr(inode))
 
-    def setattr(self, inode: int, changes: AttributeChanges) -> Seen:
+    def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         if changes.uid is not None:
             changes = changes._replace(uid=self._ids.users.outside(changes.uid))
         if changes.gid is not None:
             changes = changes._replace(gid=self._ids.groups.outside(changes.gid))
         return self._inside(super().setattr(inode, changes))
 
-    def link(self, inode: int, parent: int, name: bytes) -> Seen:
+    def link(self, inode: int, parent: int, name: bytes) -> HostAttributes:
         return self._inside(super().link(inode, parent, name))
 
     # -- what is made --------------------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Seen:
+    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
         return self._inside(super().mknod(parent, name, mode, rdev, self._outside(caller)))
 
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Seen:
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> HostAttributes:
         return self._inside(super().mkdir(parent, name, mode, self._outside(caller)))
 
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Seen:
+    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> HostAttributes:
         return self._inside(super().symlink(parent, name, target, self._outside(caller)))
 
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> Seen:
+    def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
         return self._inside(super().tmpfile(parent, mode, self._outside(caller)))
 
     def rename(
@@ -115,4 +115,4 @@ class MappedVolume(RootVolume):
 
     def _check_attribute(self, name: bytes) -> None:
         if not self._is_identity and name in _ACLS:
-            raise fail(errno.EOPNOTSUPP)
+            raise os_error(errno.EOPNOTSUPP)

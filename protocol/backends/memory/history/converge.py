@@ -20,12 +20,12 @@ from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.diff.tree_diff import is_below
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Converger"]
@@ -44,7 +44,7 @@ class Converger:
     """
 
     def __init__(
-        self, state: State, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]
+        self, state: MemoryState, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]
     ) -> None:
         self._state = state
         self._tree = tree
@@ -113,10 +113,10 @@ class Converger:
         for name in path.split(b"/"):
             directory = node
             if directory.children is None:
-                raise fail(errno.ENOTDIR, _show(path))
+                raise os_error(errno.ENOTDIR, _show(path))
             number = directory.children.get(name)
             if number is None:
-                raise fail(errno.ENOENT, _show(path))
+                raise os_error(errno.ENOENT, _show(path))
             node = self._state.inodes[number]
         return directory, node
 
@@ -142,7 +142,7 @@ class Converger:
             else:
                 directory = self._state.inodes[number]
             if directory.children is None:
-                raise fail(errno.ENOTDIR, _show(above))
+                raise os_error(errno.ENOTDIR, _show(above))
         return directory
 
     # -- one entry ---------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Converger:
     def _make(self, directory: Inode, name: bytes, entry: TreeEntry) -> Inode:
         """A new entry for what `entry` says: its old inode where that is free, else a new one."""
         if len(name) > NAME_MAX:
-            raise fail(errno.ENAMETOOLONG, _show(entry.path))
+            raise os_error(errno.ENAMETOOLONG, _show(entry.path))
         return self._link(directory, name, self._revived(entry) or self._new(entry))
 
     def _new(self, entry: TreeEntry) -> Inode:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Filler"]
@@ -31,7 +31,7 @@ _BLOCK_MEMORY = 2 * BLOCK_BYTES  # what writing may allocate for a moment beyond
 class Filler:
     """One run.  `check_quota(pages, inodes, memory)` is as in `Converger`.  `has_links`: some file has two names."""
 
-    def __init__(self, state: State, check_quota: Callable[[int, int, int], None]) -> None:
+    def __init__(self, state: MemoryState, check_quota: Callable[[int, int, int], None]) -> None:
         self._state = state
         self._check_quota = check_quota
         self._linked: dict[int, Inode] = {}  # inode in the tree -> live inode: hard links
@@ -50,7 +50,7 @@ class Filler:
             while parents[-1][0] != above:
                 parents.pop()
             if len(name) > NAME_MAX:
-                raise fail(errno.ENAMETOOLONG, name.decode("utf-8", "backslashreplace"))
+                raise os_error(errno.ENAMETOOLONG, name.decode("utf-8", "backslashreplace"))
             node = self._inode(entry)
             state.add_entry(parents[-1][1], name, node)
             if node.children is not None:

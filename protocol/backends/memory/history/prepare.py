@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode, Link
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Preparation"]
@@ -48,7 +48,7 @@ class Preparation(Converger):
 
     def __init__(
         self,
-        state: State,
+        state: MemoryState,
         tree: Tree,
         *,
         replace: bool,
@@ -177,7 +177,7 @@ class Preparation(Converger):
     def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
         """Make what is below `top` an island of the inodes of the view, whose numbers are consecutive."""
         if len(top.name) > NAME_MAX:
-            raise fail(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
+            raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
         node = last = nodes[top.inode]
         while last.children:
             last = nodes[next(reversed(last.children.values()))]
@@ -237,7 +237,7 @@ class Preparation(Converger):
         if top.inode in self._linked and top.nlink > 1:
             return  # another name of a file on an island
         if len(top.name) > NAME_MAX:
-            raise fail(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
+            raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
         before = self._counters()
         first = self._state.next_inode
         node = self._new(top)

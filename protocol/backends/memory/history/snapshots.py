@@ -22,11 +22,11 @@ from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, me
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import SNAPSHOT_BYTES, VERSION_BYTES
-from protocol.volume import TAG_MAX_BYTES, Coherence, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
+from protocol.volume import TAG_MAX_BYTES, CacheInvalidation, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree
 
 __all__ = ["Changes", "ReservedInodes", "Snapshots", "count_changes", "restore_epoch"]
@@ -41,21 +41,21 @@ class Changes:
     __slots__ = ("coherence",)
 
     def __init__(self) -> None:
-        self.coherence = Coherence()
+        self.coherence = CacheInvalidation()
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedInodes:
     """Inode numbers of `state`, from `first` on, that are free for inodes made elsewhere."""
 
-    state: State
+    state: MemoryState
     first: int
 
 
 class Snapshots:
     """The snapshot half of a memory volume (`protocol.volume.SnapshotableVolume`)."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: MemoryState) -> None:
         self._state = state
         self.on_pruned: Callable[[SnapshotInfo], None] | None = None  # called for each snapshot dropped to make room
         self.pruned = 0  # how many those were
@@ -171,7 +171,7 @@ class Snapshots:
         """Forget snapshot `name`: O(what changed until the next one).  SnapshotNotFoundError."""
         self._state.log.close(self._state.log.find(name))
 
-    def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> Coherence:
+    def restore_snapshot(self, name: str, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Make the live state (below `paths`, or all) as it was at `name`.  O(what changed since).
 
         Works without memory left: what it needs was reserved (see `ledger`).
@@ -185,7 +185,7 @@ class Snapshots:
                 self._make_room(changed * VERSION_BYTES)
         return self._restore_epoch(target, paths)
 
-    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> Coherence:
+    def _restore_epoch(self, target: Epoch, paths: Sequence[bytes]) -> CacheInvalidation:
         if paths:
             with self._view(target) as tree:
                 return self.import_tree(tree, replace=True, paths=paths)
@@ -193,7 +193,7 @@ class Snapshots:
             restore_epoch(self._state, target)
             return _coherence(self._state, transaction)
 
-    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Coherence:
+    def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Put `tree` here, all or nothing.  See `protocol.volume.SnapshotableVolume`.  ENOSPC, ENOTDIR, ENOENT."""
         if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
             tree.ledger.give_back()  # what is put in place is charged here from now on
@@ -228,7 +228,7 @@ class Snapshots:
         scopes = paths or (b"",)
         return Preparation(self._state, tree, replace=replace, check_quota=self._check_quota, paths=scopes)
 
-    def import_prepared(self, preparation: Preparation) -> Coherence:
+    def import_prepared(self, preparation: Preparation) -> CacheInvalidation:
         """`import_tree` of what was prepared, which `is_valid`.  Errors as there; then nothing is left of it."""
         newest = (info.name for info in self.snapshots()[-1:])
         with self.keeping(*newest), self._transaction() as transaction:
@@ -316,7 +316,7 @@ class Snapshots:
             state.log.close(epoch)
 
 
-def count_changes(state: State, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
+def count_changes(state: MemoryState, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
     """The inodes (added, modified, removed) between two states, by the pre-images of between and of after."""
     added = modified = removed = 0
     for number, old in before.items():
@@ -344,7 +344,7 @@ def _differs(old: Inode, new: Inode) -> bool:
 # -- restore ----------------------------------------------------------------------------------------
 
 
-def restore_epoch(state: State, target: Epoch) -> None:
+def restore_epoch(state: MemoryState, target: Epoch) -> None:
     """Put back what was at the beginning of `target`; recorded in the newest epoch.
 
     The pre-images hold whole inodes, with links and link counts, so entries are set bare.
@@ -359,7 +359,7 @@ def restore_epoch(state: State, target: Epoch) -> None:
             state.release(inode)
 
 
-def _put_back_inodes(state: State, inodes: PreInodes) -> list[int]:
+def _put_back_inodes(state: MemoryState, inodes: PreInodes) -> list[int]:
     """Put the old versions back; returns the inodes that did not exist then."""
     gone = []
     for number, version in inodes.items():
@@ -383,7 +383,7 @@ def _put_back_inodes(state: State, inodes: PreInodes) -> list[int]:
     return gone
 
 
-def _put_back_names(state: State, inodes: PreInodes, names: PreNames) -> None:
+def _put_back_names(state: MemoryState, inodes: PreInodes, names: PreNames) -> None:
     for number, entries in names.items():
         if inodes.get(number, _KNOWN) is None:
             continue  # the directory did not exist then
@@ -401,7 +401,7 @@ _KNOWN = object()
 # -- what the kernel must be told ---------------------------------------------------------------------
 
 
-def _coherence(state: State, epoch: Epoch) -> Coherence:
+def _coherence(state: MemoryState, epoch: Epoch) -> CacheInvalidation:
     """How the live state differs from the beginning of `epoch`, the newest."""
     entries = []
     inodes = []
@@ -435,4 +435,4 @@ def _coherence(state: State, epoch: Epoch) -> Coherence:
         path = state.path(live) if live is not None else None
         if path is not None:
             paths[number] = path
-    return Coherence(entries, inodes, paths, modes)
+    return CacheInvalidation(entries, inodes, paths, modes)

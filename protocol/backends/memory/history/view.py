@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, merged
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.ledger import Ledger
-    from protocol.backends.memory.state import State
+    from protocol.backends.memory.state import MemoryState
 
 __all__ = ["SnapshotTree"]
 
@@ -28,7 +28,7 @@ __all__ = ["SnapshotTree"]
 class SnapshotTree:
     """The state at the beginning of `epoch`.  `pinned` was opened when the view was: all before it is closed."""
 
-    def __init__(self, state: State, epoch: Epoch, pinned: Epoch) -> None:
+    def __init__(self, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
         self._state = state
         self.epoch = epoch
         self._pinned = pinned
@@ -44,11 +44,11 @@ class SnapshotTree:
         # a view.
         self._last_folder: tuple[bytes | None, Inode | None] = (None, None)
 
-    def belongs_to(self, state: State) -> bool:
+    def belongs_to(self, state: MemoryState) -> bool:
         """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
         return self._state is state
 
-    def inodes_for(self, state: State) -> dict[int, Inode] | None:
+    def inodes_for(self, state: MemoryState) -> dict[int, Inode] | None:
         """The inodes, if they can become inodes of `state` as they are: see `Snapshots.fill`."""
         return self._state.inodes if self._state.destination is state else None
 
@@ -116,10 +116,10 @@ class SnapshotTree:
 
     def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
         if inode.children is None:
-            raise fail(errno.ENOTDIR, _show(path))
+            raise os_error(errno.ENOTDIR, _show(path))
         found = self.version(self.name(inode, name))
         if found is None:
-            raise fail(errno.ENOENT, _show(path))
+            raise os_error(errno.ENOENT, _show(path))
         return found
 
     def paths(self, inode: Inode) -> list[bytes]:
@@ -149,7 +149,7 @@ class SnapshotTree:
         """See `protocol.tree.Tree`."""
         inode = self.find(path)
         if inode.children is None:
-            raise fail(errno.ENOTDIR, _show(path))
+            raise os_error(errno.ENOTDIR, _show(path))
         return sorted(self.names(inode))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
@@ -253,9 +253,9 @@ class SnapshotTree:
     def _file(self, path: bytes) -> Inode:
         inode = self.find(path)
         if inode.is_dir:
-            raise fail(errno.EISDIR, _show(path))
+            raise os_error(errno.EISDIR, _show(path))
         if not inode.is_file:
-            raise fail(errno.EINVAL, _show(path))
+            raise os_error(errno.EINVAL, _show(path))
         return inode
 
 

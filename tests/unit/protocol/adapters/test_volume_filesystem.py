@@ -15,7 +15,7 @@ import pytest
 
 from protocol import InMemoryFilesystem, VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
-from protocol.paths import Limits
+from protocol.paths import CallLimits
 from protocol.testing.checks import contents
 from protocol.volume import ROOT_INODE, AttributeChanges, Caller
 
@@ -291,7 +291,7 @@ def test_streams_copy_a_file_larger_than_they_may_hold(filesystem: VolumeFilesys
     # Sparse: what the volume keeps of it costs nothing, so what is held is the streams'.
     filesystem.write("sparse", "")
     volume.setattr(inode_of(volume, b"sparse"), AttributeChanges(size=64 * MEGABYTE))
-    small = VolumeFilesystem(volume, limits=Limits(read_bytes=MEGABYTE))
+    small = VolumeFilesystem(volume, limits=CallLimits(read_bytes=MEGABYTE))
 
     tracemalloc.start()
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.linux.statx import Seen, seen_at, statx_names
+from protocol.linux.statx import StatxResult, seen_at, statx_names
 from protocol.store.directory.scan import scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, Digesting
@@ -27,7 +27,7 @@ class Directory:
         self.descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         self.sink = Digesting(Blobs(Layout(os.fspath(root.parent / "store"))))
 
-    def seen(self, name: bytes) -> Seen:
+    def seen(self, name: bytes) -> StatxResult:
         return seen_at(statx_names(self.descriptor, [name])[0], 0)
 
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from protocol import HostFilesystem, InMemoryFilesystem
-from protocol.adapters.path_filesystem.filesystem import StoreFilesystem
-from protocol.adapters.path_filesystem.tree_files import TreeStore
+from protocol.adapters.path_filesystem.filesystem import PathFilesystem
+from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.execution.executor import HostExecutor
 from protocol.filesystem import Filesystem
 from protocol.tools import (
@@ -473,7 +473,7 @@ def test_a_context_that_gives_a_tree_is_searched_in_it(filesystem: Filesystem) -
 
 def test_a_trees_files_can_be_read_and_not_changed() -> None:
     tree = DictTree({b"d/f": b"one\ntwo\n", b"link": "d"})
-    context = ToolContext(StoreFilesystem(TreeStore(tree)))
+    context = ToolContext(PathFilesystem(TreeFiles(tree)))
     assert call("read_file", context, path="link/f", offset=1).content == "two\n"
     assert [one.path for one in call("ls", context, path="link").entries] == ["link/f"]
     assert set(tools_for(context)) == {"ls", "read_file", "glob", "grep"}
@@ -494,7 +494,7 @@ def test_grep_names_what_it_could_not_read() -> None:
             return super().read(path, offset, size)
 
     names = [b"locked%02d" % number for number in range(12)]
-    context = ToolContext(StoreFilesystem(TreeStore(Locked({b"a": b"x\n", **dict.fromkeys(names, b"x\n")}))))
+    context = ToolContext(PathFilesystem(TreeFiles(Locked({b"a": b"x\n", **dict.fromkeys(names, b"x\n")}))))
     found = call("grep", context, pattern="x")
     assert [hit.path for hit in found.matches] == ["a"]
     assert [each.path for each in found.unreadable] == [name.decode() for name in names]

@@ -19,7 +19,7 @@ from tests.support.fake_workspace import FakeDaemon
 from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.host import HostPlace
+from vfsd.daemon.exec.host import HostCommandRunner
 from vfsd.daemon.exec.running import Commands
 from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
 from vfsd.wire.messages import INVALID_PARAMS
@@ -46,7 +46,7 @@ class ExecDaemon(FakeDaemon):
         return f"exec-{len(self.tags_taken)}"
 
     async def _serve(self, started: threading.Event) -> None:
-        place = HostPlace(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        place = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         commands = Commands(self.name, place=place, take_snapshot=self._take_snapshot)
         methods = {**ExecMethods(commands).handlers(), "ping": _ping}
         self._token = trio.lowlevel.current_trio_token()

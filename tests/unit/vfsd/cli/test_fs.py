@@ -17,14 +17,14 @@ import trio
 from click.testing import CliRunner
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller, Coherence
+from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.host import HostPlace
+from vfsd.daemon.exec.host import HostCommandRunner
 from vfsd.daemon.exec.running import Commands
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.handshake import Ready
@@ -38,9 +38,9 @@ class ToldKernel:
     def __init__(self, volume: MemoryVolume) -> None:
         self.volume = volume
         self.changing = trio.Lock()
-        self.told: list[Coherence] = []
+        self.told: list[CacheInvalidation] = []
 
-    async def changed(self, coherence: Coherence) -> None:
+    async def changed(self, coherence: CacheInvalidation) -> None:
         assert self.changing.locked()
         self.told.append(coherence)
 
@@ -54,7 +54,7 @@ class FsDaemon(FakeDaemon):
         self.volume = MemoryVolume(max_bytes=40 << 20)
         self.kernel = ToldKernel(self.volume)
         options = MountOptions(self.mountpoint, self.name, exec_on_host=self.on_host)
-        place = HostPlace(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        place = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         commands = Commands(self.name, place=place)
         fs_methods = FsMethods(self.kernel, options, commands)  # type: ignore[arg-type]
         methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}

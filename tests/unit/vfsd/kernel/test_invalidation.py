@@ -1,4 +1,4 @@
-"""tell_kernel: what is sent, in what order, and what refusals do."""
+"""invalidate_kernel_caches: what is sent, in what order, and what refusals do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from protocol.volume import Coherence, EntryChange, InodeChange
-from vfsd.kernel.invalidation import tell_kernel
+from protocol.volume import CacheInvalidation, EntryChange, InodeChange
+from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 
 class Kernel:
@@ -35,11 +35,11 @@ class Kernel:
             raise OSError(code, "refused")
 
 
-def tell(kernel: Kernel, coherence: Coherence) -> None:
-    trio.run(tell_kernel, kernel, coherence)
+def tell(kernel: Kernel, coherence: CacheInvalidation) -> None:
+    trio.run(invalidate_kernel_caches, kernel, coherence)
 
 
-CHANGES = Coherence(
+CHANGES = CacheInvalidation(
     entries=(
         EntryChange(1, b"new", 0, 10),
         EntryChange(1, b"gone", 11, 0),
@@ -83,7 +83,7 @@ def test_the_loop_is_never_the_sender():
 
 def test_nothing_to_tell_is_nothing_sent():
     kernel = Kernel()
-    tell(kernel, Coherence())
+    tell(kernel, CacheInvalidation())
     assert kernel.sent == []
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_our_own_is_not_swallowed():
 def test_a_hundred_thousand_changes_are_one_thread_and_each_inode_once():
     kernel = Kernel()
     entries = [EntryChange(1, b"%d" % number, number + 10, 0) for number in range(100_000)]
-    tell(kernel, Coherence(entries=entries))
+    tell(kernel, CacheInvalidation(entries=entries))
     assert len(kernel.threads) == 1
     assert len(kernel.sent) == 200_001
 
@@ -137,7 +137,7 @@ def test_it_can_be_cancelled_while_the_kernel_holds_it_back():
 
     async def run() -> bool:
         with trio.move_on_after(0.01) as scope:
-            await tell_kernel(Stuck(), CHANGES)  # type: ignore[arg-type]
+            await invalidate_kernel_caches(Stuck(), CHANGES)  # type: ignore[arg-type]
         released.set()
         return scope.cancelled_caught
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import trio
 
-from protocol.errors import fail
+from protocol.errors import os_error
 from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, FlushingVolume, Volume
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
@@ -170,7 +170,7 @@ class Operations:
 
         def check(found: Attributes) -> None:
             if mask & os.X_OK and not stat.S_ISDIR(found.mode) and not found.mode & _ANYBODY_EXECUTES:
-                raise fail(errno.EACCES)
+                raise os_error(errno.EACCES)
 
         return _then(self._volume.getattr(node), check)
 
@@ -348,7 +348,7 @@ class Operations:
     def _read(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
         if offset < 0 or size > MAX_WRITE_BYTES:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if self._in_pieces:
             return self._volume.read_pieces(node, offset, size)  # type: ignore[attr-defined]
         return self._volume.read(node, offset, size)
@@ -363,7 +363,7 @@ class Operations:
             _, offset, size, flags, _, _, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
             data = memoryview(message)[80 : 80 + size]
         if offset < 0 or 80 + size > length:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
@@ -424,7 +424,7 @@ class Operations:
         start = BODY + self._setxattr_in.size
         end = message.find(b"\0", start, length)
         if end < 0 or end + 1 + size > length:
-            raise fail(errno.EINVAL)
+            raise os_error(errno.EINVAL)
         name, value = bytes(message[start:end]), bytes(message[end + 1 : end + 1 + size])
         answer = self._volume.setxattr(node, name, value, flags)
         if name == _ACL_ACCESS and not self._kernel_knows_acls:
@@ -474,7 +474,7 @@ def _two(strings: bytes) -> tuple[bytes, bytes]:
     """The two strings that a message ends in, which a NUL parts."""
     first, separator, second = strings.partition(b"\0")
     if not separator:
-        raise fail(errno.EINVAL)
+        raise os_error(errno.EINVAL)
     return first, second
 
 
@@ -483,7 +483,7 @@ def _sized(value: bytes, size: int) -> bytes:
     if size == 0:
         return wire.FUSE_GETXATTR_OUT.pack(len(value), 0)
     if len(value) > size:
-        raise fail(errno.ERANGE)
+        raise os_error(errno.ERANGE)
     return value
 
 

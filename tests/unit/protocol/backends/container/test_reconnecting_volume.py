@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import trio
 
-from protocol.backends.container.known import Known
+from protocol.backends.container.known import InodeMap
 from protocol.backends.container.reconnecting import ReconnectingVolume
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller, Coherence, Volume
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, CacheInvalidation, Caller, Volume
 
 ME = Caller(0, 0)
 
@@ -72,7 +72,7 @@ def reconnecting() -> Iterator[ReconnectingVolume]:
     volume.check_invariants()
 
 
-def connect(volume: ReconnectingVolume, beneath: Volume) -> Coherence:
+def connect(volume: ReconnectingVolume, beneath: Volume) -> CacheInvalidation:
     return trio.run(volume.connect, beneath)
 
 
@@ -324,7 +324,7 @@ def test_a_chain_of_directories_deeper_than_pythons_stack_is_found_again(reconne
 
 
 def test_two_files_that_became_one_do_not_share_its_number() -> None:
-    known = Known()
+    known = InodeMap()
     one, two = known.enter(7, stat.S_IFREG), known.enter(8, stat.S_IFREG)
     known.put(one, (ROOT_INODE, b"one"))
     known.put(two, (ROOT_INODE, b"two"))

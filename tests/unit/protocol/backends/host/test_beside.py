@@ -17,7 +17,7 @@ from protocol.diff.tree_diff import Change
 from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.tree import TreeEntry
-from protocol.volume import ROOT_INODE, Coherence, EntryChange, InodeChange
+from protocol.volume import ROOT_INODE, CacheInvalidation, EntryChange, InodeChange
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def _entries(place: Path) -> Iterator[tuple[bytes, TreeEntry]]:
             yield path, TreeEntry(path, seen.st_mode, seen.st_size, seen.st_mtime_ns, inode=seen.st_ino)
 
 
-def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *paths: bytes) -> Coherence:
+def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *paths: bytes) -> CacheInvalidation:
     """Make `change` beside the volume, which is told of it as a restore does."""
     before = dict(_entries(inside))
     volume.hold(paths)
@@ -200,7 +200,7 @@ def test_of_what_is_in_a_directory_that_the_kernel_does_not_know_nothing_is_told
 ) -> None:
     (inside / "d" / "e").mkdir(parents=True)
     coherence = restoring(volume, inside, (inside / "d" / "e" / "new").touch, b"d/e/new")
-    assert coherence == Coherence([], [], {}, {})
+    assert coherence == CacheInvalidation([], [], {}, {})
 
 
 def test_a_listing_goes_on_with_what_is_there_now(volume: HostVolume, fs: Driver, inside: Path) -> None:

@@ -1,4 +1,4 @@
-"""Listing: a scan sees what stays exactly once, whatever is added and removed beside it."""
+"""DirectoryCookies: a scan sees what stays exactly once, whatever is added and removed beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.directory_cookies import FIRST_COOKIE, Listing
+from protocol.directory_cookies import FIRST_COOKIE, DirectoryCookies
 
 
 class ListingMachine(RuleBasedStateMachine):
@@ -15,7 +15,7 @@ class ListingMachine(RuleBasedStateMachine):
     @initialize(count=st.integers(0, 80))
     def begin(self, count: int) -> None:
         self.names = {b"%d" % at for at in range(count)}
-        self.listing = Listing(sorted(self.names))
+        self.listing = DirectoryCookies(sorted(self.names))
         self.added = 0
         self.cookies = {name: cookie for cookie, name in self.listing.after(0)}
         # Of each scan: where it is, what it has seen, and what was there all the time since it began.
@@ -73,7 +73,7 @@ TestListing = ListingMachine.TestCase
 
 @given(st.sets(st.binary(min_size=1, max_size=3), max_size=60), st.integers(1, 7))
 def test_a_scan_may_remove_all_that_it_sees(names: set[bytes], at_once: int) -> None:
-    listing = Listing(names)
+    listing = DirectoryCookies(names)
     seen: list[bytes] = []
     cookie = 0
     while batch := [found for _, found in zip(range(at_once), listing.after(cookie), strict=False)]:
@@ -86,7 +86,7 @@ def test_a_scan_may_remove_all_that_it_sees(names: set[bytes], at_once: int) -> 
 
 
 def test_a_running_iterator_goes_on_when_gaps_are_closed() -> None:
-    listing = Listing(b"%03d" % at for at in range(200))
+    listing = DirectoryCookies(b"%03d" % at for at in range(200))
     running = listing.after(0)
     seen = [next(running)[1] for _ in range(150)]
     for name in seen:
@@ -95,7 +95,7 @@ def test_a_running_iterator_goes_on_when_gaps_are_closed() -> None:
 
 
 def test_a_name_added_again_comes_last_and_a_cookie_is_never_given_twice() -> None:
-    listing = Listing([b"a", b"b"])
+    listing = DirectoryCookies([b"a", b"b"])
     cookies = {cookie for cookie, _ in listing.after(0)}
     listing.remove(b"a")
     listing.add(b"a")

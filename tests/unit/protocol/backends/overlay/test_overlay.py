@@ -16,7 +16,7 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
-from protocol.volume import ROOT_INODE, Caller, Coherence
+from protocol.volume import ROOT_INODE, CacheInvalidation, Caller
 
 BLOCK = 128 * 1024
 ALICE = Caller(1000, 1000)
@@ -247,7 +247,7 @@ def test_a_file_that_was_not_changed_above_follows_what_is_below(below: Path) ->
 
 def test_with_a_kernel_the_read_fails_until_that_was_told(below: Path) -> None:
     volume, fs = over(below)
-    told: list[Coherence] = []
+    told: list[CacheInvalidation] = []
     volume.on_change = told.append
     number = fs.hold(b"README")
     fs.read(number)
@@ -264,7 +264,7 @@ def test_what_the_kernel_has_read_is_looked_at_again_by_and_by(below: Path) -> N
     for number in range(1500):
         (below / "other" / str(number)).write_bytes(b"1")
     volume, fs = over(below)
-    told: list[Coherence] = []
+    told: list[CacheInvalidation] = []
     volume.on_change = told.append
     held = [fs.hold(b"other/%d" % number) for number in range(1500)]
     (below / "other" / "3").write_bytes(b"2")
@@ -321,7 +321,7 @@ def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> N
     (below / "held").write_bytes(b"1" * (3 * BLOCK))
     (below / "long").write_bytes(b"1" * (3 * BLOCK))
     volume, fs = over(below)
-    told: list[Coherence] = []
+    told: list[CacheInvalidation] = []
     volume.on_change = told.append
     volume.write(fs.at(b"held"), BLOCK, b"mine")
     fs.file(b"new", b"new")

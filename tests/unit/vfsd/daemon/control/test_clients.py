@@ -34,7 +34,7 @@ from vfsd.wire.messages import (
     Empty,
     ExportParams,
     ExportResult,
-    Progress,
+    ProgressReport,
 )
 
 
@@ -83,7 +83,7 @@ async def test_progress_and_output_reach_their_callbacks_in_order(path: str, sub
         return DiffResult("a", None, ChangeCounts(), [])
 
     pieces: list[bytes] = []
-    told: list[Progress] = []
+    told: list[ProgressReport] = []
     async with serving(path, {"diff": diff}):
         client = subject(path)
         await client.call("diff", DiffParams(mode="patch"), on_output=pieces.append, on_progress=told.append)

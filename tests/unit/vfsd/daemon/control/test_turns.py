@@ -12,12 +12,12 @@ import pytest
 import trio
 import trio.testing
 
-from vfsd.daemon.control.call_context import Call, CallCancelledError
+from vfsd.daemon.control.call_context import CallCancelledError, CallContext
 from vfsd.daemon.control.turns import Slices, Turns
 
 
 class FakeCall:
-    """What `Turns` asks of a `Call`."""
+    """What `Turns` asks of a `CallContext`."""
 
     def __init__(self, client: Hashable) -> None:
         self.client = client
@@ -36,8 +36,8 @@ class FakeCall:
             self.after.pop()()
 
 
-def of(client: Hashable) -> Call:
-    return cast("Call", FakeCall(client))
+def of(client: Hashable) -> CallContext:
+    return cast("CallContext", FakeCall(client))
 
 
 async def take(turns: Turns, client: str, order: list[str], nursery: trio.Nursery) -> None:
@@ -122,9 +122,9 @@ async def test_work_that_is_cancelled_while_it_waits_leaves_its_place() -> None:
 async def test_unread_answers_stop_new_work_until_they_are_read() -> None:
     turns, order = Turns(2, held_bytes=100), list[str]()
     reader = FakeCall("reader")
-    async with turns.turn(cast("Call", reader)):
+    async with turns.turn(cast("CallContext", reader)):
         pass
-    turns.hold(cast("Call", reader), 100)
+    turns.hold(cast("CallContext", reader), 100)
     async with trio.open_nursery() as nursery:
         await take(turns, "other", order, nursery)
         assert order == []
@@ -142,9 +142,9 @@ def clock() -> trio.testing.MockClock:
 async def test_a_client_that_does_not_read_while_others_wait_is_dropped(clock: trio.testing.MockClock) -> None:
     turns, order = Turns(2, held_bytes=100), list[str]()
     stalled, reader = FakeCall("stalled"), FakeCall("reader")
-    turns.hold(cast("Call", stalled), 60)
+    turns.hold(cast("CallContext", stalled), 60)
     await trio.sleep(1)
-    turns.hold(cast("Call", reader), 60)
+    turns.hold(cast("CallContext", reader), 60)
     await trio.sleep(100)  # nobody waits for them
     assert stalled.dropped is None
     async with turns.turn(of("other")):

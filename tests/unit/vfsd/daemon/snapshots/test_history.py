@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protocol.volume import SnapshotInfo
 from vfsd.daemon.snapshots.base import name_at
-from vfsd.daemon.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, History, State, expired
+from vfsd.daemon.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, HistoryState, UndoHistory, expired
 
 _DAY_NS = 24 * 3600 * 10**9
 
@@ -19,8 +19,8 @@ def info(serial: int, *, created_ns: int = 0, kind: str = "safety", tag: str | N
     return SnapshotInfo(f"{kind}-{serial}", serial, created_ns, 1, 1, 1, tag, kind)  # type: ignore[arg-type]
 
 
-def stepped(count: int) -> History:
-    history = History()
+def stepped(count: int) -> UndoHistory:
+    history = UndoHistory()
     for number in range(1, count + 1):
         history = history.stepped(number, f"restore r{number}")
     return history
@@ -33,7 +33,7 @@ actions = st.lists(
 
 @given(actions)
 def test_it_goes_where_a_list_of_states_and_a_cursor_go(chosen: list[tuple[str, int]]) -> None:
-    history = History()
+    history = UndoHistory()
     states: list[int | None] = [None]
     cursor = 0
     for serial, (action, number) in enumerate(chosen, 1):
@@ -73,7 +73,7 @@ def test_it_goes_where_a_list_of_states_and_a_cursor_go(chosen: list[tuple[str, 
         history.check()
         assert [state.serial for state in history.states] == states
         assert history.position == cursor
-        assert History.decoded(history.encoded()) == replace(history, is_cut_before=False, is_cut_after=False)
+        assert UndoHistory.decoded(history.encoded()) == replace(history, is_cut_before=False, is_cut_after=False)
 
 
 def test_the_step_between_two_states_is_named_from_both_sides() -> None:
@@ -87,7 +87,7 @@ def test_at_most_fifty_steps_are_kept() -> None:
     history = stepped(STEPS_KEPT + 7)
     history.check()
     assert history.undo_steps == STEPS_KEPT
-    assert history.states[0] == State(8, "restore r8")
+    assert history.states[0] == HistoryState(8, "restore r8")
 
 
 def test_no_step_goes_over_a_state_that_was_dropped_for_lack_of_memory() -> None:
@@ -110,14 +110,14 @@ def test_what_is_no_history_is_none() -> None:
         b"{}",
         b"\0" * 50,
         b'{"version":1,"position":3,"states":[[null,null]]}',
-        History().encoded()[:-3],
+        UndoHistory().encoded()[:-3],
     ):
-        assert History.decoded(data) is None
-    assert History.decoded(b'{"version":9,"position":0,"states":[[null,null]]}') is None
+        assert UndoHistory.decoded(data) is None
+    assert UndoHistory.decoded(b'{"version":9,"position":0,"states":[[null,null]]}') is None
 
 
 def test_safety_snapshots_of_an_earlier_version_are_its_steps() -> None:
-    history = History.of_snapshots([info(1, kind="user"), info(2), info(5, tag="before restore x")])
+    history = UndoHistory.of_snapshots([info(1, kind="user"), info(2), info(5, tag="before restore x")])
     history.check()
     assert [state.serial for state in history.states] == [2, 5, None]
     assert history.undo_steps == 2
