@@ -15,7 +15,7 @@ import trio
 import trio.testing
 
 from tests.support.waiting import readable
-from vfsd.daemon.control.server import Call, ControlServer, Handler, Limits
+from vfsd.daemon.control.server import CallContext, ConnectionLimits, ControlServer, Handler
 from vfsd.wire.messages import Empty
 
 
@@ -40,7 +40,7 @@ def path(workdir: Path) -> str:
     return str(workdir / "x.sock")
 
 
-async def ping(params: Empty, call: Call) -> Empty:
+async def ping(params: Empty, call: CallContext) -> Empty:
     return Empty()
 
 
@@ -49,7 +49,7 @@ async def serving(
     path: str,
     methods: Mapping[str, Handler] | None = None,
     *,
-    limits: Limits | None = None,
+    limits: ConnectionLimits | None = None,
     allowed_uids: frozenset[int] | None = None,
 ) -> AsyncIterator[ControlServer]:
     """A running server with `ping` and `methods`, cancelled at the end."""

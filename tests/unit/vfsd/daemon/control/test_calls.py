@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, ping, serving
-from vfsd.daemon.control.server import Call, CallCancelledError
+from vfsd.daemon.control.server import CallCancelledError, CallContext
 from vfsd.wire.messages import DropParams, Empty, ExportParams, ExportResult
 
 EXPORTED = ExportResult("/x", 1, 2, 3)
@@ -28,7 +28,7 @@ def progress(message: dict[str, Any] | None) -> tuple[int, int, str]:
 async def test_progress_reaches_the_client_while_the_call_runs(path: str) -> None:
     release = trio.Event()
 
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         await call.progress(3, 10, "files")
         await release.wait()
         return EXPORTED
@@ -43,7 +43,7 @@ async def test_progress_reaches_the_client_while_the_call_runs(path: str) -> Non
 async def test_of_many_figures_the_newest_win_and_the_last_come_before_the_answer(
     path: str, clock: trio.testing.MockClock
 ) -> None:
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         for done in range(10_001):
             await call.progress(done, 10_000, "bytes")
         return EXPORTED
@@ -63,7 +63,7 @@ async def test_figures_are_sent_again_when_a_tenth_of_a_second_has_passed(
 ) -> None:
     proceed = [trio.Event(), trio.Event()]
 
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         for done, event in enumerate(proceed):
             call.progress_nowait(done, 0, "files")
             await event.wait()
@@ -81,7 +81,7 @@ async def test_figures_are_sent_again_when_a_tenth_of_a_second_has_passed(
 
 
 async def test_a_worker_thread_reports_progress_without_being_held_up(path: str) -> None:
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         def work() -> None:
             for done in range(100_000):
                 call.progress_nowait(done + 1, 100_000, "files")
@@ -101,16 +101,16 @@ async def test_a_worker_thread_reports_progress_without_being_held_up(path: str)
 async def test_progress_does_not_wait_for_a_client_that_does_not_read(path: str) -> None:
     finished = trio.Event()
 
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         await trio.to_thread.run_sync(work, call)
         finished.set()
         return EXPORTED
 
-    def work(call: Call) -> None:
+    def work(call: CallContext) -> None:
         for done in range(10_000):
             call.progress_nowait(done, 0, "files")
 
-    async def diff(params: Any, call: Call) -> Empty:
+    async def diff(params: Any, call: CallContext) -> Empty:
         while True:
             await call.output(bytes(100_000))
 
@@ -125,11 +125,11 @@ async def test_progress_does_not_wait_for_a_client_that_does_not_read(path: str)
 async def test_output_arrives_whole_and_in_order_before_the_answer(path: str, size: int) -> None:
     data = bytes(index % 251 for index in range(size))
 
-    async def from_loop(params: Any, call: Call) -> Empty:
+    async def from_loop(params: Any, call: CallContext) -> Empty:
         await call.output(data)
         return Empty()
 
-    async def from_thread(params: Any, call: Call) -> Empty:
+    async def from_thread(params: Any, call: CallContext) -> Empty:
         await trio.to_thread.run_sync(call.output_from_thread, data)
         return Empty()
 
@@ -146,7 +146,7 @@ async def test_output_arrives_whole_and_in_order_before_the_answer(path: str, si
 async def test_output_waits_for_a_client_that_is_behind(path: str) -> None:
     sent = 0
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         nonlocal sent
         for _ in range(1000):
             await call.output(bytes(100_000))
@@ -166,7 +166,7 @@ async def test_a_call_is_cancelled_when_its_client_disconnects(path: str) -> Non
     started, cancelled = trio.Event(), trio.Event()
     seen = []
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         started.set()
         try:
             await trio.sleep_forever()
@@ -189,7 +189,7 @@ async def test_a_call_is_cancelled_when_its_client_disconnects(path: str) -> Non
 async def test_calls_are_cancelled_although_more_requests_wait_unread(path: str) -> None:
     started, cancelled = trio.Event(), trio.Event()
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         started.set()
         try:
             await trio.sleep_forever()
@@ -209,7 +209,7 @@ async def test_calls_are_cancelled_although_more_requests_wait_unread(path: str)
 async def test_a_thread_sees_that_nobody_waits_any_more(path: str, end: str, caplog: pytest.LogCaptureFixture) -> None:
     started, ended, gone = trio.Event(), trio.Event(), threading.Event()
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         def work() -> None:
             trio.from_thread.run_sync(started.set)
             try:
@@ -240,7 +240,7 @@ async def test_a_thread_sees_that_nobody_waits_any_more(path: str, end: str, cap
 async def test_a_thread_that_waits_for_its_client_to_read_ends(path: str, end: str) -> None:
     started, ended, errors = trio.Event(), trio.Event(), []
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         def work() -> None:
             trio.from_thread.run_sync(started.set)
             try:
@@ -270,7 +270,7 @@ async def test_a_thread_that_waits_for_its_client_to_read_ends(path: str, end: s
 async def test_what_follows_an_answer_happens_when_the_client_has_it(path: str) -> None:
     stopped = trio.Event()
 
-    async def unmount(params: Any, call: Call) -> Empty:
+    async def unmount(params: Any, call: CallContext) -> Empty:
         call.after_answer(stopped.set)
         await call.output(b"x")
         assert not stopped.is_set()
@@ -288,7 +288,7 @@ async def test_what_follows_an_answer_happens_when_the_client_has_it(path: str) 
 async def test_what_follows_an_answer_happens_also_without_a_client(path: str) -> None:
     stopped, started = trio.Event(), trio.Event()
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         call.after_answer(stopped.set)
         started.set()
         await trio.sleep_forever()
@@ -302,7 +302,7 @@ async def test_what_follows_an_answer_happens_also_without_a_client(path: str) -
 
 
 async def test_a_failing_after_answer_is_logged_and_harms_nobody(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         call.after_answer(lambda: 1 // 0)
         return await ping(Empty(), call)
 
@@ -316,7 +316,7 @@ async def test_a_failing_after_answer_is_logged_and_harms_nobody(path: str, capl
 def test_a_thread_that_outlives_the_loop_is_told_and_its_progress_is_ignored(path: str) -> None:
     calls = []
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         calls.append(call)
         return Empty()
 

@@ -17,7 +17,7 @@ import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.client.connection import ControlClient
-from vfsd.daemon.control.server import Call, Handler
+from vfsd.daemon.control.server import CallContext, Handler
 from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,
@@ -41,7 +41,7 @@ class Restore:
         self._in_thread = in_thread
         self._commits = commits
 
-    async def __call__(self, params: RestoreParams, call: Call) -> RestoreResult:
+    async def __call__(self, params: RestoreParams, call: CallContext) -> RestoreResult:
         if self._commits:
             call.commit()
         self.is_running.set()
@@ -55,7 +55,7 @@ class Restore:
         await trio.lowlevel.checkpoint()
         return RESTORED
 
-    def _wait(self, call: Call) -> None:
+    def _wait(self, call: CallContext) -> None:
         while not trio.from_thread.run_sync(self.go_on.is_set):
             if not self._commits:
                 call.raise_if_cancelled()
@@ -96,7 +96,7 @@ async def test_a_call_that_has_begun_to_change_something_is_completed(path: str,
 async def test_other_calls_and_unknown_ones_are_left_alone(path: str) -> None:
     release = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
@@ -116,7 +116,7 @@ async def test_other_calls_and_unknown_ones_are_left_alone(path: str) -> None:
 
 
 async def test_a_connection_whose_calls_are_all_in_use_still_takes_a_cancel(path: str) -> None:
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await trio.sleep_forever()
         raise AssertionError
 
@@ -212,7 +212,7 @@ STOPPED = {
 async def test_control_c_stops_a_command_that_has_changed_nothing(words: tuple[str, ...]) -> None:
     is_running = trio.Event()
 
-    async def wait(params: Any, call: Call) -> Empty:
+    async def wait(params: Any, call: CallContext) -> Empty:
         is_running.set()
         await trio.sleep_forever()
         raise AssertionError
@@ -266,7 +266,7 @@ async def test_a_second_control_c_leaves_and_the_daemon_goes_on() -> None:
 async def test_a_failure_after_control_c_is_reported_as_one() -> None:
     is_running, go_on = trio.Event(), trio.Event()
 
-    async def restore(params: RestoreParams, call: Call) -> RestoreResult:
+    async def restore(params: RestoreParams, call: CallContext) -> RestoreResult:
         call.commit()
         is_running.set()
         await go_on.wait()
@@ -284,7 +284,7 @@ async def test_a_failure_after_control_c_is_reported_as_one() -> None:
 async def test_what_only_reads_ends_at_once(path: str) -> None:
     is_running, has_ended = trio.Event(), trio.Event()
 
-    async def diff(params: DiffParams, call: Call) -> Empty:
+    async def diff(params: DiffParams, call: CallContext) -> Empty:
         is_running.set()
         try:
             await trio.sleep_forever()
@@ -300,7 +300,7 @@ async def test_what_only_reads_ends_at_once(path: str) -> None:
 
 
 async def test_a_client_that_a_keyboard_interrupt_left_makes_further_calls(path: str) -> None:
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await call.progress(1, 2, "files")
         await trio.sleep_forever()
         raise AssertionError

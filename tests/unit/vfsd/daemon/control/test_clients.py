@@ -20,7 +20,7 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import serving
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
-from vfsd.daemon.control.server import Call, Limits
+from vfsd.daemon.control.server import CallContext, ConnectionLimits
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     METHOD_NOT_FOUND,
@@ -60,12 +60,12 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return kind
 
 
-async def refuse(params: DropParams, call: Call) -> Empty:
+async def refuse(params: DropParams, call: CallContext) -> Empty:
     raise FileNotFoundError(errno.ENOENT, "no such snapshot", params.name)
 
 
 async def test_a_call_gives_the_typed_result(path: str, subject: Subject) -> None:
-    async def export(params: ExportParams, call: Call) -> ExportResult:
+    async def export(params: ExportParams, call: CallContext) -> ExportResult:
         return ExportResult(params.path, 1, 2, 3)
 
     async with serving(path, {"export": export}):
@@ -76,7 +76,7 @@ async def test_a_call_gives_the_typed_result(path: str, subject: Subject) -> Non
 
 
 async def test_progress_and_output_reach_their_callbacks_in_order(path: str, subject: Subject) -> None:
-    async def diff(params: DiffParams, call: Call) -> DiffResult:
+    async def diff(params: DiffParams, call: CallContext) -> DiffResult:
         for piece in range(10):
             await call.output(bytes([piece]) * 300_000)
         await call.progress(10, 10, "files")
@@ -97,7 +97,7 @@ async def test_progress_and_output_reach_their_callbacks_in_order(path: str, sub
 async def test_a_result_of_any_size_arrives(path: str, subject: Subject) -> None:
     changes = [ChangeRecord(f"directory/file-{number}", "added", "file") for number in range(50_000)]
 
-    async def diff(params: DiffParams, call: Call) -> DiffResult:
+    async def diff(params: DiffParams, call: CallContext) -> DiffResult:
         return DiffResult("a", None, ChangeCounts(), changes)
 
     async with serving(path, {"diff": diff}):
@@ -121,7 +121,7 @@ async def test_a_result_of_any_size_arrives(path: str, subject: Subject) -> None
 async def test_an_error_is_of_the_class_python_has_for_its_errno(
     path: str, subject: Subject, number: int, builtin: type[OSError]
 ) -> None:
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         raise OSError(number, "it failed", b"na\xffme")
 
     async with serving(path, {"drop": drop}):
@@ -146,7 +146,7 @@ async def test_an_error_without_errno_keeps_its_code_and_text(path: str, subject
 
 
 async def test_an_answer_of_another_version_is_a_clear_error(path: str, subject: Subject) -> None:
-    async def export(params: ExportParams, call: Call) -> Empty:
+    async def export(params: ExportParams, call: CallContext) -> Empty:
         return Empty()
 
     async with serving(path, {"export": export}):
@@ -169,7 +169,7 @@ async def test_no_daemon_is_a_clear_error(path: str, subject: Subject) -> None:
 async def test_a_daemon_that_goes_away_in_mid_call_is_a_clear_error(path: str, subject: Subject) -> None:
     started = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         started.set()
         await trio.sleep_forever()
         raise AssertionError
@@ -200,11 +200,11 @@ async def test_a_client_outlives_the_daemon_it_was_connected_to(path: str, subje
 async def test_a_refused_connection_says_why_and_the_next_call_connects_anew(path: str, subject: Subject) -> None:
     release = trio.Event()
 
-    async def wait(params: DropParams, call: Call) -> Empty:
+    async def wait(params: DropParams, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
-    async with serving(path, {"drop": wait}, limits=Limits(connections=1, reserved=0)) as server:
+    async with serving(path, {"drop": wait}, limits=ConnectionLimits(connections=1, reserved=0)) as server:
         first, second = subject(path), subject(path)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(first.call, "drop", DropParams("x"))
@@ -228,11 +228,11 @@ async def test_a_client_whose_idle_connection_was_dropped_calls_once_more_withou
 ) -> None:
     calls: list[str] = []
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         calls.append(params.name)
         return Empty()
 
-    async with serving(path, {"drop": drop}, limits=Limits(connections=2)) as server:
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(connections=2)) as server:
         clients = [subject(path) for _ in range(4)]
         for number in range(3):
             for index, client in enumerate(clients):
@@ -273,7 +273,7 @@ async def test_a_request_that_crosses_the_closing_of_an_idle_connection_is_sent_
 async def test_silence_ends_a_call_after_the_timeout(path: str, subject: Subject) -> None:
     cancelled = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         try:
             await trio.sleep_forever()
         finally:
@@ -291,7 +291,7 @@ async def test_silence_ends_a_call_after_the_timeout(path: str, subject: Subject
 async def test_leaving_a_call_by_an_exception_cancels_it_and_the_client_goes_on(path: str, subject: Subject) -> None:
     cancelled = trio.Event()
 
-    async def diff(params: DiffParams, call: Call) -> DiffResult:
+    async def diff(params: DiffParams, call: CallContext) -> DiffResult:
         try:
             while True:
                 await call.output(b"piece")
@@ -334,7 +334,7 @@ async def test_the_trio_client_runs_calls_side_by_side(path: str) -> None:
     both = trio.Event()
     here = 0
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         nonlocal here
         here += 1
         if here == 20:
@@ -350,7 +350,7 @@ async def test_the_trio_client_runs_calls_side_by_side(path: str) -> None:
 async def test_cancelling_one_call_of_the_trio_client_leaves_the_others(path: str) -> None:
     started, cancelled, release = trio.Event(), trio.Event(), trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         if params.name == "stays":
             await release.wait()
             return Empty()
@@ -379,7 +379,7 @@ async def test_cancelling_one_call_of_the_trio_client_leaves_the_others(path: st
 
 
 async def test_the_trio_client_awaits_callbacks_that_want_it(path: str) -> None:
-    async def diff(params: DiffParams, call: Call) -> DiffResult:
+    async def diff(params: DiffParams, call: CallContext) -> DiffResult:
         await call.output(b"piece")
         return DiffResult("a", None, ChangeCounts(), [])
 

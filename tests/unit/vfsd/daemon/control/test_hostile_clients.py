@@ -20,11 +20,11 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
-from vfsd.daemon.control.server import Call, Limits
+from vfsd.daemon.control.server import CallContext, ConnectionLimits
 from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}
-LIMITS = Limits(line_s=30, idle_s=600, stall_s=30)
+LIMITS = ConnectionLimits(line_s=30, idle_s=600, stall_s=30)
 
 
 async def assert_others_are_served(path: str) -> None:
@@ -108,7 +108,7 @@ async def test_a_client_that_asks_nothing_is_let_go(path: str, clock: trio.testi
 async def test_a_client_that_waits_for_a_long_call_is_not_idle(path: str, clock: trio.testing.MockClock) -> None:
     release = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
@@ -127,7 +127,7 @@ async def test_a_client_that_never_reads_is_dropped(
 ) -> None:
     cancelled = trio.Event()
 
-    async def check(params: Any, call: Call) -> Empty:
+    async def check(params: Any, call: CallContext) -> Empty:
         try:
             while True:
                 await call.output(bytes(100_000))
@@ -147,7 +147,7 @@ async def test_a_client_that_never_reads_is_dropped(
 
 
 async def test_a_client_that_asks_and_never_reads_costs_a_bounded_amount(path: str) -> None:
-    async def snapshots(params: Any, call: Call) -> Any:
+    async def snapshots(params: Any, call: CallContext) -> Any:
         return {"snapshots": ["x" * 1_000_000]}
 
     async with serving(path, {"snapshots": snapshots}, limits=LIMITS), peer(path) as client:
@@ -198,7 +198,7 @@ async def test_clients_that_vanish_before_their_answer_leave_nothing(
 async def test_a_hundred_clients_at_once_are_all_served(path: str) -> None:
     waiting, all_here = 0, trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         nonlocal waiting
         waiting += 1
         if waiting == 100:
@@ -231,7 +231,7 @@ async def test_a_thousand_idle_connections_lock_nobody_out(
     path: str, many_descriptors: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some have half a request; the oldest are dropped, and learn that what they ask now is not run."""
-    async with serving(path, limits=Limits(connections=50, first_request_s=0)) as server:
+    async with serving(path, limits=ConnectionLimits(connections=50, first_request_s=0)) as server:
         clients = []
         for number in range(1000):
             clients.append(client := Peer(await trio.open_unix_socket(path)))
@@ -254,7 +254,7 @@ async def test_a_thousand_idle_connections_lock_nobody_out(
 
 async def test_a_new_connection_has_time_for_its_first_request(path: str, clock: trio.testing.MockClock) -> None:
     """Of connections that have asked something, the longest idle is closed at once; without one, clients wait."""
-    async with serving(path, limits=Limits(connections=4, first_request_s=1)) as server:
+    async with serving(path, limits=ConnectionLimits(connections=4, first_request_s=1)) as server:
         clients = [Peer(await trio.open_unix_socket(path)) for _ in range(4)]
         for client in clients[2:]:
             assert await client.is_alive()
@@ -278,11 +278,11 @@ async def test_connections_that_run_calls_are_kept_and_short_calls_still_answere
 ) -> None:
     release = trio.Event()
 
-    async def wait(params: Any, call: Call) -> Empty:
+    async def wait(params: Any, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
-    limits = Limits(connections=5, reserved=2)
+    limits = ConnectionLimits(connections=5, reserved=2)
     async with serving(path, {"drop": wait, "export": wait}, limits=limits) as server:
         clients = [Peer(await trio.open_unix_socket(path)) for _ in range(5)]
         for client in clients:
@@ -319,7 +319,7 @@ async def test_connections_that_run_calls_are_kept_and_short_calls_still_answere
 
 
 async def test_without_free_descriptors_calls_are_answered(path: str) -> None:
-    async def read(params: Any, call: Call) -> Empty:
+    async def read(params: Any, call: CallContext) -> Empty:
         with open(os.devnull, "rb"):
             return Empty()
 
@@ -352,7 +352,7 @@ async def test_without_free_descriptors_calls_are_answered(path: str) -> None:
 
 
 async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path: str) -> None:
-    async def read(params: Any, call: Call) -> Empty:
+    async def read(params: Any, call: CallContext) -> Empty:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/some/file")
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -364,7 +364,7 @@ async def test_a_call_that_finds_no_descriptor_says_so_and_names_the_limit(path:
 
 
 async def test_a_thread_that_cannot_be_started_is_an_error(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def read(params: Any, call: Call) -> Empty:
+    async def read(params: Any, call: CallContext) -> Empty:
         raise RuntimeError("can't start new thread")  # as threading.Thread.start does
 
     async with serving(path, {"check": read}), peer(path) as client:
@@ -398,7 +398,7 @@ async def test_another_user_is_refused_by_uid(
     path = str(workdir / "s")
     called = trio.Event()
 
-    async def ping(params: Any, call: Call) -> Empty:
+    async def ping(params: Any, call: CallContext) -> Empty:
         called.set()
         return Empty()
 
@@ -421,13 +421,13 @@ async def test_another_user_is_refused_by_uid(
 async def test_large_requests_share_a_budget_and_small_ones_always_find_room(path: str) -> None:
     started, release = trio.Event(), trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         started.set()
         await release.wait()
         return Empty()
 
     large = "x" * 400_000
-    async with serving(path, {"drop": drop}, limits=Limits(held_bytes=500_000)), peer(path) as first:
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)), peer(path) as first:
         await first.call("drop", 1, name=large)
         await started.wait()
         async with peer(path) as second:
@@ -446,13 +446,13 @@ async def test_large_requests_share_a_budget_and_small_ones_always_find_room(pat
 async def test_the_budget_is_given_back_however_a_connection_ends(path: str, ending: str) -> None:
     block = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         if params.name.startswith("wait"):
             block.set()
             await trio.sleep_forever()
         return Empty()
 
-    async with serving(path, {"drop": drop}, limits=Limits(held_bytes=500_000)) as server:
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(held_bytes=500_000)) as server:
         for _ in range(5):
             async with peer(path) as client:
                 if ending == "in mid-line":

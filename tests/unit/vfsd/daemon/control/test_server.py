@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
-from vfsd.daemon.control.server import Call, InvalidParamsError, Limits
+from vfsd.daemon.control.server import CallContext, ConnectionLimits, InvalidParamsError
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -26,7 +26,7 @@ from vfsd.wire.messages import (
 
 
 def failing(error: BaseException) -> Any:
-    async def handler(params: Any, call: Call) -> Empty:
+    async def handler(params: Any, call: CallContext) -> Empty:
         raise error
 
     return handler
@@ -42,7 +42,7 @@ async def test_a_request_is_answered_with_its_id(path: str) -> None:
 async def test_parameters_arrive_typed_and_may_be_left_out(path: str) -> None:
     seen = []
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         seen.append(params)
         return Empty()
 
@@ -57,7 +57,7 @@ async def test_parameters_arrive_typed_and_may_be_left_out(path: str) -> None:
 async def test_answers_come_in_the_order_of_completion(path: str) -> None:
     release = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
@@ -72,7 +72,7 @@ async def test_answers_come_in_the_order_of_completion(path: str) -> None:
 async def test_a_connection_runs_no_more_calls_at_once_than_its_limit(path: str) -> None:
     running, most, release = 0, 0, trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -80,7 +80,7 @@ async def test_a_connection_runs_no_more_calls_at_once_than_its_limit(path: str)
         running -= 1
         return Empty()
 
-    async with serving(path, {"drop": drop}, limits=Limits(calls_at_once=3)), peer(path) as client:
+    async with serving(path, {"drop": drop}, limits=ConnectionLimits(calls_at_once=3)), peer(path) as client:
         for number in range(20):
             await client.call("drop", number, name="x")
         async with peer(path) as other:
@@ -94,7 +94,7 @@ async def test_a_connection_runs_no_more_calls_at_once_than_its_limit(path: str)
 async def test_a_client_that_only_closed_its_writing_side_gets_all_answers(path: str) -> None:
     release = trio.Event()
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         await release.wait()
         return Empty()
 
@@ -200,7 +200,7 @@ async def test_a_handler_can_refuse_parameters_that_make_no_sense(path: str) -> 
 async def test_a_notification_is_carried_out_and_never_answered(path: str) -> None:
     seen = []
 
-    async def drop(params: DropParams, call: Call) -> Empty:
+    async def drop(params: DropParams, call: CallContext) -> Empty:
         seen.append(params.name)
         await call.progress(1, 2, "files")
         await call.output(b"x")
@@ -278,7 +278,7 @@ async def test_a_call_that_fails_leaves_nothing_of_what_it_held(path: str, error
         except ValueError:
             raise type(error)(*error.args) from None
 
-    async def check(params: Empty, call: Call) -> Empty:
+    async def check(params: Empty, call: CallContext) -> Empty:
         large = Large()
         held.append(weakref.ref(large))
         async with trio.open_nursery() as nursery:
@@ -301,7 +301,7 @@ async def test_a_call_that_fails_leaves_nothing_of_what_it_held(path: str, error
 async def test_a_result_that_cannot_be_written_as_json_is_an_internal_error(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check(params: Empty, call: Call) -> object:
+    async def check(params: Empty, call: CallContext) -> object:
         return object()
 
     async with serving(path, {"check": check}), peer(path) as client:
