@@ -47,6 +47,7 @@ __all__ = [
     "SnapshotableVolume",
     "StatFs",
     "Volume",
+    "VolumeCapabilities",
 ]
 
 ROOT_INODE: Final = 1  # FUSE_ROOT_ID, linux/fuse.h
@@ -142,9 +143,34 @@ class StatFs:
     name_max: int = NAME_MAX
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeCapabilities:
+    """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never ask for a class.
+
+    A capability that names a protocol promises its methods.  The defaults are those of a plain volume that may store
+    its data somewhere durable.
+    """
+
+    snapshots: bool = False  # SnapshotableVolume: immutable states; the state changes in ways that vfsd controls
+    lower_layer: bool = False  # OverlaidVolume: a directory below, to compare with, to go back to and to apply to
+    external_changes: bool = False  # ExternallyChangedVolume: files that a restore changes beside the mount
+    acls: bool = False  # stores POSIX ACLs and applies them to modes and to new entries
+    flush: bool = False  # FlushingVolume: wants a request for each close(2)
+    durable: bool = True  # fsync has something to do; without, an engine need not forward it
+    # Shortcuts for engines, each of which avoids work in the most frequent requests.
+    content_pieces: bool = False  # `read_pieces`: content as a list of buffers that need not be joined
+    quiet_lookups: bool = False  # `find`, `find_xattr`: None instead of an exception for what does not exist
+    plain_entries: bool = False  # `entries`, `entry_count`: directory entries as plain tuples
+
+
 @runtime_checkable
 class Volume(Protocol):
     """What an engine serves.  See the module's docstring for lifetime and threading."""
+
+    @property
+    def capabilities(self) -> VolumeCapabilities:
+        """What this volume can do; the same for as long as it is served."""
+        ...
 
     @property
     def read_only(self) -> bool:

@@ -38,6 +38,7 @@ from protocol.volume import (
     Caller,
     DirectoryEntry,
     StatFs,
+    VolumeCapabilities,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ class _Node:
 
 
 class FilesystemVolume:
-    """The volume of `filesystem`; implements `protocol.volume.Volume` and its optional `flush`."""
+    """The volume of `filesystem`; implements `protocol.volume.FlushingVolume`."""
+
+    capabilities: Final = VolumeCapabilities(flush=True)
 
     def __init__(self, filesystem: Filesystem, *, clock: Callable[[], int] = time.time_ns) -> None:
         self._filesystem = filesystem

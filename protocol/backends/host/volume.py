@@ -41,6 +41,7 @@ from protocol.volume import (
     Caller,
     DirectoryEntry,
     StatFs,
+    VolumeCapabilities,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class HostVolume:
         self._beside = Beside(self._table, self._descriptors, self._forget_scan)
         # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
         self.supports_acl: Final = _keeps_acls(root)
+        self.capabilities = VolumeCapabilities(external_changes=True, acls=self.supports_acl)
 
     def close(self) -> None:
         """Close every descriptor.  Nothing can be asked of the volume then."""

@@ -29,6 +29,7 @@ from protocol.volume import (
     AttributeChanges,
     DirectoryEntry,
     StatFs,
+    VolumeCapabilities,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class MemoryVolume(Entries):
     that begins with something, whose root is its own.
     """
 
+    capabilities: VolumeCapabilities = VolumeCapabilities(
+        snapshots=True, acls=True, durable=False, content_pieces=True, quiet_lookups=True, plain_entries=True
+    )
     # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
     supports_acl: Final = True
     # `fsync` has nothing to do, and need not be called (an engine asks for this too).

@@ -28,6 +28,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 from protocol.backends.memory import MemoryVolume
@@ -77,6 +78,8 @@ class OverlayVolume(MemoryVolume):
     `include` and `exclude` are patterns as `Hiding` has them; a hidden name cannot be made either (EPERM).  `on_change`
     is told, from any thread, what changed below, and calls `told` when the kernel knows.
     """
+
+    capabilities = replace(MemoryVolume.capabilities, lower_layer=True)
 
     def __init__(
         self,

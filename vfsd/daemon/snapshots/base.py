@@ -15,8 +15,8 @@ Both keep to this:
 - what is answered is about this change alone, whatever programs write meanwhile.  Once the change is made, nothing
   turns the answer into an error: what else fails is logged, or named in `Outcome.problems`.
 
-Threading: every method is called, and every context entered and left, on the serving loop.  A `CallObserver` is asked and told
-in worker threads.  Nobody waiting any more ends the work, where that tears nothing.
+Threading: every method is called, and every context entered and left, on the serving loop.  Worker threads call the
+`CallObserver`.  When its client is gone, work that can stop without leaving half a change stops.
 """
 
 from __future__ import annotations

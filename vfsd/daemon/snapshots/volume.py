@@ -301,8 +301,8 @@ class VolumeSnapshots:
     def applying(self, step: str) -> Iterator[Applying]:
         """A block that writes the state of this moment elsewhere: a step of the history, if it has written anything.
 
-        `MountedVolume.changing` is held.  The live state stays what it is, so undoing the step goes back to the state that was
-        written, and leaves what was written where it is.
+        The caller holds `MountedVolume.changing`.  The live state stays what it is, so undoing the step goes back to
+        the state that was written, and leaves what was written where it is.
         """
         run = Applying()
         before = self._known()

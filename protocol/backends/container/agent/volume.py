@@ -49,7 +49,7 @@ from protocol.backends.container.helper.wire import (
     WireError,
 )
 from protocol.errors import os_error
-from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs
+from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs, VolumeCapabilities
 
 __all__ = ["AgentVolume"]
 
@@ -102,6 +102,7 @@ class AgentVolume:
     ) -> None:
         self.read_only = read_only
         self.supports_acl: Final = supports_acl
+        self.capabilities: Final = VolumeCapabilities(acls=supports_acl)
         self._link = link
         self._owners = owners
         self._user = user
