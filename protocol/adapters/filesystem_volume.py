@@ -115,7 +115,7 @@ class _Node:
 class FilesystemVolume:
     """The volume of `filesystem`; implements `protocol.volume.FlushingVolume`."""
 
-    capabilities: Final = VolumeCapabilities(flush=True)
+    capabilities: Final = VolumeCapabilities(flush=True, self_check=True)
 
     def __init__(self, filesystem: Filesystem, *, clock: Callable[[], int] = time.time_ns) -> None:
         self._filesystem = filesystem

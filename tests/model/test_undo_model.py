@@ -59,10 +59,10 @@ class Beside:
     def hold(self, paths: Iterable[bytes]) -> None:
         pass
 
-    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
+    def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
         return CacheInvalidation()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         pass
 
 

@@ -50,7 +50,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "re2": ("protocol.search",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
-    "pathspec": ("protocol.backends.overlay",),
+    "pathspec": ("protocol.adapters.hiding",),
     "trio": ("vfsd.client", "vfsd.daemon", "vfsd.kernel", "protocol.backends.container"),
     "podman": ("protocol.backends.container.podman",),
     "h11": ("protocol.backends.container.podman",),

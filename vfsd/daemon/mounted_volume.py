@@ -78,7 +78,7 @@ class MountedVolume:
         try:
             await invalidate_kernel_caches(self.engine, coherence)
         finally:
-            volume.told(coherence)
+            volume.invalidation_done(coherence)
 
     async def settle(self) -> None:
         """Have the dirty pages of shared mappings written to the volume, as far as they were dirty at the call."""

@@ -70,7 +70,7 @@ class ReconnectingVolume:
     def __init__(self, *, read_only: bool = False, supports_acl: bool = False) -> None:
         self.read_only = read_only
         self.supports_acl: Final = supports_acl
-        self.capabilities: Final = VolumeCapabilities(external_changes=True, acls=supports_acl)
+        self.capabilities: Final = VolumeCapabilities(external_changes=True, self_check=True, acls=supports_acl)
         self._volume: Volume | None = None
         self._coming: Volume | None = None  # while `connect` looks through it
         self._known = InodeMap()
@@ -326,12 +326,12 @@ class ReconnectingVolume:
     def hold(self, paths: Iterable[bytes]) -> None:
         """Nothing: a restore goes through the mount, whose programs keep what they have open."""
 
-    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:  # noqa: ARG002
-        """Nothing is, for the same reason."""
+    def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:  # noqa: ARG002
+        """Nothing is invalidated, for the same reason."""
         return CacheInvalidation()
 
-    def let_go(self) -> None:
-        """Of nothing."""
+    def release(self) -> None:
+        """Nothing, for the same reason."""
 
     def check_invariants(self) -> None:
         """AssertionError where the state contradicts itself, here or in the volume beneath."""

@@ -77,7 +77,7 @@ class HostVolume:
         self._beside = Beside(self._table, self._descriptors, self._forget_scan)
         # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
         self.supports_acl: Final = _keeps_acls(root)
-        self.capabilities = VolumeCapabilities(external_changes=True, acls=self.supports_acl)
+        self.capabilities = VolumeCapabilities(external_changes=True, self_check=True, acls=self.supports_acl)
 
     def close(self) -> None:
         """Close every descriptor.  Nothing can be asked of the volume then."""
@@ -94,15 +94,13 @@ class HostVolume:
 
     # -- changes beside the mount ------------------------------------------------------------------
     def hold(self, paths: Iterable[bytes]) -> None:
-        """What is at `paths` is about to be changed by one who will call `changed_beside`: who has it open goes on."""
+        """See `protocol.volume.ExternallyChangedVolume`, as for the next two."""
         self._beside.hold(paths)
 
-    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
-        """What the kernel must be told after somebody made `changes`, or part of them, in the directory."""
+    def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
         return self._beside.settle(changes)
 
-    def let_go(self) -> None:
-        """All that `hold` was told of is settled."""
+    def release(self) -> None:
         self._beside.let_go()
 
     # -- inodes ----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from protocol.volume import (
     DirectoryEntry,
     StatFs,
     VolumeCapabilities,
+    VolumeUsage,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +74,15 @@ class MemoryVolume(Entries):
     """
 
     capabilities: VolumeCapabilities = VolumeCapabilities(
-        snapshots=True, acls=True, durable=False, content_pieces=True, quiet_lookups=True, plain_entries=True
+        snapshots=True,
+        acls=True,
+        durable=False,
+        content_pieces=True,
+        quiet_lookups=True,
+        plain_entries=True,
+        staged_imports=True,
+        prepared_imports=True,
+        self_check=True,
     )
     # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
     supports_acl: Final = True
@@ -108,6 +117,34 @@ class MemoryVolume(Entries):
         reserve = RESERVE_BYTES * len(self._inodes)
         live = ledger.content + ledger.metadata - reserve
         return MemoryUse(live, max(0, ledger.kept), ledger.overhead + reserve)
+
+    def usage(self) -> VolumeUsage:
+        """See `protocol.volume.SnapshotableVolume`."""
+        memory = self.memory
+        return VolumeUsage(
+            files=self.files,
+            directories=self.directories,
+            size_bytes=self.size_bytes,
+            used_bytes=self.used_bytes,
+            max_bytes=self.max_bytes,
+            max_inodes=self.max_inodes,
+            live_bytes=memory.live,
+            snapshot_bytes=memory.snapshots,
+            overhead_bytes=memory.overhead,
+            max_memory=self.max_memory,
+            pruned=self.pruned,
+        )
+
+    def has_lookups(self, inode: int) -> bool:
+        """See `protocol.volume.SnapshotableVolume`."""
+        found = self._inodes.get(inode)
+        return found is not None and found.lookups > 0
+
+    def new_stage(self) -> MemoryVolume:
+        """See `protocol.volume.StagingVolume`."""
+        stage = MemoryVolume(self.max_bytes, self.max_inodes)
+        stage.borrow_from(self)
+        return stage
 
     def borrow_from(self, volume: MemoryVolume) -> None:
         """Take memory only from what `volume` has left, as a loan: what is unpacked here is to be put into it."""

@@ -37,12 +37,13 @@ from protocol.diff.tree_diff import Change, changes
 from protocol.linux.beneath import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.tree import TreeEntry
+from protocol.volume import ApplyConflict
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.view import SnapshotTree
     from protocol.backends.overlay.lower import Lower
 
-__all__ = ["Applied", "Conflict", "apply"]
+__all__ = ["Applied", "apply"]
 
 _CHUNK_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 64  # are synced one by one, more by syncfs(2)
@@ -51,24 +52,21 @@ _Identities = dict[bytes, Identity | None]
 _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # equals the identity of no file
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """A path below that is not what the overlay was made over."""
-
-    path: bytes
-    reason: str
-
-
 @dataclass(slots=True)
 class Applied:
     """What there was to write, what stood in the way (then nothing was written), and what is below now."""
 
     changes: list[Change] = field(default_factory=list)
-    conflicts: list[Conflict] = field(default_factory=list)
+    conflicts: list[ApplyConflict] = field(default_factory=list)
     identities: _Identities = field(default_factory=dict)
     error: BaseException | None = None
     renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # (st_dev, st_ino) whose ctime this moved
     recovered: Recovered | None = None  # of an apply that was killed before
+
+    @property
+    def recovery(self) -> str | None:
+        """See `protocol.volume.ApplyResult`."""
+        return None if self.recovered is None else str(self.recovered)
 
 
 def apply(
@@ -175,13 +173,13 @@ class _Run:
             return None
         return version.lower.identity if isinstance(version, OverlayInode) else None
 
-    def conflicts(self, found: Sequence[Change]) -> list[Conflict]:
+    def conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
         """What is in the way of these changes."""
         return [conflict for change in found if (conflict := self._conflict(change)) is not None]
 
-    def _conflict(self, change: Change) -> Conflict | None:
+    def _conflict(self, change: Change) -> ApplyConflict | None:
         if change.path.partition(b"/")[0] == RESERVED:
-            return Conflict(change.path, "has a name that is reserved there")
+            return ApplyConflict(change.path, "has a name that is reserved there")
         there = self._stat(change.path)
         if self._is_done(change, there):
             self.done.add(change.path)
@@ -192,15 +190,17 @@ class _Run:
                 return None
             if change.new is not None and change.new.is_dir and stat.S_ISDIR(there.st_mode):
                 return None
-            return Conflict(change.path, "was made there since")
+            return ApplyConflict(change.path, "was made there since")
         if there is None:
-            return Conflict(change.path, "was removed there since")
+            return ApplyConflict(change.path, "was removed there since")
         if not self._is_unchanged(change, there):
-            return Conflict(change.path, "was changed there since")
+            return ApplyConflict(change.path, "was changed there since")
         if stat.S_ISDIR(there.st_mode) and (change.new is None or not change.new.is_dir):
             others = self._others_in(change.path)
             if others:
-                return Conflict(others[0], "is there, in a directory that is to go, and the workspace never showed it")
+                return ApplyConflict(
+                    others[0], "is there, in a directory that is to go, and the workspace never showed it"
+                )
         return None
 
     def _others_in(self, path: bytes) -> list[bytes]:

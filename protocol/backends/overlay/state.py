@@ -39,7 +39,7 @@ from protocol.errors import os_error
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
-    from protocol.backends.overlay.hiding import Hiding
+    from protocol.adapters.hiding import Hiding
 
 __all__ = ["OverlayState"]
 

@@ -31,19 +31,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
+from protocol.adapters.hiding import Hiding
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.history.snapshots import count_changes, restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
-from protocol.backends.overlay.hiding import Hiding
+from protocol.backends.overlay.apply_run import OverlayApply
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.invariants import check
 from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
-from protocol.volume import CacheInvalidation, Caller, InodeChange
+from protocol.volume import CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.undo import Epoch, PreInodes
@@ -76,10 +77,10 @@ class OverlayVolume(MemoryVolume):
     `max_bytes` and `max_inodes` bound what is held above.  `max_memory` bounds that, the snapshots, and what is
     remembered of the directory below: an eighth beyond it, listing and looking up what is new fails with ENOMEM.
     `include` and `exclude` are patterns as `Hiding` has them; a hidden name cannot be made either (EPERM).  `on_change`
-    is told, from any thread, what changed below, and calls `told` when the kernel knows.
+    is called, from any thread, with what changed below; see `invalidation_done`.
     """
 
-    capabilities = replace(MemoryVolume.capabilities, lower_layer=True)
+    capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False)
 
     def __init__(
         self,
@@ -165,6 +166,15 @@ class OverlayVolume(MemoryVolume):
     def apply_interrupted(self) -> bool:
         """Whether an `apply` into the directory below was killed, and the next one has it to finish or to undo."""
         return is_interrupted(self.lower.directory(b"").fd)
+
+    def usage(self) -> VolumeUsage:
+        return replace(super().usage(), changed_below=self.changed_below)
+
+    @contextmanager
+    def applying(self, paths: Sequence[bytes], *, force: bool, dry_run: bool) -> Iterator[OverlayApply]:
+        """See `protocol.volume.OverlaidVolume`."""
+        with self.base_tree() as base, self.tree() as live:
+            yield OverlayApply(self, base, live, paths, force=force, dry_run=dry_run)
 
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """From here on the base has what `tree` has where `apply` has written it below.  The live state stays."""
@@ -313,8 +323,8 @@ class OverlayVolume(MemoryVolume):
         paths = {} if path is None else {number: path}
         return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
 
-    def told(self, coherence: CacheInvalidation) -> None:
-        """The kernel knows of what `on_change` was given."""
+    def invalidation_done(self, coherence: CacheInvalidation) -> None:
+        """See `protocol.volume.OverlaidVolume`."""
         self._untold.difference_update(change.inode for change in coherence.inodes)
 
     # -- names ---------------------------------------------------------------------------------------

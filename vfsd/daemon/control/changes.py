@@ -10,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.adapters.filtered import FilteredTree
-from protocol.backends.overlay.hiding import Hiding
+from protocol.adapters.hiding import Hiding
 from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, changes
 from protocol.tree import Tree, TreeEntry

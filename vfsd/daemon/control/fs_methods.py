@@ -196,7 +196,7 @@ class FsMethods:
             call.commit()
             with volume.changes() as made:
                 result = change(context)
-            await self._served.changed(made.coherence)
+            await self._served.changed(made.invalidation)
         return result
 
     def _snapshotable(self) -> MemoryVolume | None:

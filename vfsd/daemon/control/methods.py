@@ -19,10 +19,10 @@ from typing import Final, Literal, ParamSpec, Protocol, TypeVar, runtime_checkab
 import trio
 
 import vfsd
+from protocol.adapters.changed_tree import changed_tree
 from protocol.archive import export_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.changed import changed_tree
 from protocol.diff.tree_diff import DiffCounts
 from protocol.store import Store, StoredSnapshot
 from protocol.tree import Tree

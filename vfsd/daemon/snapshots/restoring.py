@@ -24,11 +24,11 @@ class Changeable(Protocol):
         """What is at `paths` is about to be changed: who has it open goes on.  Called once or more."""
         ...
 
-    def changed_beside(self, changes: Iterable[Change]) -> CacheInvalidation:
+    def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
         """`changes`, or part of them, have been made; what the kernel must be told.  Called once or more."""
         ...
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """All is settled that `hold` was told of."""
         ...
 
@@ -63,9 +63,9 @@ class Restoring:
         """What the kernel must be told, however far it got."""
         parts = []
         for at in range(0, len(self.changes), _STEP):
-            parts.append(self._volume.changed_beside(self.changes[at : at + _STEP]))
+            parts.append(self._volume.invalidation_of(self.changes[at : at + _STEP]))
             await trio.lowlevel.checkpoint()
-        self._volume.let_go()
+        self._volume.release()
         return CacheInvalidation(
             [change for part in parts for change in part.entries],
             [change for part in parts for change in part.inodes],

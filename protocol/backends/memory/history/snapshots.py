@@ -38,10 +38,10 @@ _SNAPSHOT_MARGIN_BYTES: Final = 8 << 20
 class Changes:
     """What was changed in a `Snapshots.changes` context: known when that has ended."""
 
-    __slots__ = ("coherence",)
+    __slots__ = ("invalidation",)
 
     def __init__(self) -> None:
-        self.coherence = CacheInvalidation()
+        self.invalidation = CacheInvalidation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +239,12 @@ class Snapshots:
     def changes(self) -> Iterator[Changes]:
         """Make changes beside the mount, all or nothing: when the body raises, what it did is undone.
 
-        After it `coherence` says what it changed, for the kernel to be told.  The body must not await.
+        After it `invalidation` says what it changed, for the kernel to be told.  The body must not await.
         """
         with self._transaction() as transaction:
             made = Changes()
             yield made
-            made.coherence = _coherence(self._state, transaction)
+            made.invalidation = _coherence(self._state, transaction)
 
     @contextmanager
     def tree(self, name: str | None = None) -> Iterator[SnapshotTree]:

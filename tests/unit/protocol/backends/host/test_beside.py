@@ -64,8 +64,8 @@ def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *pat
             made.append(Change(path, "modified", old, new))
         elif (old.inode, old.mode) != (new.inode, new.mode):
             made.append(Change(path, "metadata", old, new))
-    coherence = volume.changed_beside(made)
-    volume.let_go()
+    coherence = volume.invalidation_of(made)
+    volume.release()
     volume.check_invariants()
     return coherence
 

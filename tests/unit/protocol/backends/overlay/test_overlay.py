@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.adapters.changed_tree import changed_tree
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.changed import changed_tree
 from protocol.backends.overlay.content import LowerContent
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
@@ -256,7 +256,7 @@ def test_with_a_kernel_the_read_fails_until_that_was_told(below: Path) -> None:
         with fails(errno.ESTALE):
             fs.read(number)
     assert [[(change.inode, change.content) for change in each.inodes] for each in told] == [[(number, True)]]
-    volume.told(told[0])
+    volume.invalidation_done(told[0])
     assert fs.read(number) == b"written anew"
 
 
@@ -275,7 +275,7 @@ def test_what_the_kernel_has_read_is_looked_at_again_by_and_by(below: Path) -> N
     assert {change.inode for each in told for change in each.inodes} == {held[3], held[1400]}
     assert volume.changed_below == 2
     for each in told:
-        volume.told(each)
+        volume.invalidation_done(each)
     assert [fs.read(held[number]) for number in (3, 4, 1400)] == [b"2", b"1", b"3"]
     volume.check_invariants()
 
