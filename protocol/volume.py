@@ -54,6 +54,7 @@ __all__ = [
     "CacheInvalidation",
     "Caller",
     "CheckableVolume",
+    "ContentPiecesVolume",
     "DirectoryEntry",
     "EntryChange",
     "ExternallyChangedVolume",
@@ -62,7 +63,10 @@ __all__ = [
     "ImportStage",
     "InodeChange",
     "OverlaidVolume",
+    "PlainEntriesVolume",
+    "PlainEntry",
     "PreparingVolume",
+    "QuietLookupsVolume",
     "SnapshotInfo",
     "SnapshotKind",
     "SnapshotableVolume",
@@ -187,13 +191,13 @@ class VolumeCapabilities:
     staged_imports: bool = False  # StagingVolume: content is unpacked within the volume's limits before an import
     prepared_imports: bool = False  # PreparingVolume: an import is built in small steps before it becomes visible
     self_check: bool = False  # CheckableVolume: it can verify its own state
-    acls: bool = False  # stores POSIX ACLs and applies them to modes and to new entries
+    acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
     # Shortcuts for engines, each of which avoids work in the most frequent requests.
-    content_pieces: bool = False  # `read_pieces`: content as a list of buffers that need not be joined
-    quiet_lookups: bool = False  # `find`, `find_xattr`: None instead of an exception for what does not exist
-    plain_entries: bool = False  # `entries`, `entry_count`: directory entries as plain tuples
+    content_pieces: bool = False  # ContentPiecesVolume
+    quiet_lookups: bool = False  # QuietLookupsVolume
+    plain_entries: bool = False  # PlainEntriesVolume
 
 
 @runtime_checkable
@@ -332,6 +336,41 @@ class FlushingVolume(Volume, Protocol):
 
     def flush(self, inode: int) -> Answer[None]:
         """A descriptor of `inode` was closed; an error is what close(2) answers with."""
+        ...
+
+
+PlainEntry: TypeAlias = tuple[bytes, int, int, int]  # the fields of `DirectoryEntry`
+
+
+class ContentPiecesVolume(Volume, Protocol):
+    """A volume that returns content without joining the buffers that hold it."""
+
+    def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
+        """Like `read`; the result may be a list of buffers."""
+        ...
+
+
+class QuietLookupsVolume(Volume, Protocol):
+    """A volume that reports a missing name or attribute as None, which costs less than an exception."""
+
+    def find(self, parent: int, name: bytes) -> Attributes | None:
+        """Like `lookup`; None if `name` does not exist."""
+        ...
+
+    def find_xattr(self, inode: int, name: bytes) -> bytes | None:
+        """Like `getxattr`; None if the attribute does not exist."""
+        ...
+
+
+class PlainEntriesVolume(Volume, Protocol):
+    """A volume that lists a directory as plain tuples, which take a third of the time of named tuples."""
+
+    def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
+        """Like `readdir`, with plain tuples."""
+        ...
+
+    def entry_count(self, inode: int) -> int:
+        """Return the number of names in a directory, without "." and ".."."""
         ...
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import CacheInvalidation, EntryChange
+from protocol.volume import CacheInvalidation, EntryChange, VolumeCapabilities
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
@@ -229,6 +229,8 @@ class _Child:
 
 class _Faulty:
     """A volume of which the methods named in `faults` raise something that no engine expects."""
+
+    capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
 
     def __init__(self, volume: MemoryVolume, faults: list[str]) -> None:
         self._volume = volume

@@ -29,7 +29,7 @@ import pytest
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller, VolumeCapabilities
 from tests.support.leaks import mounts
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
@@ -49,6 +49,8 @@ class Awaiting:
 
     `read` and `statfs` wait until `needed` of them are under way at once, and for ever when `needed` is 0.
     """
+
+    capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
 
     def __init__(self, volume: MemoryVolume) -> None:
         self._volume = volume
@@ -81,6 +83,8 @@ class Awaiting:
 
 class Broken:
     """A volume whose `readlink` fails as no volume should."""
+
+    capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
 
     def __init__(self, volume: MemoryVolume) -> None:
         self._volume = volume

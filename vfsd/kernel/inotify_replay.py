@@ -52,6 +52,7 @@ from protocol.volume import (
     Caller,
     EntryChange,
     Volume,
+    VolumeCapabilities,
 )
 
 __all__ = ["MAX_CHANGES", "Replay"]
@@ -113,6 +114,8 @@ class _Step:
 
 class _Answers:
     """The volume as the thread sees it.  Runs on the loop; changes nothing but lookup counts."""
+
+    capabilities: Final = VolumeCapabilities()
 
     def __init__(self, volume: Volume) -> None:
         self.step: _Step | None = None

@@ -69,7 +69,6 @@ class ReconnectingVolume:
 
     def __init__(self, *, read_only: bool = False, supports_acl: bool = False) -> None:
         self.read_only = read_only
-        self.supports_acl: Final = supports_acl
         self.capabilities: Final = VolumeCapabilities(external_changes=True, self_check=True, acls=supports_acl)
         self._volume: Volume | None = None
         self._coming: Volume | None = None  # while `connect` looks through it

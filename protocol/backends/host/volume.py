@@ -75,9 +75,7 @@ class HostVolume:
         self._maker = Maker(self._descriptors)
         self._scans: dict[HostInode, None] = {}
         self._beside = Beside(self._table, self._descriptors, self._forget_scan)
-        # Whether the engine shall have the kernel check permissions by ACLs, and leave the umask to us.
-        self.supports_acl: Final = _keeps_acls(root)
-        self.capabilities = VolumeCapabilities(external_changes=True, self_check=True, acls=self.supports_acl)
+        self.capabilities = VolumeCapabilities(external_changes=True, self_check=True, acls=_keeps_acls(root))
 
     def close(self) -> None:
         """Close every descriptor.  Nothing can be asked of the volume then."""

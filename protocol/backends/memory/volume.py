@@ -84,10 +84,6 @@ class MemoryVolume(Entries):
         prepared_imports=True,
         self_check=True,
     )
-    # POSIX ACLs: modes that go with them, inheritance, and so the umask too (an engine asks for this).
-    supports_acl: Final = True
-    # `fsync` has nothing to do, and need not be called (an engine asks for this too).
-    is_volatile: Final = True
 
     # -- what a caller may know ------------------------------------------------------------------
     @property

@@ -41,7 +41,7 @@ import pyfuse3
 import trio
 
 from protocol.errors import errno_of, os_error
-from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Volume
+from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.libfuse import mount_error, standard_error
 
@@ -114,10 +114,9 @@ class _Handlers(pyfuse3.Operations):
         self.in_progress = 0
         self.is_readable: Callable[[], bool] = lambda: False  # whether requests wait in the device; the engine sets it
         self._volume = volume
-        # A `FlushingVolume` has it; asking for its whole shape would touch every method.
-        self._flush: Callable[[int], Answer[None]] | None = getattr(volume, "flush", None)
+        self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
-        self.enable_acl = settings.xattrs and bool(getattr(volume, "supports_acl", False))
+        self.enable_acl = settings.xattrs and volume.capabilities.acls
         self._impersonator = impersonator
         self._timeout_s = min(settings.cache_timeout_s, _FOREVER_S)
         # Absence is cached only where nobody but us can end it.

@@ -101,7 +101,6 @@ class AgentVolume:
         supports_acl: bool = False,
     ) -> None:
         self.read_only = read_only
-        self.supports_acl: Final = supports_acl
         self.capabilities: Final = VolumeCapabilities(acls=supports_acl)
         self._link = link
         self._owners = owners

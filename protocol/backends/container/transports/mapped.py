@@ -47,7 +47,7 @@ class MappedVolume(RootVolume):
     @property
     def keeps_acls(self) -> bool:
         """Whether ACLs mean here what they mean inside."""
-        return self.supports_acl and self._is_identity
+        return self.capabilities.acls and self._is_identity
 
     def _inside(self, seen: HostAttributes) -> HostAttributes:
         if self._is_identity:

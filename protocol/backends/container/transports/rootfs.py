@@ -45,7 +45,7 @@ class RootfsTransport:
     def probe(self, state: ContainerState) -> None:
         """OSError where this transport cannot reach the container; the directory is made where it is missing."""
         process, volume = self._opened(state)
-        self.supports_acl = volume.keeps_acls if isinstance(volume, MappedVolume) else volume.supports_acl
+        self.supports_acl = volume.keeps_acls if isinstance(volume, MappedVolume) else volume.capabilities.acls
         volume.close()
         process.close()
 

@@ -21,10 +21,22 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import trio
 
 from protocol.errors import os_error
-from protocol.volume import AttributeChanges, Attributes, Buffer, Caller, FlushingVolume, Volume
+from protocol.volume import (
+    Answer,
+    AttributeChanges,
+    Attributes,
+    Buffer,
+    Caller,
+    ContentPiecesVolume,
+    FlushingVolume,
+    PlainEntriesVolume,
+    PlainEntry,
+    QuietLookupsVolume,
+    Volume,
+)
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
-from vfsd.kernel.engines.native.replies import Entry, Message, Replies, dirents
+from vfsd.kernel.engines.native.replies import Message, Replies, dirents
 from vfsd.kernel.engines.native.wire import Opcode
 
 __all__ = ["BODY", "Handler", "Operations"]
@@ -76,13 +88,11 @@ class Operations:
         self.replies = replies
         self._umask_is_ours = umask_is_ours
         self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
-        # A volume that has content in pieces need not put them together: `writev` does.  Asked of the class, or one
-        # that wraps another, with a `read` of its own, would be passed by.
-        self._in_pieces = hasattr(type(volume), "read_pieces")
-        # One that says "absent" without an exception, where absence is the usual answer.
-        self._finds = hasattr(type(volume), "find") and hasattr(type(volume), "find_xattr")
-        # One that lists with plain tuples, and knows how many there are.
-        self._lists = hasattr(type(volume), "entries") and hasattr(type(volume), "entry_count")
+        capabilities = volume.capabilities
+        # The volume, if it has the shortcut.
+        self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
+        self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
+        self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
         self._drop = drop
@@ -133,9 +143,9 @@ class Operations:
                 (Opcode.LISTXATTR, wire.FUSE_GETXATTR_IN.size, self._listxattr, r.body),
                 (Opcode.REMOVEXATTR, 2, self._removexattr, r.done),
             )
-        if isinstance(self._volume, FlushingVolume):
+        if self._volume.capabilities.flush:
             rows.append((Opcode.FLUSH, 0, self._flush, r.done))
-        if not getattr(type(self._volume), "is_volatile", False):
+        if self._volume.capabilities.durable:
             rows.append((Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
             rows.append((Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
         # OPEN, OPENDIR, CREATE and mostly FLUSH are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
@@ -146,9 +156,7 @@ class Operations:
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
-        if self._finds:
-            return self._volume.find(node, name)  # type: ignore[attr-defined]
-        return self._volume.lookup(node, name)
+        return self._volume.lookup(node, name) if self._quiet is None else self._quiet.find(node, name)
 
     def _forget(self, node: int, message: Request, _length: int) -> None:
         self._volume.forget(node, wire.FUSE_FORGET_IN.unpack_from(message, BODY)[0])
@@ -285,31 +293,30 @@ class Operations:
         size = min(size, MAX_WRITE_BYTES)
         return _then(self._entries(node, cookie), lambda entries: dirents(entries, size))
 
-    def _entries(self, node: int, cookie: int) -> Iterator[Entry] | Awaitable[Iterator[Entry]]:
-        if self._lists:
-            return self._volume.entries(node, cookie)  # type: ignore[attr-defined,no-any-return]
-        return self._volume.readdir(node, cookie)
+    def _entries(self, node: int, cookie: int) -> Answer[Iterator[PlainEntry]]:
+        return self._volume.readdir(node, cookie) if self._plain is None else self._plain.entries(node, cookie)
 
     def _readdirplus(self, node: int, message: Request, _length: int) -> object:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
-        if not cookie and self._lists and self._volume.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:  # type: ignore[attr-defined]
+        plain = self._plain
+        if not cookie and plain is not None and plain.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:
             size = min(size, _SAMPLE_BYTES)
         entries = self._entries(node, cookie)
         if isinstance(entries, Awaitable):
             return self._readdirplus_later(node, entries, size)
         return self._direntsplus(node, entries, size)
 
-    async def _readdirplus_later(self, node: int, entries: Awaitable[Iterator[Entry]], size: int) -> Buffer:
+    async def _readdirplus_later(self, node: int, entries: Awaitable[Iterator[PlainEntry]], size: int) -> Buffer:
         listing = self._direntsplus(node, await entries, size)
         return await listing if isinstance(listing, Awaitable) else listing
 
-    def _direntsplus(self, node: int, entries: Iterator[Entry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
+    def _direntsplus(self, node: int, entries: Iterator[PlainEntry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
         """The entries that fit into `size` bytes, each with its attributes and a lookup of its own."""
-        pack, finds = self.replies.direntplus, self._finds
-        lookup = self._volume.find if finds else self._volume.lookup  # type: ignore[attr-defined]
+        pack, quiet = self.replies.direntplus, self._quiet
+        lookup = self._volume.lookup if quiet is None else quiet.find
         parts: list[bytes] = []
-        waiting: list[tuple[int, Entry, Awaitable[Attributes]]] = []
+        waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]] = []
         for entry in entries:
             name = entry[0]
             size -= (_ROOM_BUT_FOR_NAME + len(name)) & ~7
@@ -323,7 +330,7 @@ class Operations:
                     pass  # it goes without attributes, and whoever asks for them learns why
             if found is None:
                 parts.append(self.replies.direntplus_bare(entry))
-            elif finds or not hasattr(found, "__await__"):
+            elif quiet is not None or not hasattr(found, "__await__"):
                 parts.append(pack(found, entry))
             else:
                 waiting.append((len(parts), entry, found))
@@ -331,9 +338,9 @@ class Operations:
         return self._await_lookups(parts, waiting) if waiting else b"".join(parts)
 
     async def _await_lookups(
-        self, parts: list[bytes], waiting: list[tuple[int, Entry, Awaitable[Attributes]]]
+        self, parts: list[bytes], waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]]
     ) -> bytes:
-        async def fill(at: int, entry: Entry, found: Awaitable[Attributes]) -> None:
+        async def fill(at: int, entry: PlainEntry, found: Awaitable[Attributes]) -> None:
             try:
                 parts[at] = self.replies.direntplus(await found, entry)
             except OSError:
@@ -349,8 +356,8 @@ class Operations:
         _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
         if offset < 0 or size > MAX_WRITE_BYTES:
             raise os_error(errno.EINVAL)
-        if self._in_pieces:
-            return self._volume.read_pieces(node, offset, size)  # type: ignore[attr-defined]
+        if self._pieces is not None:
+            return self._pieces.read_pieces(node, offset, size)  # `writev` joins them
         return self._volume.read(node, offset, size)
 
     def _write(self, node: int, message: Request, length: int) -> object:
@@ -394,8 +401,7 @@ class Operations:
         return self._volume.fsync(node, data_only=bool(flags & wire.FUSE_FSYNC_FDATASYNC))
 
     def _flush(self, node: int, _message: Request, _length: int) -> object:
-        assert isinstance(self._volume, FlushingVolume)
-        return self._volume.flush(node)
+        return cast("FlushingVolume", self._volume).flush(node)
 
     # -- the rest ----------------------------------------------------------------------------
     def _statfs(self, _node: int, _message: Request, _length: int) -> object:
@@ -403,8 +409,8 @@ class Operations:
 
     def _getxattr(self, node: int, message: Request, length: int) -> object:
         size, name = wire.GETXATTR_NAME[length](message, BODY)
-        if self._finds:
-            value = self._volume.find_xattr(node, name)  # type: ignore[attr-defined]
+        if self._quiet is not None:
+            value = self._quiet.find_xattr(node, name)
             return None if value is None else _sized(value, size)
         return _then(self._volume.getxattr(node, name), lambda value: _sized(value, size))
 

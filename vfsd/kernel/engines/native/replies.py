@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final
 
-from protocol.volume import Attributes, Buffer, StatFs
+from protocol.volume import Attributes, Buffer, PlainEntry, StatFs
 from vfsd.kernel.engines.native import wire
 
-__all__ = ["NO_CACHE", "Entry", "Message", "Replies", "Validity", "dirents"]
+__all__ = ["NO_CACHE", "Message", "Replies", "Validity", "dirents"]
 
 # A reply: one buffer, or several that are written together.
 Message = bytes | tuple[Buffer, ...]
-Entry = tuple[bytes, int, int, int]  # what `protocol.volume.DirectoryEntry` has, named or not
 
 # st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
 BLOCK_SIZE: Final = 128 * 1024
@@ -121,7 +120,7 @@ class Replies:
         """That a name does not exist: for the kernel to remember (node 0), or just ENOENT where it must not."""
         return self._absent_header(unique) + self._absent_body
 
-    def direntplus(self, a: Attributes, entry: Entry) -> bytes:
+    def direntplus(self, a: Attributes, entry: PlainEntry) -> bytes:
         """One entry of READDIRPLUS, with attributes and a lookup."""
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
@@ -136,7 +135,7 @@ class Replies:
         )  # fmt: skip
 
     @staticmethod
-    def direntplus_bare(entry: Entry) -> bytes:
+    def direntplus_bare(entry: PlainEntry) -> bytes:
         """One entry of READDIRPLUS without attributes, and without a lookup: node 0."""
         return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
 
@@ -196,14 +195,14 @@ class Replies:
         )
 
 
-def dirent(entry: Entry) -> bytes:
+def dirent(entry: PlainEntry) -> bytes:
     """One entry of READDIR."""
     name, inode, mode, cookie = entry
     length = len(name)
     return _DIRENT[length](inode, cookie, length, mode >> 12, name)
 
 
-def dirents(entries: Iterable[Entry], size: int) -> bytes:
+def dirents(entries: Iterable[PlainEntry], size: int) -> bytes:
     """The entries that fit into `size` bytes, as READDIR answers."""
     parts: list[bytes] = []
     for name, inode, mode, cookie in entries:

@@ -122,7 +122,7 @@ class NativeEngine:
         if not poll.poll(_INIT_TIMEOUT_MS):
             raise OSError(errno.ETIMEDOUT, "the kernel did not ask for the protocol")
         length = device.readinto(self._buffer) or 0
-        acl = bool(getattr(self._volume, "supports_acl", False))
+        acl = self._volume.capabilities.acls
         self._agreement = agreed = negotiate(
             self._buffer,
             length,

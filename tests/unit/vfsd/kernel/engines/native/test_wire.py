@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import ROOT_INODE, Caller
+from protocol.volume import ROOT_INODE, Caller, VolumeCapabilities
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
@@ -289,6 +289,8 @@ def test_every_request_counts(volume: MemoryVolume) -> None:
 # -- volumes that must wait ----------------------------------------------------------------------
 class Gated:
     """A volume whose `getattr`, `readlink` and `write` answer once the gate is open."""
+
+    capabilities = VolumeCapabilities(acls=True)  # without shortcuts: they would bypass this class
 
     def __init__(self, volume: MemoryVolume) -> None:
         self._volume = volume
