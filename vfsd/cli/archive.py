@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 
 import click
 
@@ -12,9 +11,8 @@ from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import count_words, show_problems, show_safety
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.patterns import exclude_option, include_option
-from vfsd.client.requests import check_archive_name, source_date_epoch
+from vfsd.cli.common.values import refuse_other_archives
 from vfsd.wire import messages
-from vfsd.wire.messages import wire_path
 
 __all__ = ["export_command", "import_command"]
 
@@ -55,17 +53,12 @@ def export_command(
 
     A path that is too long for a ZIP (65,535 bytes) is left out and named, and the exit status is 1.
     """
-    try:
-        check_archive_name(file)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    params = messages.ExportParams(
-        path=_absolute(file), snapshot=snapshot, overwrite=force, source_date_epoch=source_date_epoch()
+    refuse_other_archives(file)
+    request = app.requests.export(
+        file, snapshot=snapshot, overwrite=force, changes_only=changes_only, include=include, exclude=exclude
     )
-    params.changes_only = changes_only
-    params.include, params.exclude = list(include), list(exclude)
     try:
-        answer = app.call(app.record(), "export", params, label="exporting")
+        answer = app.call(request, label="exporting")
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "there is a file already, which --force replaces", file) from None
     app.emit(answer, _show_export)
@@ -95,8 +88,7 @@ def import_command(app: App, file: str) -> None:
     archive).  It is all or nothing: an archive that is damaged or hostile is refused before anything changes.
     The state before is kept as a safety snapshot.
     """
-    params = messages.ImportParams(path=_absolute(file))
-    answer = app.call(app.record(), "import", params, label="importing")
+    answer = app.call(app.requests.import_archive(file), label="importing")
     app.emit(answer, _show_import)
     show_problems(answer.problems)
 
@@ -105,8 +97,3 @@ def _show_import(answer: messages.ImportResult) -> None:
     path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
     output.say(f"imported {output.counted(answer.files, 'file')} ({size}) from {path}: {count_words(answer.counts)}")
     show_safety(answer.safety_snapshot, answer.expired)
-
-
-def _absolute(file: str) -> str:
-    """As the wire writes it: the daemon has another current directory."""
-    return wire_path(os.fsencode(os.path.abspath(file)))

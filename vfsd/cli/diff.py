@@ -15,8 +15,7 @@ from vfsd.cli.common.changes import plain_change, show_changes, show_stat
 from vfsd.cli.common.names import complete_snapshot
 from vfsd.cli.common.patterns import exclude_option, include_option
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
-from vfsd.client.paths import current_directory, wire_paths
-from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.client.requests import RemoteCall
 from vfsd.wire import messages
 
 __all__ = ["diff_command"]
@@ -96,17 +95,13 @@ def diff_command(
     mode = modes[0] if modes else None
     if include_git and mode != "patch":
         raise click.UsageError("--include-git goes with --patch")
-    record = app.record()
-    params = messages.DiffParams(
-        a=a,
-        b=b,
-        paths=wire_paths(paths, record.mountpoint, current_directory()),
-        include=list(include),
-        exclude=list(exclude),
-        include_git=include_git,
-    )
+    request: RemoteCall[Any]
+    if mode == "patch":
+        request = app.requests.patch(a, b, paths, include=include, exclude=exclude, include_git=include_git)
+    else:
+        request = app.requests.diff(a, b, paths, include=include, exclude=exclude)
     try:
-        _answer(app, record, params, mode)
+        _answer(app, request, mode)
     except FileNotFoundError as error:
         mistaken = next((word for word in (a, b) if word is not None and error.filename == word), None)
         if mistaken is None or not os.path.lexists(mistaken) or "no such snapshot" not in str(error):
@@ -114,20 +109,16 @@ def diff_command(
         raise FileNotFoundError(errno.ENOENT, "no such snapshot, but a path; paths go after --", mistaken) from None
 
 
-def _answer(app: App, record: WorkspaceRecord, params: messages.DiffParams, mode: str | None) -> None:
+def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
     if mode == "patch":
-        params.mode = "patch"
-        _patch(app, record, params)
+        _patch(app, request)
         return
     if mode == "stat":
-        params.mode = "stat"
+        request.params.mode = "stat"
     if not (app.json or mode == "stat" or output.on_terminal()):
-        params.stream = True
-        write_changes(app, record, params, _name if mode == "names" else plain_change)
+        write_changes(app, request, _name if mode == "names" else plain_change)
         return
-    call_with_changes(
-        app, record, "diff", params, "comparing", {"stat": _show_stat, "names": _show_names}.get(mode or "", _show)
-    )
+    call_with_changes(app, request, "comparing", {"stat": _show_stat, "names": _show_names}.get(mode or "", _show))
 
 
 def _show(_answer: messages.DiffResult, changes: ChangeSpool) -> None:
@@ -148,15 +139,15 @@ def _show_stat(answer: messages.DiffResult, changes: ChangeSpool) -> None:
         show_stat(changes, answer.counts)
 
 
-def _patch(app: App, record: WorkspaceRecord, params: messages.DiffParams) -> None:
+def _patch(app: App, request: RemoteCall[Any]) -> None:
     """The patch as it comes, so that one of any size needs no memory; in JSON, whole."""
     if app.json:
         pieces: list[bytes] = []
-        answer = app.call(record, "diff", params, on_output=pieces.append)
+        answer = app.call(request, on_output=pieces.append)
         output.print_json(_patch_document(answer, b"".join(pieces)))
     else:
         with PatientOutput() as out:
-            answer = app.call(record, "diff", params, on_output=out.write)
+            answer = app.call(request, on_output=out.write)
         _note_what_is_missing(answer)
     if answer.problems:
         click.get_current_context().exit(1)

@@ -30,6 +30,7 @@ from vfsd.cli.common.app import (
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, is_text
 from vfsd.client.paths import current_directory, workspace_path
+from vfsd.client.requests import RemoteCall
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import from_wire_path, wire_path
@@ -127,7 +128,7 @@ class _Workspace:
         return {**self.shown(values.pop("path")), **values}
 
     def call(self, method: str, params: msgspec.Struct, on_output: Callable[[bytes], object] | None = None) -> Any:
-        return self._app.call(self._record, method, params, on_output=on_output)
+        return self._app.call(RemoteCall(method, params, on_output=on_output))
 
     @contextmanager
     def readable_by_daemon(self) -> Iterator[Any]:

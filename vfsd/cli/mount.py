@@ -282,7 +282,7 @@ def status_command(app: App, workspace_argument: str | None) -> None:
     In a pipe a line is a name and a value, separated by a tab.
     """
     app.workspace = workspace_argument or app.workspace
-    app.emit(app.call(app.record(), "status"), _show_status)
+    app.emit(app.call(app.requests.status()), _show_status)
 
 
 def _engine(status: messages.StatusResult) -> str:

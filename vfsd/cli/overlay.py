@@ -8,7 +8,6 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_safety
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
-from vfsd.client.paths import current_directory, wire_paths
 from vfsd.wire import messages
 
 __all__ = ["apply_command", "discard_command"]
@@ -38,12 +37,9 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     An apply is a step of `vfsd restore --undo`, which goes back to the state that was applied.  What was written into
     the directory stays there.
     """
-    record = app.record()
-    params = messages.ApplyParams(
-        paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run, force=force
-    )
+    request = app.requests.apply(paths, dry_run=dry_run, force=force)
     answer: messages.ApplyResult = call_with_changes(
-        app, record, "apply", params, "applying", _show_dry_run if dry_run else _show_applied
+        app, request, "applying", _show_dry_run if dry_run else _show_applied
     )
     if answer.conflicts and not (answer.applied or app.json):
         place = output.show_path(answer.directory)
@@ -94,18 +90,11 @@ def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
 
     The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
     """
-    record = app.record()
-    params = messages.RestoreParams(
-        base=True, paths=wire_paths(paths, record.mountpoint, current_directory()), dry_run=dry_run
-    )
+    request = app.requests.discard(paths, dry_run=dry_run)
     if dry_run:
-        call_with_changes(app, record, "restore", params, "comparing", _show_would)
+        call_with_changes(app, request, "comparing", lambda _, changes: show_changes(changes))
     else:
-        app.emit(app.call(record, "restore", params, label="discarding"), _show_discarded)
-
-
-def _show_would(_answer: messages.RestoreResult, changes: ChangeSpool) -> None:
-    show_changes(changes)
+        app.emit(app.call(request, label="discarding"), _show_discarded)
 
 
 def _show_discarded(answer: messages.RestoreResult) -> None:

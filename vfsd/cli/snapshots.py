@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -17,10 +18,8 @@ from vfsd.cli.common.names import complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home
-from vfsd.client.paths import current_directory, wire_paths
-from vfsd.client.requests import origin_of
 from vfsd.wire import messages
-from vfsd.wire.messages import from_wire_path, wire_path
+from vfsd.wire.messages import from_wire_path
 
 __all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_command"]
 
@@ -43,8 +42,7 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     It takes the same moment, and next to no memory, whatever a workspace in memory holds.  Of a host directory it is
     kept on disk, outlives the daemon, and reads only files that changed.  A name in use is refused.
     """
-    params = messages.SnapshotParams(name=name, tag=tag)
-    record = app.call(app.record(), "snapshot", params, label="taking a snapshot")
+    record = app.call(app.requests.snapshot(name, tag=tag), label="taking a snapshot")
     app.emit(record, _say_snapshot)
     if not app.json:
         note_expired(record.expired)
@@ -99,8 +97,7 @@ def snapshots_command(app: App, no_changes: bool) -> None:
     go back to, "here" the one that the last of them went to.  50 steps are kept.  A safety snapshot without a step is
     kept too, to be restored by its name, until there are 20 newer ones of its kind or it is 30 days old.
     """
-    answer = app.call(app.record(), "snapshots", messages.SnapshotsParams(changes=not no_changes))
-    app.emit(answer, _show_snapshots)
+    app.emit(app.call(app.requests.snapshots(changes=not no_changes)), _show_snapshots)
 
 
 def _show_snapshots(answer: messages.SnapshotsResult) -> None:
@@ -142,9 +139,8 @@ def drop_command(app: App, names: tuple[str, ...]) -> None:
     the answer names.  What only a dropped snapshot had of a host directory is freed after some more drops, or at once
     by `vfsd store gc`.
     """
-    first, *others = names
     try:
-        answer = app.call(app.record(), "drop", messages.DropParams(name=first, also=others))
+        answer = app.call(app.requests.drop(*names))
     except FileNotFoundError as error:
         raise _none_was_dropped(error, names) from None
     app.emit(answer, _show_dropped)
@@ -217,28 +213,22 @@ def restore_command(
     by another type, m metadata only.
     """
     _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
-    record = app.record()
-    source, paths = (None, arguments) if undo or redo else (arguments[0], arguments[1:])
-    params = messages.RestoreParams(
-        undo=undo,
-        redo=redo,
-        paths=wire_paths(paths, record.mountpoint, current_directory()),
-        dry_run=dry_run,
-    )
-    if of is not None:
-        params.name = source
-        params.of, params.store = origin_of(in_home(of), store)
-    elif source is not None and _is_archive(source):
-        params.archive = wire_path(os.fsencode(os.path.abspath(source)))
+    requests = app.requests
+    if undo:
+        request = requests.undo(arguments, dry_run=dry_run)
+    elif redo:
+        request = requests.redo(dry_run=dry_run)
     else:
-        params.name = source
+        name, *paths = arguments
+        source = Path(name) if of is None and _is_archive(name) else name
+        request = requests.restore(source, paths, of=of and in_home(of), store=store, dry_run=dry_run)
     try:
         if dry_run:
-            call_with_changes(app, record, "restore", params, "comparing", _show_dry_run)
+            call_with_changes(app, request, "comparing", _show_dry_run)
             return
-        answer = app.call(record, "restore", params, label="restoring")
+        answer = app.call(request, label="restoring")
     except FileNotFoundError as error:
-        raise _explained(error, params, arguments, store) from None
+        raise _explained(error, request.params, arguments, store) from None
     if answer.step is not None:
         app.emit(answer, functools.partial(_show_step, "undid" if undo else "redid"))
     else:

@@ -16,8 +16,9 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.changes import count_words
 from vfsd.cli.common.names import complete_workspace
+from vfsd.cli.common.values import refuse_other_archives
 from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.requests import check_archive_name, source_date_epoch
+from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.mounts import clear_dead_mount, is_dead, mount_at
 from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
 from vfsd.wire import messages
@@ -116,10 +117,7 @@ def _how(app: App, file: str | None, *, force: bool, discard: bool, lazy: bool, 
     elif discard:
         raise click.UsageError("--export saves the changes and --discard drops them: give one of both")
     else:
-        try:
-            check_archive_name(file)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+        refuse_other_archives(file)
         file = os.path.abspath(file)
     may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
     return _How(lazy, discard, file, force, may_ask)
@@ -138,7 +136,7 @@ def _unmount(app: App, record: WorkspaceRecord, how: _How) -> messages.UnmountRe
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-        found: messages.UnsavedResult = app.call(record, "unsaved")
+        found: messages.UnsavedResult = app.call(RemoteCall("unsaved"), record)
         if found.unsaved:
             if not how.may_ask:
                 raise _UnsavedError(f"{_holds(record, found)}; {_advice(record)}", found)
@@ -153,10 +151,10 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str)
     if os.path.commonpath((os.path.realpath(file), place)) == place:
         reason = f"an archive inside {record.name} goes with it: give --export a file outside of {record.mountpoint}"
         raise OSError(errno.EINVAL, reason, file)
-    params = messages.ExportParams(path, overwrite=how.force, source_date_epoch=source_date_epoch())
+    request = Requests(record.mountpoint).export(file, overwrite=how.force)
     for _ in range(_EXPORTS):
         try:
-            answer: messages.ExportResult = app.call(record, "export", params, label="exporting")
+            answer: messages.ExportResult = app.call(request, record, label="exporting")
         except FileExistsError:
             reason = f"there is a file already, which --force replaces; {record.name} is still mounted"
             raise FileExistsError(errno.EEXIST, reason, file) from None
@@ -173,7 +171,7 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
-        params.overwrite = True  # what is there is ours
+        request.params.overwrite = True  # the file is the previous export
     reason = f"{record.name} changed during each of {_EXPORTS} exports: end what writes to it; it is still mounted"
     raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} has an older state of it")
 
@@ -185,7 +183,7 @@ def _still_mounted(record: WorkspaceRecord, error: OSError, what: str) -> OSErro
 def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
     with daemon_end(record.pid) as wait_ended:
         try:
-            result: messages.UnmountResult = app.call(record, "unmount", params)
+            result: messages.UnmountResult = app.call(RemoteCall("unmount", params), record)
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise

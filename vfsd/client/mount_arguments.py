@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 from vfsd.client.paths import current_directory
+from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.option_rules import BACKENDS, OptionError, check_options
 from vfsd.wire.options import EngineChoice, MountOptions, TransportChoice
 
-__all__ = ["FilePath", "MountArguments", "check_backend", "mount_options", "running_workspace"]
-
-FilePath: TypeAlias = str | os.PathLike[str]
+__all__ = ["MountArguments", "check_backend", "mount_options", "running_workspace"]
 
 # What follows the colon of each kind of backend but memory.
 _ARGUMENTS: Final = {

@@ -1,6 +1,7 @@
-"""The Python API's calls without their I/O: parameters for the control socket, and results made from its answers.
+"""The operations on a workspace as requests: the parameters to send, and how to read the answer.  No I/O.
 
-`Workspace` and `AsyncWorkspace` differ in how they send a `RemoteCall`, and in nothing else.
+`Workspace`, `AsyncWorkspace` and the command line send the same `RemoteCall`s.  The two classes convert the daemon's
+answer to a value of `vfsd.client.results`; the command line prints the answer itself.
 """
 
 from __future__ import annotations
@@ -8,39 +9,21 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from vfsd.client import results
 from vfsd.client.paths import UserPath, wire_paths
 from vfsd.wire import messages
 
-__all__ = [
-    "RemoteCall",
-    "apply",
-    "check_archive_name",
-    "diff",
-    "discard",
-    "drop",
-    "export",
-    "import_archive",
-    "origin_of",
-    "patch",
-    "redo",
-    "restore",
-    "snapshot",
-    "snapshots",
-    "source_date_epoch",
-    "status",
-    "undo",
-    "unmount",
-]
+if TYPE_CHECKING:
+    from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
+
+__all__ = ["FilePath", "OnProgress", "RemoteCall", "Requests", "check_archive_name"]
 
 T = TypeVar("T")
-_change_records = msgspec.json.Decoder(messages.ChangeRecord)
+FilePath: TypeAlias = str | os.PathLike[str]
+OnProgress: TypeAlias = Callable[[messages.ProgressReport], object]
 
 # Longest first: ".tar.gz" ends in ".gz".
 _OTHER_ARCHIVES: Final = (
@@ -50,140 +33,259 @@ _OTHER_ARCHIVES: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteCall(Generic[T]):
-    """One call: `answer` makes the API's value from the control socket's result."""
+def _unchanged(answer: Any) -> Any:
+    return answer
+
+
+class RemoteCall(msgspec.Struct, Generic[T], frozen=True):
+    """One request: its method and parameters, and `result`, which converts the daemon's answer."""
 
     method: str
-    params: msgspec.Struct | None
-    answer: Callable[[Any], T]
-    on_output: Callable[[bytes], object] | None = None  # takes what comes before the answer, which has a use for it
+    params: Any = None
+    result: Callable[[Any], T] = _unchanged
+    on_progress: OnProgress | None = None
+    on_output: Callable[[bytes], object] | None = None  # receives the output that precedes the answer
 
 
-def status() -> RemoteCall[results.Status]:
-    """What the workspace is and holds."""
-    return RemoteCall("status", None, _status)
+class Requests:
+    """Build the requests for the workspace mounted at `mountpoint`.
 
+    Paths in the workspace are relative to its root, or absolute and under its mountpoint.  With `cwd`, they are
+    relative to that directory if it is in the workspace.  A path outside the workspace raises OSError (EINVAL).
+    """
 
-def snapshot(name: str | None, tag: str | None) -> RemoteCall[results.Snapshot]:
-    """Take a snapshot."""
-    return RemoteCall("snapshot", messages.SnapshotParams(name=name, tag=tag), _snapshot)
+    def __init__(self, mountpoint: str, cwd: bytes | None = None) -> None:
+        self._mountpoint = mountpoint
+        self._cwd = cwd
 
+    def _paths(self, paths: Iterable[UserPath]) -> list[str]:
+        return wire_paths(paths, self._mountpoint, self._cwd)
 
-def snapshots(*, changes: bool) -> RemoteCall[list[results.Snapshot]]:
-    """List the snapshots."""
-    params = messages.SnapshotsParams(changes=changes)
-    return RemoteCall("snapshots", params, lambda answer: [_snapshot(record) for record in answer.snapshots])
+    # -- snapshots --------------------------------------------------------------------------------
+    def snapshot(
+        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
+    ) -> RemoteCall[Snapshot]:
+        """Take a snapshot.  Without a `name`, the daemon chooses one ("snap-1", ...).
 
+        FileExistsError if the name is in use.  `on_progress` is called now and then while the daemon works, here and in
+        the other methods: a snapshot of "host:DIR" is written to disk, which may take a while.
+        """
+        params = messages.SnapshotParams(name=name, tag=tag)
+        return RemoteCall("snapshot", params, _to("Snapshot"), on_progress)
 
-def drop(name: str) -> RemoteCall[None]:
-    """Delete a snapshot."""
-    return RemoteCall("drop", messages.DropParams(name=name), _nothing)
-
-
-def restore(
-    source: str | os.PathLike[str],
-    paths: Iterable[UserPath],
-    mountpoint: str,
-    *,
-    of: str | None,
-    store: str | os.PathLike[str] | None,
-    dry_run: bool,
-) -> RemoteCall[results.Restored]:
-    """Restore: a `str` names a snapshot, a path object an archive."""
-    limited_to = wire_paths(paths, mountpoint)
-    if isinstance(source, str):
-        params = messages.RestoreParams(name=source, paths=limited_to, dry_run=dry_run)
-        if of is not None:
-            params.of, params.store = origin_of(of, store)
-    elif of is not None:
-        raise ValueError("an archive is of no workspace: `of` goes with the name of a snapshot")
-    else:
-        params = messages.RestoreParams(archive=_absolute(source), paths=limited_to, dry_run=dry_run)
-    return RemoteCall("restore", params, _restored)
-
-
-def origin_of(backend: str, store: str | os.PathLike[str] | None) -> tuple[str, str | None]:
-    """A workspace's key in a store, and the store's directory (None: the daemon's own), as the wire writes both."""
-    kind, _, place = backend.partition(":")
-    key = f"host:{os.path.realpath(place)}" if kind == "host" else backend
-    return messages.wire_path(os.fsencode(key)), None if store is None else _absolute(store)
-
-
-def undo(*, dry_run: bool) -> RemoteCall[results.Restored]:
-    """Go one restore, import or apply back."""
-    return RemoteCall("restore", messages.RestoreParams(undo=True, dry_run=dry_run), _restored)
-
-
-def redo(*, dry_run: bool) -> RemoteCall[results.Restored]:
-    """Go one undone step forward again."""
-    return RemoteCall("restore", messages.RestoreParams(redo=True, dry_run=dry_run), _restored)
-
-
-def apply(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool, force: bool) -> RemoteCall[results.Applied]:
-    """Write what an overlay holds into the directory below it."""
-    params = messages.ApplyParams(paths=wire_paths(paths, mountpoint), dry_run=dry_run, force=force)
-    return RemoteCall("apply", params, _applied)
-
-
-def discard(paths: Iterable[UserPath], mountpoint: str, *, dry_run: bool) -> RemoteCall[results.Restored]:
-    """Go back to the directory below an overlay."""
-    params = messages.RestoreParams(base=True, paths=wire_paths(paths, mountpoint), dry_run=dry_run)
-    return RemoteCall("restore", params, _restored)
-
-
-def diff(
-    a: str | None,
-    b: str | None,
-    paths: Iterable[UserPath],
-    mountpoint: str,
-    *,
-    include: Iterable[str],
-    exclude: Iterable[str],
-) -> RemoteCall[results.Diff]:
-    """List what changed; the changes come before the answer."""
-    params = messages.DiffParams(
-        a=a, b=b, paths=wire_paths(paths, mountpoint), include=list(include), exclude=list(exclude), stream=True
-    )
-    pieces: list[bytes] = []
-
-    def diff_of(answer: messages.DiffResult) -> results.Diff:
-        changes = _changes(_change_records.decode_lines(b"".join(pieces)))
-        return results.Diff(a=answer.a, b=answer.b, counts=_counts(answer.counts), changes=changes)
-
-    return RemoteCall("diff", params, diff_of, pieces.append)
-
-
-def patch(
-    a: str | None,
-    b: str | None,
-    paths: Iterable[UserPath],
-    mountpoint: str,
-    *,
-    include: Iterable[str],
-    exclude: Iterable[str],
-    include_git: bool,
-) -> RemoteCall[results.Patch]:
-    """Make a patch; it comes before the answer."""
-    params = messages.DiffParams(a=a, b=b, mode="patch", paths=wire_paths(paths, mountpoint), include_git=include_git)
-    params.include, params.exclude = list(include), list(exclude)
-    pieces: list[bytes] = []
-
-    def patch_of(answer: messages.DiffResult) -> results.Patch:
-        return results.Patch(
-            b"".join(pieces),
-            counts=_counts(answer.counts),
-            problems=_problems(answer.problems),
-            omitted=_problems(answer.omitted),
+    def snapshots(self, *, changes: bool = True) -> RemoteCall[list[Snapshot]]:
+        """List the snapshots, oldest first.  `changes` counts what each one changed since the previous one."""
+        to_snapshot = _to("Snapshot")
+        return RemoteCall(
+            "snapshots",
+            messages.SnapshotsParams(changes=changes),
+            lambda answer: [to_snapshot(record) for record in answer.snapshots],
         )
 
-    return RemoteCall("diff", params, patch_of, pieces.append)
+    def drop(self, name: str, *others: str) -> RemoteCall[None]:
+        """Delete snapshots: all of the named ones or, if one does not exist (FileNotFoundError), none.
+
+        An export or diff that is reading a snapshot completes.
+        """
+        return RemoteCall("drop", messages.DropParams(name=name, also=list(others)), lambda _: None)
+
+    def restore(
+        self,
+        source: FilePath,
+        paths: Iterable[UserPath] = (),
+        *,
+        of: str | None = None,
+        store: FilePath | None = None,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> RemoteCall[Restored]:
+        """Restore the workspace, or `paths` in it, from a snapshot (a `str`) or a ZIP archive (a path object).
+
+        Files that do not differ are not touched, and programs with open files continue.  The state before the restore
+        is kept as a safety snapshot, which `undo` restores.  `dry_run` reports the changes without making them.
+
+        With `of`, the backend of another workspace ("host:DIR"), the snapshot is read from that workspace's snapshots
+        in the store at `store` (None: the daemon's own).
+        """
+        params = messages.RestoreParams(paths=self._paths(paths), dry_run=dry_run)
+        if isinstance(source, str):
+            params.name = source
+            if of is not None:
+                params.of, params.store = _workspace_key(of), None if store is None else _absolute(store)
+        elif of is not None:
+            raise ValueError("`of` needs a snapshot name, not an archive")
+        else:
+            params.archive = _absolute(source)
+        return RemoteCall("restore", params, _to("Restored"), on_progress)
+
+    def undo(
+        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, on_progress: OnProgress | None = None
+    ) -> RemoteCall[Restored]:
+        """Undo the last restore, import, apply or discard that was not undone yet; with `paths`, only below these.
+
+        The state before the undo is kept for `redo`.  FileNotFoundError if there is nothing to undo.  Undoing an apply
+        does not change the directory that it wrote to.
+        """
+        params = messages.RestoreParams(undo=True, paths=self._paths(paths), dry_run=dry_run)
+        return RemoteCall("restore", params, _to("Restored"), on_progress)
+
+    def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> RemoteCall[Restored]:
+        """Redo the last step that was undone, including what was written between the step and its undo.
+
+        The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
+        """
+        params = messages.RestoreParams(redo=True, dry_run=dry_run)
+        return RemoteCall("restore", params, _to("Restored"), on_progress)
+
+    def apply(
+        self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False
+    ) -> RemoteCall[Applied]:
+        """Write the changes that an overlay holds, all or those below `paths`, into the directory below it.
+
+        If other programs changed one of these files there, nothing is written unless `force` is set; see
+        `Applied.conflicts`.
+        """
+        params = messages.ApplyParams(paths=self._paths(paths), dry_run=dry_run, force=force)
+        return RemoteCall("apply", params, _to("Applied"))
+
+    def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> RemoteCall[Restored]:
+        """Discard the changes that an overlay holds, all or those below `paths`; `undo` restores them."""
+        params = messages.RestoreParams(base=True, paths=self._paths(paths), dry_run=dry_run)
+        return RemoteCall("restore", params, _to("Restored"))
+
+    def diff(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+    ) -> RemoteCall[Diff]:
+        """List the changes from snapshot `a` (None: the newest) to snapshot `b` (None: the live state).
+
+        `include` and `exclude` are patterns in gitignore's syntax: with `include` only files that match are compared,
+        and paths that match `exclude` are left out.
+        """
+        pieces: list[bytes] = []
+        return RemoteCall(
+            "diff",
+            self._diff_params(a, b, paths, include, exclude, stream=True),
+            lambda answer: _to("Diff")(answer, b"".join(pieces)),
+            on_output=pieces.append,
+        )
+
+    def patch(
+        self,
+        a: str | None = None,
+        b: str | None = None,
+        paths: Iterable[UserPath] = (),
+        *,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        include_git: bool = False,
+    ) -> RemoteCall[Patch]:
+        """Make a patch of the changes that `diff` lists.  `git apply` accepts it, binary files included.
+
+        `Patch.problems` names the changes that no patch can express.  `include_git` includes the content of `.git`,
+        which `git apply` rejects.
+        """
+        pieces: list[bytes] = []
+        return RemoteCall(
+            "diff",
+            self._diff_params(a, b, paths, include, exclude, mode="patch", include_git=include_git),
+            lambda answer: _to("Patch")(answer, b"".join(pieces)),
+            on_output=pieces.append,
+        )
+
+    def _diff_params(
+        self,
+        a: str | None,
+        b: str | None,
+        paths: Iterable[UserPath],
+        include: Iterable[str],
+        exclude: Iterable[str],
+        **others: Any,
+    ) -> messages.DiffParams:
+        return messages.DiffParams(
+            a=a, b=b, paths=self._paths(paths), include=list(include), exclude=list(exclude), **others
+        )
+
+    # -- archives ---------------------------------------------------------------------------------
+    def export(
+        self,
+        path: FilePath,
+        *,
+        snapshot: str | None = None,
+        overwrite: bool = False,
+        changes_only: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        on_progress: OnProgress | None = None,
+    ) -> RemoteCall[Exported]:
+        """Write the live state, or a snapshot, to the ZIP file `path`.  The file appears when it is complete.
+
+        `changes_only` exports only what differs from the directory below an overlay.  `include` and `exclude` are as in
+        `diff`.  FileExistsError if the file exists and `overwrite` is not set; ValueError for the file name of another
+        kind of archive.
+        """
+        check_archive_name(path)
+        params = messages.ExportParams(
+            path=_absolute(path),
+            snapshot=snapshot,
+            overwrite=overwrite,
+            changes_only=changes_only,
+            source_date_epoch=_source_date_epoch(),
+            include=list(include),
+            exclude=list(exclude),
+        )
+        return RemoteCall("export", params, _to("Exported"), on_progress)
+
+    def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> RemoteCall[Imported]:
+        """Add the content of the ZIP file `path` to the workspace and replace files of the same path: all or nothing.
+
+        OSError (EINVAL) says why an archive was rejected.  `undo` takes the import back.
+        """
+        return RemoteCall("import", messages.ImportParams(path=_absolute(path)), _to("Imported"), on_progress)
+
+    # -- the workspace itself ---------------------------------------------------------------------
+    def status(self) -> RemoteCall[Status]:
+        """Return the workspace's settings, contents and limits."""
+        return RemoteCall("status", None, _to("Status"))
+
+    def unmount(self, *, lazy: bool = False) -> RemoteCall[Unmounted]:
+        """Unmount the workspace and discard what only its daemon holds."""
+        return RemoteCall("unmount", messages.UnmountParams(lazy=lazy, discard=True), _to("Unmounted"))
 
 
-def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
-    """$SOURCE_DATE_EPOCH, in seconds; None where it is not set.  OSError(EINVAL) for what is no number.
+def _to(kind: str) -> Callable[..., Any]:
+    """Return the function that converts an answer to the class `kind` of `vfsd.client.results`."""
 
-    The caller's, not the daemon's, who was started in another environment.  Source:
+    def convert(answer: Any, *output: bytes) -> Any:
+        # Start-up: these classes cost 10 ms, and the command line does not need them.
+        from vfsd.client import answers  # noqa: PLC0415
+
+        return answers.CONVERTERS[kind](answer, *output)
+
+    return convert
+
+
+def _absolute(path: FilePath) -> str:
+    """Return a host path as the wire writes it.  Absolute, because the daemon has another current directory."""
+    return messages.wire_path(os.fsencode(os.path.abspath(path)))
+
+
+def _workspace_key(backend: str) -> str:
+    """Return the key under which a store keeps the snapshots of the workspace `backend`."""
+    kind, _, directory = backend.partition(":")
+    key = f"host:{os.path.realpath(directory)}" if kind == "host" else backend
+    return messages.wire_path(os.fsencode(key))
+
+
+def _source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return $SOURCE_DATE_EPOCH in seconds, None if it is not set.  OSError (EINVAL) if it is not a number.
+
+    The caller's value counts: the daemon was started in another environment.  Source:
     https://reproducible-builds.org/specs/source-date-epoch/
     """
     text = environ.get("SOURCE_DATE_EPOCH")
@@ -194,8 +296,8 @@ def source_date_epoch(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(text)
 
 
-def check_archive_name(path: str | os.PathLike[str]) -> None:
-    """ValueError for "-", and for a name that promises another kind of archive than ZIP."""
+def check_archive_name(path: FilePath) -> None:
+    """Raise ValueError for "-", for a directory, and for the file name of another kind of archive than ZIP."""
     name = os.path.basename(os.fspath(path))
     if os.fspath(path) == "-":
         raise ValueError("an archive is written to a file, not to standard output: name it FILE.zip")
@@ -205,154 +307,3 @@ def check_archive_name(path: str | os.PathLike[str]) -> None:
         if name.lower().endswith(suffix):
             better = name[: -len(suffix)] or "archive"
             raise ValueError(f"vfsd writes ZIP archives, not {suffix}: name it {better}.zip")
-
-
-def export(
-    path: str | os.PathLike[str],
-    snapshot: str | None,
-    *,
-    overwrite: bool,
-    changes_only: bool,
-    include: Iterable[str],
-    exclude: Iterable[str],
-) -> RemoteCall[results.Exported]:
-    """Write an archive.  ValueError for the name of an archive of another kind."""
-    check_archive_name(path)
-    params = messages.ExportParams(
-        path=_absolute(path),
-        snapshot=snapshot,
-        overwrite=overwrite,
-        changes_only=changes_only,
-        source_date_epoch=source_date_epoch(),
-        include=list(include),
-        exclude=list(exclude),
-    )
-    return RemoteCall(
-        "export",
-        params,
-        lambda answer: results.Exported(
-            path=_path(answer.path),
-            files=answer.files,
-            total_bytes=answer.total_bytes,
-            archive_bytes=answer.archive_bytes,
-            skipped=_problems(answer.skipped),
-        ),
-    )
-
-
-def import_archive(path: str | os.PathLike[str]) -> RemoteCall[results.Imported]:
-    """Lay an archive over the workspace."""
-    return RemoteCall(
-        "import",
-        messages.ImportParams(path=_absolute(path)),
-        lambda answer: results.Imported(
-            path=_path(answer.path),
-            files=answer.files,
-            total_bytes=answer.total_bytes,
-            safety_snapshot=answer.safety_snapshot,
-            counts=_counts(answer.counts),
-            problems=_problems(answer.problems),
-            expired=_expired(answer.expired),
-        ),
-    )
-
-
-def unmount(*, lazy: bool) -> RemoteCall[results.Unmounted]:
-    """Unmount, and end the daemon; what only it holds is discarded."""
-    return RemoteCall(
-        "unmount",
-        messages.UnmountParams(lazy=lazy, discard=True),
-        lambda answer: results.Unmounted(_path(answer.mountpoint), answer.lazy, tuple(answer.holders)),
-    )
-
-
-# -- from the wire --------------------------------------------------------------------------------
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """A file of the host as the wire writes it: the daemon has another current directory than its callers."""
-    return messages.wire_path(os.fsencode(os.path.abspath(path)))
-
-
-def _path(wire: str) -> str:
-    return os.fsdecode(messages.from_wire_path(wire))
-
-
-def _nothing(_answer: object) -> None:
-    return None
-
-
-def _counts(counts: messages.ChangeCounts) -> results.Counts:
-    return results.Counts(counts.added, counts.modified, counts.removed)
-
-
-def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
-    return tuple(map(_change, records))
-
-
-def _change(record: messages.ChangeRecord) -> results.Change:
-    return results.Change(
-        path=_path(record.path),
-        change=record.change,
-        type=record.type,
-        old_size=record.old_size,
-        new_size=record.new_size,
-    )
-
-
-def _snapshot(record: messages.SnapshotRecord) -> results.Snapshot:
-    return results.Snapshot(
-        name=record.name,
-        created_at=datetime.fromisoformat(record.created_at),
-        files=record.files,
-        directories=record.directories,
-        size_bytes=record.size_bytes,
-        kind=record.kind,
-        tag=record.tag,
-        changes=None if record.changes is None else _counts(record.changes),
-        unstable=tuple(map(_path, record.unstable)),
-        unreadable=tuple(map(_path, record.unreadable)),
-        step=record.step,
-        expired=_expired(record.expired),
-    )
-
-
-def _applied(answer: messages.ApplyResult) -> results.Applied:
-    return results.Applied(
-        directory=_path(answer.directory),
-        applied=answer.applied,
-        counts=_counts(answer.counts),
-        changes=_changes(answer.changes),
-        conflicts={_path(each.path): each.reason for each in answer.conflicts},
-        truncated=answer.truncated,
-        recovered=answer.recovered,
-        safety_snapshot=answer.safety_snapshot,
-        expired=_expired(answer.expired),
-    )
-
-
-def _restored(answer: messages.RestoreResult) -> results.Restored:
-    return results.Restored(
-        source=answer.source,
-        safety_snapshot=answer.safety_snapshot,
-        counts=_counts(answer.counts),
-        changes=_changes(answer.changes),
-        truncated=answer.truncated,
-        problems=_problems(answer.problems),
-        step=answer.step,
-        expired=_expired(answer.expired),
-        undo_steps=answer.undo_steps,
-        redo_steps=answer.redo_steps,
-    )
-
-
-def _expired(records: Iterable[messages.ExpiredRecord]) -> dict[str, datetime]:
-    return {record.name: datetime.fromisoformat(record.created_at) for record in records}
-
-
-def _problems(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:
-    return {_path(record.path): record.reason for record in records}
-
-
-def _status(answer: messages.StatusResult) -> results.Status:
-    values = msgspec.structs.asdict(answer)
-    values |= {"mountpoint": _path(answer.mountpoint), "started_at": datetime.fromisoformat(answer.started_at)}
-    return results.Status(**values)

@@ -1,4 +1,6 @@
-"""The Python API: a workspace mounted, or found, and driven; `Workspace` for plain code, `AsyncWorkspace` for trio.
+"""The Python API: mount a workspace, or attach to a running one.
+
+`Workspace` has blocking methods, `AsyncWorkspace` the same ones for trio.
 
     with Workspace.mount("/tmp/work") as ws:
         agent.run(cwd=ws.path)
@@ -9,37 +11,36 @@
         ws.restore("turn-1")
         ws.export("out.zip")
 
-What fails raises an `OSError` of Python's own subclass for its errno: `FileNotFoundError` for a snapshot that
-is not there, `FileExistsError` for a name in use, `ConnectionError` when the daemon is gone.  Paths given are
-relative to the workspace's root, or absolute and under its mountpoint.
+Failures raise Python's own `OSError` subclass for the errno: `FileNotFoundError` for a snapshot that does not exist,
+`FileExistsError` for a name in use, `ConnectionError` if the daemon is gone.  Paths are relative to the workspace's
+root, or absolute and under its mountpoint.
 
-A `Workspace` may be used from any thread: each call has a connection of its own.
+A `Workspace` may be used from any thread: each call opens a connection of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import warnings
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
 import trio
 
 from vfsd.client import launch
-from vfsd.client import requests as calls
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.executor import WorkspaceExecutor
-from vfsd.client.mount_arguments import FilePath, MountArguments, mount_options, running_workspace
-from vfsd.client.paths import UserPath
-from vfsd.client.requests import RemoteCall
-from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
+from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
+from vfsd.client.requests import FilePath, RemoteCall, Requests
+from vfsd.client.results import Unmounted
 from vfsd.machine.mounts import mount_at
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.messages import ProgressReport
 from vfsd.wire.options import EngineChoice, MountOptions
 
 if TYPE_CHECKING:
@@ -48,20 +49,22 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
-OnProgress = Callable[[ProgressReport], None]
+Kind = type[BaseException] | None
 
 
 class _Base:
-    """What both twins know of their workspace, without any I/O of their own."""
+    """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O."""
 
-    def __init__(self, *, name: str, path: str, socket: str, pid: int, owned: bool) -> None:
-        """Use `mount` or `attach`.  An `owned` workspace is unmounted when its `with` block ends."""
+    def __init__(self, *, name: str, path: str, socket: str, pid: int, unmount_at_exit: bool) -> None:
+        """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
         self._name = name
         self._path = path
         self._socket = socket
         self._pid = pid
-        self._owned = owned
+        self._unmount_at_exit = unmount_at_exit
+        self._requests: Final = Requests(path)
         self._unmounted: Unmounted | None = None
 
     @property
@@ -70,12 +73,15 @@ class _Base:
 
     @property
     def path(self) -> str:
-        """The mountpoint, absolute: what an agent gets as its current directory."""
+        """The mountpoint, absolute: an agent's working directory."""
         return self._path
 
     @property
     def executor(self) -> WorkspaceExecutor:
-        """Runs commands where `vfsd exec` does: `ws.executor.run(["make", "test"])`, also for `protocol.tools`."""
+        """The executor for commands, which run where `vfsd exec` runs them: `ws.executor.run(["make", "test"])`.
+
+        `protocol.tools` accepts it, too.
+        """
         return WorkspaceExecutor(self._socket)
 
     @property
@@ -88,15 +94,47 @@ class _Base:
 
     @classmethod
     def _started(cls, ready: launch.Ready) -> Self:
-        return cls(name=ready.name, path=ready.mountpoint, socket=ready.socket, pid=ready.pid, owned=True)
+        return cls(name=ready.name, path=ready.mountpoint, socket=ready.socket, pid=ready.pid, unmount_at_exit=True)
 
     @classmethod
     def _found(cls, record: WorkspaceRecord) -> Self:
-        return cls(name=record.name, path=record.mountpoint, socket=record.socket, pid=record.pid, owned=False)
+        return cls(
+            name=record.name, path=record.mountpoint, socket=record.socket, pid=record.pid, unmount_at_exit=False
+        )
+
+
+# -- methods made from requests -------------------------------------------------------------------
+def _blocking(build: Callable[Concatenate[Requests, P], RemoteCall[T]]) -> Callable[Concatenate[Workspace, P], T]:
+    """Make a method of `Workspace` that sends the request of a method of `Requests`, with its parameters and help."""
+
+    def method(workspace: Workspace, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return workspace._run(build(workspace._requests, *args, **kwargs))  # noqa: SLF001 a method of that class
+
+    return _described(method, build)
+
+
+def _awaitable(
+    build: Callable[Concatenate[Requests, P], RemoteCall[T]],
+) -> Callable[Concatenate[AsyncWorkspace, P], Awaitable[T]]:
+    """Make the same method of `AsyncWorkspace`."""
+
+    async def method(workspace: AsyncWorkspace, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await workspace._run(build(workspace._requests, *args, **kwargs))  # noqa: SLF001 a method of that class
+
+    return _described(method, build)
+
+
+def _described(method: Callable[P, T], build: Callable[..., Any]) -> Callable[P, T]:
+    """Give `method` the name, the docstring and the signature of `build`, but for RemoteCall[...] in the result."""
+    signature = inspect.signature(build)
+    result = str(signature.return_annotation).removeprefix("RemoteCall[").removesuffix("]")
+    functools.update_wrapper(method, build)
+    method.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+    return method
 
 
 class Workspace(_Base):
-    """A running workspace, driven by plain (blocking) calls.  Made by `mount` or `attach`."""
+    """A running workspace with blocking methods.  Made by `mount` or `attach`."""
 
     @overload
     @classmethod
@@ -134,24 +172,35 @@ class Workspace(_Base):
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
-        `create` makes the directory, and its parents, if it is missing; it stays after the unmount.
-        `backend` is "memory"; or "overlay:DIR", changes in memory over a directory that is only read, without what
-        the patterns `exclude` hide (gitignore's syntax), and with `include` only the files that those match; or
-        "host:DIR", a directory of the host that others may change too: what they do is seen after `cache_timeout_s`
-        seconds at the latest (None: 1); or "container:NAME", the directory `workdir` (None: "/workspace") of a
-        container of the Podman at `podman_url` (None: your own), reached by `transport`; or "image:REF", a container
-        that is made for the workspace, with `network` (None: without), and removed with it.
-        With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs a request less.
-        `archive` is a ZIP file to begin with; the limits are in bytes and in inodes, None for none.
-        With `filesystem`, an object with the methods of `protocol.Filesystem`, that is mounted instead, served by
-        a thread of this process (`vfsd.kernel.in_process`); the arguments of a backend make no sense then.
-        `store` is the directory where the snapshots of "host:DIR" are kept, outside of DIR, None for the user's own.
-        `exec_on_host` lets callers of the control socket run commands in the mount, as the daemon's user; `sandbox`,
-        "image:REF", in a container of that image, which sees the workspace at /workspace, may have `pids_limit`
-        processes and `memory_bytes`, and lives as long as the workspace.  With `snapshot_each` a snapshot follows each
-        command.
-        ValueError for an argument that makes no sense; OSError for what fails: FileExistsError or
-        OSError(EBUSY, ENOTEMPTY, ...) for a place that cannot be mounted on.
+        `create` makes the directory and its parents if they do not exist; they remain after the unmount.
+
+        `backend` is one of:
+
+        - "memory";
+        - "overlay:DIR": changes are held in memory over a directory that is only read.  Paths that match the patterns
+          `exclude` (gitignore's syntax) are hidden; with `include` only the files that match are shown.
+        - "host:DIR": a directory of the host, which other programs may change too.  Their changes are visible after
+          `cache_timeout_s` seconds at the latest (None: 1).
+        - "container:NAME": the directory `workdir` (None: "/workspace") of a container of the Podman at `podman_url`
+          (None: the user's own), reached by `transport`.
+        - "image:REF": the same in a container that is created for the workspace, with `network` (None: no network), and
+          removed with it.
+
+        With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs one request less.
+        `archive` is a ZIP file with the initial content.  The limits are in bytes and in inodes; None is no limit.
+        `store` is the directory in which the snapshots of "host:DIR" are kept (None: the user's own); it must be
+        outside DIR.
+
+        `exec_on_host` lets clients of the control socket run commands in the mount, as the daemon's user.  `sandbox`
+        ("image:REF") runs them in a container of that image instead, which sees the workspace at /workspace, may have
+        `pids_limit` processes and `memory_bytes`, and is removed with the workspace.  With `snapshot_each` the daemon
+        takes a snapshot after each command.
+
+        With `filesystem`, an object with the methods of `protocol.Filesystem`, a thread of this process serves that
+        object (`vfsd.kernel.in_process`); the arguments of a backend are then invalid.
+
+        ValueError for invalid arguments.  OSError for failures: FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if
+        nothing can be mounted at `path`.
         """
         options = mount_options(path, backend, **arguments)
         if filesystem is not None:
@@ -165,184 +214,58 @@ class Workspace(_Base):
 
     @classmethod
     def attach(cls, selector: str | None = None) -> Self:
-        """A workspace that runs already: by its name, or by a path in it.
+        """Return a running workspace, selected by its name or by a path in it.
 
-        None picks $VFSD_WORKSPACE, else the one that the current directory is in, else the only one running.
-        The end of a `with` block leaves it mounted.  FileNotFoundError where there is none.
+        None selects $VFSD_WORKSPACE, else the workspace that contains the current directory, else the only one running.
+        The end of a `with` block leaves it mounted.  FileNotFoundError if there is none.
         """
         return cls._found(running_workspace(selector))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not self._owned:
-            return
-        try:
-            unmounted = self.unmount(lazy=True)
-        except ConnectionError:
-            if _still_mounted(self._path):
-                raise
-        else:
-            _warn_of_holders(unmounted)
+    def __exit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._unmount_at_exit:
+            with _unmounting(self):
+                self.unmount(lazy=True)
 
-    # -- snapshots --------------------------------------------------------------------------------
-    def snapshot(
-        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
-    ) -> Snapshot:
-        """Take a snapshot; without a name it gets one ("snap-1", ...).  FileExistsError for a name in use.
+    def _run(self, call: RemoteCall[T]) -> T:
+        with ControlClient(self._socket) as client:
+            answer = client.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
+        return call.result(answer)
 
-        `on_progress` is called now and then with how far it is, here and below: it may take a while where the
-        snapshots are kept on disk, as those of "host:DIR".
-        """
-        return self._run(calls.snapshot(name, tag), on_progress)
-
-    def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
-        """The snapshots, oldest first; `changes` counts what each changed against the one before it."""
-        return self._run(calls.snapshots(changes=changes))
-
-    def drop(self, name: str) -> None:
-        """Delete snapshot `name`.  FileNotFoundError.  An export or diff that reads it goes on."""
-        self._run(calls.drop(name))
-
-    def restore(
-        self,
-        source: FilePath,
-        paths: Iterable[UserPath] = (),
-        *,
-        of: str | None = None,
-        store: FilePath | None = None,
-        dry_run: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> Restored:
-        """Put the workspace, or `paths` in it, back to a snapshot (a `str`) or a ZIP archive (a path object).
-
-        Programs that have files open go on; files that are the same are not touched.  The state before is
-        kept as a safety snapshot, which `undo` brings back.  `dry_run` only tells what would change.
-
-        With `of`, the backend of another workspace ("host:DIR"), the snapshot is that one's, from `store` (None: the
-        daemon's own).
-        """
-        return self._run(calls.restore(source, paths, self._path, of=of, store=store, dry_run=dry_run), on_progress)
-
-    def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
-        """Go one restore, import or apply back, as far as there are any; the state now is kept for `redo`.
-
-        FileNotFoundError where there is none left.  Of an apply, what it wrote stays where it is.
-        """
-        return self._run(calls.undo(dry_run=dry_run), on_progress)
-
-    def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
-        """Go forward again after `undo`; the state now is kept for `undo`.  FileNotFoundError where there is nothing.
-
-        What was written after the step, before it was undone, comes back with it.
-        """
-        return self._run(calls.redo(dry_run=dry_run), on_progress)
-
-    def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
-        """Write what an overlay holds into the directory below it, below `paths` or all of it.
-
-        Where others changed it there since, nothing is written unless with `force`; see `Applied.conflicts`.
-        """
-        return self._run(calls.apply(paths, self._path, dry_run=dry_run, force=force))
-
-    def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
-        """Drop what an overlay holds, below `paths` or all of it; `undo` brings it back."""
-        return self._run(calls.discard(paths, self._path, dry_run=dry_run))
-
-    def diff(
-        self,
-        a: str | None = None,
-        b: str | None = None,
-        paths: Iterable[UserPath] = (),
-        *,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-    ) -> Diff:
-        """What changed from snapshot `a` (None: the newest) to `b` (None: the live state).
-
-        Without what the patterns `exclude` match (gitignore's syntax); with `include` only the files that those match.
-        """
-        return self._run(calls.diff(a, b, paths, self._path, include=include, exclude=exclude))
-
-    def patch(
-        self,
-        a: str | None = None,
-        b: str | None = None,
-        paths: Iterable[UserPath] = (),
-        *,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        include_git: bool = False,
-    ) -> Patch:
-        """The same as a patch, which `git apply` takes, binary files too; see `Patch.problems` for what it lacks.
-
-        `include_git`: with what is in `.git`, which `git apply` rejects.
-        """
-        return self._run(
-            calls.patch(a, b, paths, self._path, include=include, exclude=exclude, include_git=include_git)
-        )
-
-    # -- archives ---------------------------------------------------------------------------------
-    def export(
-        self,
-        path: FilePath,
-        *,
-        snapshot: str | None = None,
-        overwrite: bool = False,
-        changes_only: bool = False,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        on_progress: OnProgress | None = None,
-    ) -> Exported:
-        """Write the live state, or a snapshot, as the ZIP file `path`; whole, or not at all.
-
-        `changes_only`: of an overlay, what differs from the directory below.  `include` and `exclude` are as in `diff`.
-
-        FileExistsError where there is a file and `overwrite` is not set.  `on_progress` is called now and
-        then with how far it is.
-        """
-        call = calls.export(
-            path, snapshot, overwrite=overwrite, changes_only=changes_only, include=include, exclude=exclude
-        )
-        return self._run(call, on_progress)
-
-    def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
-        """Lay the content of the ZIP file `path` over the workspace; all of it, or none.
-
-        OSError(EINVAL) names what is wrong with an archive that is refused.  `undo` takes it back.
-        """
-        return self._run(calls.import_archive(path), on_progress)
-
-    # -- the workspace itself ---------------------------------------------------------------------
-    def status(self) -> Status:
-        """What the workspace is, and what it holds now."""
-        return self._run(calls.status())
+    snapshot = _blocking(Requests.snapshot)
+    snapshots = _blocking(Requests.snapshots)
+    drop = _blocking(Requests.drop)
+    restore = _blocking(Requests.restore)
+    undo = _blocking(Requests.undo)
+    redo = _blocking(Requests.redo)
+    apply = _blocking(Requests.apply)
+    discard = _blocking(Requests.discard)
+    diff = _blocking(Requests.diff)
+    patch = _blocking(Requests.patch)
+    export = _blocking(Requests.export)
+    import_archive = _blocking(Requests.import_archive)
+    status = _blocking(Requests.status)
 
     def unmount(self, *, lazy: bool = False) -> Unmounted:
-        """Unmount, and wait for the daemon's end; what only a memory workspace held is gone.
+        """Unmount the workspace and wait until its daemon has exited.
 
-        It does not ask, as the end of a `with` block does not: changes that were not exported, or not applied by
-        `vfsd apply`, are discarded.
-        A workspace that was unmounted already is left at that.
+        Changes that were not exported, or not applied with `vfsd apply`, are discarded without a question, as at the
+        end of a `with` block.  A second call returns the result of the first.
 
-        OSError(EBUSY) names who has files open in it; `lazy` detaches it all the same.
+        OSError(EBUSY) names the processes that have files open in the workspace; `lazy` detaches it nevertheless.
         """
         if self._unmounted is None:
             with daemon_end(self._pid) as wait_ended:
-                self._unmounted = self._run(calls.unmount(lazy=lazy))
-                if not self._unmounted.holders:  # else it serves them until they are done
+                self._unmounted = self._run(self._requests.unmount(lazy=lazy))
+                if not self._unmounted.holders:  # else the daemon serves them until they end
                     wait_ended()
         return self._unmounted
 
-    def _run(self, call: RemoteCall[T], on_progress: OnProgress | None = None) -> T:
-        with ControlClient(self._socket) as client:
-            answer = client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
-        return call.answer(answer)
-
 
 class Opening:
-    """A workspace that is about to be there: `async with` it, or `await` it."""
+    """A workspace that is being mounted or attached: use `async with` or `await`."""
 
     def __init__(self, open_it: Callable[[], Awaitable[AsyncWorkspace]]) -> None:
         self._open_it = open_it
@@ -355,9 +278,7 @@ class Opening:
         self._workspace = await self
         return await self._workspace.__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
         assert self._workspace is not None, "entered before it is left"
         await self._workspace.__aexit__(kind, error, at)
 
@@ -365,7 +286,7 @@ class Opening:
 class AsyncWorkspace(_Base):
     """`Workspace` for trio: the same methods, awaited.  `async with AsyncWorkspace.mount("/tmp/work") as ws:`.
 
-    Cancelling a call ends it in the daemon too.
+    Cancelling a call also cancels it in the daemon.
     """
 
     @classmethod
@@ -377,7 +298,7 @@ class AsyncWorkspace(_Base):
         create: bool = True,
         **arguments: Unpack[MountArguments],
     ) -> Opening:
-        """As `Workspace.mount`.  Not cancelled half-way: it waits until the mount answers, or has failed."""
+        """As `Workspace.mount`.  It cannot be cancelled: it waits until the mount answers, or has failed."""
         options = mount_options(path, backend, **arguments)
 
         async def start() -> AsyncWorkspace:
@@ -397,147 +318,52 @@ class AsyncWorkspace(_Base):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if not self._owned:
-            return
-        try:
-            # Also when cancelled: nobody else will unmount it.
-            with trio.CancelScope(shield=True):
-                unmounted = await self.unmount(lazy=True)
-        except ConnectionError:
-            if _still_mounted(self._path):
-                raise
-        else:
-            _warn_of_holders(unmounted)
+    async def __aexit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._unmount_at_exit:
+            # Shielded: a cancelled block unmounts its workspace, too.
+            with _unmounting(self), trio.CancelScope(shield=True):
+                await self.unmount(lazy=True)
 
-    # -- snapshots --------------------------------------------------------------------------------
-    async def snapshot(
-        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
-    ) -> Snapshot:
-        """As `Workspace.snapshot`."""
-        return await self._run(calls.snapshot(name, tag), on_progress)
+    async def _run(self, call: RemoteCall[T]) -> T:
+        async with AsyncControlClient(self._socket) as client:
+            answer = await client.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
+        return call.result(answer)
 
-    async def snapshots(self, *, changes: bool = True) -> list[Snapshot]:
-        """As `Workspace.snapshots`."""
-        return await self._run(calls.snapshots(changes=changes))
-
-    async def drop(self, name: str) -> None:
-        """As `Workspace.drop`."""
-        await self._run(calls.drop(name))
-
-    async def restore(
-        self,
-        source: FilePath,
-        paths: Iterable[UserPath] = (),
-        *,
-        of: str | None = None,
-        store: FilePath | None = None,
-        dry_run: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> Restored:
-        """As `Workspace.restore`."""
-        return await self._run(
-            calls.restore(source, paths, self._path, of=of, store=store, dry_run=dry_run), on_progress
-        )
-
-    async def undo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
-        """As `Workspace.undo`."""
-        return await self._run(calls.undo(dry_run=dry_run), on_progress)
-
-    async def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> Restored:
-        """As `Workspace.redo`."""
-        return await self._run(calls.redo(dry_run=dry_run), on_progress)
-
-    async def apply(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False, force: bool = False) -> Applied:
-        """As `Workspace.apply`."""
-        return await self._run(calls.apply(paths, self._path, dry_run=dry_run, force=force))
-
-    async def discard(self, paths: Iterable[UserPath] = (), *, dry_run: bool = False) -> Restored:
-        """As `Workspace.discard`."""
-        return await self._run(calls.discard(paths, self._path, dry_run=dry_run))
-
-    async def diff(
-        self,
-        a: str | None = None,
-        b: str | None = None,
-        paths: Iterable[UserPath] = (),
-        *,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-    ) -> Diff:
-        """As `Workspace.diff`."""
-        return await self._run(calls.diff(a, b, paths, self._path, include=include, exclude=exclude))
-
-    async def patch(
-        self,
-        a: str | None = None,
-        b: str | None = None,
-        paths: Iterable[UserPath] = (),
-        *,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        include_git: bool = False,
-    ) -> Patch:
-        """As `Workspace.patch`."""
-        return await self._run(
-            calls.patch(a, b, paths, self._path, include=include, exclude=exclude, include_git=include_git)
-        )
-
-    # -- archives ---------------------------------------------------------------------------------
-    async def export(
-        self,
-        path: FilePath,
-        *,
-        snapshot: str | None = None,
-        overwrite: bool = False,
-        changes_only: bool = False,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        on_progress: OnProgress | None = None,
-    ) -> Exported:
-        """As `Workspace.export`."""
-        call = calls.export(
-            path, snapshot, overwrite=overwrite, changes_only=changes_only, include=include, exclude=exclude
-        )
-        return await self._run(call, on_progress)
-
-    async def import_archive(self, path: FilePath, *, on_progress: OnProgress | None = None) -> Imported:
-        """As `Workspace.import_archive`."""
-        return await self._run(calls.import_archive(path), on_progress)
-
-    # -- the workspace itself ---------------------------------------------------------------------
-    async def status(self) -> Status:
-        """As `Workspace.status`."""
-        return await self._run(calls.status())
+    snapshot = _awaitable(Requests.snapshot)
+    snapshots = _awaitable(Requests.snapshots)
+    drop = _awaitable(Requests.drop)
+    restore = _awaitable(Requests.restore)
+    undo = _awaitable(Requests.undo)
+    redo = _awaitable(Requests.redo)
+    apply = _awaitable(Requests.apply)
+    discard = _awaitable(Requests.discard)
+    diff = _awaitable(Requests.diff)
+    patch = _awaitable(Requests.patch)
+    export = _awaitable(Requests.export)
+    import_archive = _awaitable(Requests.import_archive)
+    status = _awaitable(Requests.status)
 
     async def unmount(self, *, lazy: bool = False) -> Unmounted:
         """As `Workspace.unmount`."""
         if self._unmounted is None:
             with daemon_end(self._pid) as wait_ended:
-                self._unmounted = await self._run(calls.unmount(lazy=lazy))
-                if not self._unmounted.holders:  # else it serves them until they are done
+                self._unmounted = await self._run(self._requests.unmount(lazy=lazy))
+                if not self._unmounted.holders:  # else the daemon serves them until they end
                     await trio.to_thread.run_sync(wait_ended)
         return self._unmounted
-
-    async def _run(self, call: RemoteCall[T], on_progress: OnProgress | None = None) -> T:
-        async with AsyncControlClient(self._socket) as client:
-            answer = await client.call(call.method, call.params, on_progress=on_progress, on_output=call.on_output)
-        return call.answer(answer)
 
 
 # -- shared ---------------------------------------------------------------------------------------
 def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
     if create:
-        # What else is there, a dead mount that can be replaced included, `launch` knows and says better.
+        # `launch` reports anything else at that path, and replaces a dead mount.
         with contextlib.suppress(FileExistsError):
             os.makedirs(options.mountpoint)
     return launch.launch(options)
 
 
 def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool) -> MountedFilesystem:
-    # Start-up: who drives a daemon needs no engine in this process.
+    # Start-up: a program that uses a daemon needs no engine in its own process.
     from vfsd.kernel.in_process import MountedFilesystem  # noqa: PLC0415
 
     if create:
@@ -547,13 +373,19 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
     )
 
 
-def _still_mounted(path: str) -> bool:
-    """Whether a daemon that does not answer left its mount behind; without, somebody else unmounted it."""
-    return mount_at(path) is not None
+@contextlib.contextmanager
+def _unmounting(workspace: _Base) -> Generator[None]:
+    """Handle the end of a `with` block, in which the caller unmounts `workspace` lazily.
 
-
-def _warn_of_holders(unmounted: Unmounted) -> None:
-    """A mount that was left while programs used it: they go on in it, unseen, until they end."""
-    if unmounted.holders:
-        text = f"{unmounted.mountpoint} was detached while in use by {', '.join(unmounted.holders)}"
-        warnings.warn(text, ResourceWarning, stacklevel=3)
+    A workspace that something else has unmounted is not an error.  A warning names the programs that still use the
+    detached mount.
+    """
+    try:
+        yield
+    except ConnectionError:
+        if mount_at(workspace.path) is not None:
+            raise
+    holders = workspace._unmounted.holders if workspace._unmounted else ()  # noqa: SLF001 a function of the same module
+    if holders:
+        text = f"{workspace.path} was detached while in use by {', '.join(holders)}"
+        warnings.warn(text, ResourceWarning, stacklevel=4)

@@ -18,8 +18,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, interruptible
 
 if TYPE_CHECKING:
-    import msgspec
-
+    from vfsd.client.requests import RemoteCall, Requests
     from vfsd.machine.runtime import WorkspaceRecord
 
 __all__ = [
@@ -53,39 +52,56 @@ class App:
     json: bool = False
     interrupted: str = "interrupted"  # what to say when Ctrl-C ends the command
     signalled: Signalled | None = None  # the call that was completed after a signal
+    _record: WorkspaceRecord | None = None
 
     def record(self) -> WorkspaceRecord:
         """The workspace that -w, $VFSD_WORKSPACE or the current directory picks, or the only one."""
         # Here and below: start-up; `vfsd --help` needs neither msgspec nor a socket.
         from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
 
-        return running_workspace(self.workspace)
+        if self._record is None:
+            self._record = running_workspace(self.workspace)
+        return self._record
+
+    @property
+    def requests(self) -> Requests:
+        """The requests for that workspace.  Their paths are relative to the current directory."""
+        from vfsd.client.paths import current_directory  # noqa: PLC0415
+        from vfsd.client.requests import Requests  # noqa: PLC0415
+
+        return Requests(self.record().mountpoint, current_directory())
 
     def call(
         self,
-        record: WorkspaceRecord,
-        method: str,
-        params: msgspec.Struct | None = None,
+        request: RemoteCall[Any],
+        record: WorkspaceRecord | None = None,
         *,
         label: str | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
-        """The daemon's answer; with `label`, a progress bar while it works.  Interrupted."""
+        """Send `request` to that workspace, or to the one of `record`, and return the answer, unconverted.
+
+        With `label`, a progress bar is shown on a terminal while the daemon works.  Raises Interrupted.
+        """
         from vfsd.client.connection import ControlClient  # noqa: PLC0415
 
         if self.signalled is not None and self.signalled.number is not None:
             # Of a command that makes several calls: no further one after Ctrl-C.
             raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
+        record = record or self.record()
         check_alive(record)
         try:
-            with ControlClient(record.socket) as client, interruptible(client, method) as self.signalled:
-                if label is None:
-                    return client.call(method, params, on_output=on_output)
-                with output.progress(label) as on_progress:
-                    return client.call(method, params, on_progress=on_progress, on_output=on_output)
+            with (
+                ControlClient(record.socket) as client,
+                interruptible(client, request.method) as self.signalled,
+                output.progress(label) as on_progress,
+            ):
+                return client.call(
+                    request.method, request.params, on_progress=on_progress, on_output=on_output or request.on_output
+                )
         except FileNotFoundError as error:
             # With `of` the snapshot is another workspace's, whose names this daemon does not have.
-            if getattr(params, "of", None) is None:
+            if getattr(request.params, "of", None) is None:
                 from vfsd.cli.common.names import with_similar_snapshots  # noqa: PLC0415 start-up: an error has time
 
                 raise with_similar_snapshots(record, error) from None

@@ -192,9 +192,9 @@ def report(message: str) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[ProgressReport], None] | None]:
-    """A progress bar on standard error, for `on_progress`; None where that is no terminal."""
-    if not on_terminal(err=True):
+def progress(label: str | None) -> Iterator[Callable[[ProgressReport], None] | None]:
+    """Yield an `on_progress` callback that draws a progress bar; None without a label or a terminal."""
+    if label is None or not on_terminal(err=True):
         yield None
         return
     bar = _Bar(label)

@@ -18,7 +18,7 @@ import msgspec
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App
-from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.client.requests import RemoteCall
 from vfsd.wire.lines import LineBuffer
 from vfsd.wire.messages import ChangeRecord, DiffResult
 
@@ -107,8 +107,8 @@ class ChangeSpool:
             yield piece
 
 
-def write_changes(app: App, record: WorkspaceRecord, params: Any, line: Callable[[ChangeRecord], str]) -> Any:
-    """Call "diff" and write the `line` of each change while they come; gives the answer."""
+def write_changes(app: App, request: RemoteCall[Any], line: Callable[[ChangeRecord], str]) -> Any:
+    """Send `request` (a diff), print the `line` of each change as it arrives, and return the answer."""
     lines = LineBuffer()
     encoding = sys.stdout.encoding
     if codecs.lookup(encoding).name == "ascii":
@@ -122,16 +122,14 @@ def write_changes(app: App, record: WorkspaceRecord, params: Any, line: Callable
                 texts.append(line(_records.decode(each)) + "\n")
             out.write("".join(texts).encode(encoding, sys.stdout.errors or "strict"))
 
-        return app.call(record, "diff", params, on_output=take)
+        return app.call(request, on_output=take)
 
 
-def call_with_changes(
-    app: App, record: WorkspaceRecord, method: str, params: Any, label: str, show: Callable[[Any, ChangeSpool], None]
-) -> Any:
-    """Call `method`, and have `show` print the answer with its changes, or print both as JSON; gives the answer."""
+def call_with_changes(app: App, request: RemoteCall[Any], label: str, show: Callable[[Any, ChangeSpool], None]) -> Any:
+    """Send `request`, print the answer and its changes with `show` or as JSON, and return the answer."""
     with ChangeSpool() as spool:
-        params.stream = True
-        answer = app.call(record, method, params, label=label, on_output=spool.feed)
+        request.params.stream = True
+        answer = app.call(request, label=label, on_output=spool.feed)
         if app.json:
             print_with_changes(answer, spool)
         else:

@@ -11,9 +11,21 @@ import click
 from click.shell_completion import CompletionItem
 
 from vfsd.client.mount_arguments import check_backend
+from vfsd.client.requests import check_archive_name
 from vfsd.wire.options import NAME_PATTERN
 
-__all__ = ["BACKEND", "NAME", "SIZE", "Backend", "Name", "Seconds", "Size", "in_home", "is_text"]
+__all__ = [
+    "BACKEND",
+    "NAME",
+    "SIZE",
+    "Backend",
+    "Name",
+    "Seconds",
+    "Size",
+    "in_home",
+    "is_text",
+    "refuse_other_archives",
+]
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
@@ -81,6 +93,14 @@ class Name(_TextType):
                 ctx,
             )
         return str(value)
+
+
+def refuse_other_archives(file: str) -> None:
+    """Raise UsageError if `file` is not a name for a ZIP archive."""
+    try:
+        check_archive_name(file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def in_home(backend: str) -> str:

@@ -1,0 +1,112 @@
+"""Convert the daemon's answers to the values of `vfsd.client.results`.
+
+A value has the fields of the message that it is made from, with Python's types: paths as `str`, times as aware
+datetimes, lists of (path, reason) records as mappings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+
+from vfsd.client import results
+from vfsd.wire import messages
+
+__all__ = ["CONVERTERS"]
+
+_change_records = msgspec.json.Decoder(messages.ChangeRecord)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _path(wire: str) -> str:
+    return os.fsdecode(messages.from_wire_path(wire))
+
+
+def _paths(wire: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(_path, wire))
+
+
+def _counts(counts: messages.ChangeCounts) -> results.Counts:
+    return results.Counts(counts.added, counts.modified, counts.removed)
+
+
+def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
+    return tuple(
+        results.Change(_path(record.path), record.change, record.type, record.old_size, record.new_size)
+        for record in records
+    )
+
+
+def _reasons(records: Iterable[messages.ProblemRecord | messages.ConflictRecord]) -> dict[str, str]:
+    return {_path(record.path): record.reason for record in records}
+
+
+def _expired(records: Iterable[messages.ExpiredRecord]) -> dict[str, datetime]:
+    return {record.name: datetime.fromisoformat(record.created_at) for record in records}
+
+
+# Field name -> conversion.  Other fields are taken as they are.
+_CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "path": _path,
+    "mountpoint": _path,
+    "directory": _path,
+    "unstable": _paths,
+    "unreadable": _paths,
+    "holders": tuple,
+    "created_at": datetime.fromisoformat,
+    "started_at": datetime.fromisoformat,
+    "counts": _counts,
+    "changes": _changes,
+    "problems": _reasons,
+    "omitted": _reasons,
+    "skipped": _reasons,
+    "conflicts": _reasons,
+    "expired": _expired,
+}
+
+
+def _convert(kind: type[Any], **others: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that makes a `kind` of a message; `others` are conversions of its own."""
+    conversions = {**_CONVERSIONS, **others}
+    names = [(each.name, conversions.get(each.name, _unchanged)) for each in fields(kind)]
+
+    def convert(answer: Any) -> Any:
+        return kind(**{name: to(getattr(answer, name)) for name, to in names})
+
+    return convert
+
+
+def _diff(answer: messages.DiffResult, output: bytes) -> results.Diff:
+    changes = _changes(_change_records.decode_lines(output))
+    return results.Diff(a=answer.a, b=answer.b, counts=_counts(answer.counts), changes=changes)
+
+
+def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:
+    problems, omitted = _reasons(answer.problems), _reasons(answer.omitted)
+    return results.Patch(output, counts=_counts(answer.counts), problems=problems, omitted=omitted)
+
+
+CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "Snapshot": _convert(results.Snapshot, changes=lambda counts: None if counts is None else _counts(counts)),
+    "Diff": _diff,
+    "Patch": _patch,
+    **{
+        kind.__name__: _convert(kind)
+        for kind in (
+            results.Applied,
+            results.Exported,
+            results.Imported,
+            results.Restored,
+            results.Status,
+            results.Unmounted,
+        )
+    },
+}
