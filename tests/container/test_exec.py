@@ -28,7 +28,7 @@ def where_of(workspace: Workspace, container: Container, root: str = "/workspace
 
 def container_of(podman: PodmanService, workspace: Workspace) -> Container:
     """The one that its daemon has made."""
-    (state,) = podman.labelled({"vfsd.client.workspace": workspace.name})
+    (state,) = podman.labelled({"vfsd.workspace": workspace.name})
     return Container(podman, state.id, state.name)
 
 

@@ -1,4 +1,4 @@
-"""ContainerExecutor: commands in a container, which end with all that they started."""
+"""Commands in a container, which end with all that they started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 import trio
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.exec.executor import ContainerExecutor, ContainerPlace
 from protocol.backends.container.exec.processes import Outside
+from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, inside
@@ -47,8 +48,8 @@ def own_container(start_container: StartContainer) -> Container:
 
 
 @pytest.fixture
-def executor(container: Container) -> ContainerExecutor:
-    return ContainerExecutor(ContainerPlace(lambda: container))
+def executor(container: Container) -> BlockingExecutor:
+    return BlockingExecutor(ContainerCommandRunner(lambda: container))
 
 
 @pytest.fixture(params=["from outside", "from inside"])
@@ -63,23 +64,23 @@ def sleepers(container: Container) -> list[str]:
     return inside(container, SLEEPERS).decode().splitlines()
 
 
-def test_it_is_an_executor(executor: ContainerExecutor) -> None:
+def test_it_is_an_executor(executor: BlockingExecutor) -> None:
     assert isinstance(executor, Executor)
 
 
-def test_output_error_and_exit_status_come_apart(executor: ContainerExecutor) -> None:
+def test_output_error_and_exit_status_come_apart(executor: BlockingExecutor) -> None:
     done = executor.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (done.exit_status, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
     assert not done.timed_out
     assert not done.truncated
 
 
-def test_a_command_runs_in_its_directory_with_its_environment(executor: ContainerExecutor) -> None:
+def test_a_command_runs_in_its_directory_with_its_environment(executor: BlockingExecutor) -> None:
     done = executor.run(["sh", "-c", 'pwd; echo "$X"'], cwd="sub", env={"X": "1 2"})
     assert done.stdout == b"/workspace/sub\n1 2\n"
 
 
-def test_standard_input_is_given_whole_and_ends(executor: ContainerExecutor) -> None:
+def test_standard_input_is_given_whole_and_ends(executor: BlockingExecutor) -> None:
     content = os.urandom(1 << 20)
     assert executor.run(["cat"], stdin=content, output_limit_bytes=1 << 21).stdout == content
     assert executor.run(["cat"]).stdout == b""
@@ -87,20 +88,20 @@ def test_standard_input_is_given_whole_and_ends(executor: ContainerExecutor) -> 
 
 @pytest.mark.parametrize("size", [100, 200_000])
 @pytest.mark.parametrize("script", ["exec <&-", "head -c 5 >/dev/null"])
-def test_input_that_is_not_read_costs_no_output(executor: ContainerExecutor, script: str, size: int) -> None:
+def test_input_that_is_not_read_costs_no_output(executor: BlockingExecutor, script: str, size: int) -> None:
     for _ in range(5):
         done = executor.run(["sh", "-c", f"{script}; echo done; echo end >&2; exit 3"], stdin=b"x" * size)
         assert (done.exit_status, done.stdout, done.stderr) == (3, b"done\n", b"end\n")
 
 
 def test_without_a_shell_a_container_runs_commands_all_the_same(own_container: Container) -> None:
-    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     inside(own_container, "rm /bin/sh")
     assert executor.run(["cat"], stdin=b"input").stdout == b"input"
     assert executor.run(["echo", "x"]).stdout == b"x\n"
 
 
-def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor: ContainerExecutor) -> None:
+def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor: BlockingExecutor) -> None:
     binary = bytes(range(256)) * 400
     done = executor.run(["sh", "-c", "tee /dev/stderr; printf '\\0'; kill -9 $$"], stdin=binary)
     assert (done.exit_status, done.stdout, done.stderr) == (137, binary + b"\0", binary)
@@ -110,12 +111,12 @@ def test_with_input_too_it_is_the_program_that_runs_with_its_own_errors(executor
     assert caught.value.filename == "no-such-program"
 
 
-def test_output_beyond_the_limit_is_thrown_away_and_the_command_goes_on(executor: ContainerExecutor) -> None:
+def test_output_beyond_the_limit_is_thrown_away_and_the_command_goes_on(executor: BlockingExecutor) -> None:
     done = executor.run(["sh", "-c", "head -c 1000000 /dev/zero; echo end >&2"], output_limit_bytes=10)
     assert (done.stdout, done.stderr, done.truncated, done.exit_status) == (bytes(10), b"end\n", True, 0)
 
 
-def test_a_signal_that_ends_a_command_is_told_as_the_runtime_does(executor: ContainerExecutor) -> None:
+def test_a_signal_that_ends_a_command_is_told_as_the_runtime_does(executor: BlockingExecutor) -> None:
     assert executor.run(["sh", "-c", "kill -TERM $$"]).exit_status == 128 + signal.SIGTERM
 
 
@@ -130,14 +131,14 @@ def test_a_signal_that_ends_a_command_is_told_as_the_runtime_does(executor: Cont
     ],
 )
 def test_a_command_that_cannot_be_started_raises(
-    executor: ContainerExecutor, argv: list[str], cwd: str, code: int, about: str
+    executor: BlockingExecutor, argv: list[str], cwd: str, code: int, about: str
 ) -> None:
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
         executor.run(argv, cwd=cwd)
     assert (caught.value.errno, caught.value.filename) == (code, about)
 
 
-def test_what_only_looks_like_a_refusal_is_the_commands_own(executor: ContainerExecutor) -> None:
+def test_what_only_looks_like_a_refusal_is_the_commands_own(executor: BlockingExecutor) -> None:
     done = executor.run(["sh", "-c", "echo 'Error: an OCI thing' >&2; exit 1"])
     assert (done.exit_status, done.stderr) == (1, b"Error: an OCI thing\n")
     assert executor.run(["sh", "-c", "no-such-program; exit 127"]).exit_status == 127
@@ -148,7 +149,7 @@ ESCAPING = "setsid sh -c 'sleep 1000 & exec sleep 2000' & (sleep 3000 &) ; sleep
 
 @pytest.mark.parametrize("ending", ["", "; sleep 4000"], ids=["it ended", "its time was over"])
 def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
-    executor: ContainerExecutor, container: Container, way: str, ending: str
+    executor: BlockingExecutor, container: Container, way: str, ending: str
 ) -> None:
     done = executor.run(["sh", "-c", ESCAPING + ending], timeout_s=2 if ending else 60)
     assert (done.timed_out, done.exit_status) == ((True, -signal.SIGKILL) if ending else (False, 0))
@@ -157,7 +158,7 @@ def test_nothing_is_left_of_a_command_not_even_in_other_sessions(
 
 def test_another_command_and_the_containers_own_processes_stay(own_container: Container, way: str) -> None:
     container = own_container
-    executor = ContainerExecutor(ContainerPlace(lambda: container))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: container))
     inside(container, "setsid sleep 9000 >/dev/null 2>&1 &")
     started = threading.Event()
     other = executor.start(["sh", "-c", "sleep 8000"])
@@ -176,13 +177,13 @@ def test_another_command_and_the_containers_own_processes_stay(own_container: Co
 def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(
     own_container: Container, way: str
 ) -> None:
-    executor = ContainerExecutor(ContainerPlace(lambda: own_container, owned=True))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container, owned=True))
     executor.run(["sh", "-c", "env -i setsid sh -c '(env -i setsid sleep 1000 &)'; sleep 0.2"])
     assert sleepers(own_container) == []
     assert inside(own_container, "ps -o args").splitlines().count(b"sleep 86400") == 1  # its first process is at work
 
 
-def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, container: Container, way: str) -> None:
+def test_killing_from_another_thread_ends_the_wait(executor: BlockingExecutor, container: Container, way: str) -> None:
     running = executor.start(["sh", "-c", "echo; sleep 1000"])
     results = []
     thread = threading.Thread(target=lambda: results.append(running.wait()))
@@ -197,7 +198,7 @@ def test_killing_from_another_thread_ends_the_wait(executor: ContainerExecutor, 
 
 
 def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_container: Container) -> None:
-    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     running = executor.start(["sh", "-c", "echo said; exec sleep 1000"], timeout_s=3)
     done: list[ExecResult] = []
     thread = threading.Thread(target=lambda: done.append(running.wait()))
@@ -219,7 +220,7 @@ def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_co
 
 
 def test_a_command_whose_container_is_removed_was_killed(own_container: Container) -> None:
-    running = ContainerExecutor(ContainerPlace(lambda: own_container)).start(["sleep", "1000"])
+    running = BlockingExecutor(ContainerCommandRunner(lambda: own_container)).start(["sleep", "1000"])
     done: list[ExecResult] = []
     thread = threading.Thread(target=lambda: done.append(running.wait()))
     thread.start()
@@ -231,7 +232,7 @@ def test_a_command_whose_container_is_removed_was_killed(own_container: Containe
 
 
 def test_a_signal_reaches_the_command_and_what_it_runs(container: Container, way: str) -> None:
-    place = ContainerPlace(lambda: container)
+    place = ContainerCommandRunner(lambda: container)
     script = "trap 'echo got; exit 5' USR1; echo ready; while :; do sleep 0.1; done"
 
     async def main() -> tuple[bytes, int]:
@@ -251,7 +252,7 @@ BOMB = "bomb() { bomb | bomb & }; bomb & exec sleep 1000"  # one fork, then none
 
 def test_a_fork_bomb_ends_at_its_time(own_container: Container, way: str) -> None:
     """From inside there is no process left to do it with: the container of ours is restarted."""
-    executor = ContainerExecutor(ContainerPlace(lambda: own_container, owned=True))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container, owned=True))
     done = executor.run(["sh", "-c", BOMB], timeout_s=2)
     assert done.timed_out
     left = inside(own_container, "ps -o args | grep -c '[b]omb' || true")
@@ -270,7 +271,7 @@ def monitors_of(container: Container) -> int:
 
 
 def test_podmans_monitors_of_commands_that_have_ended_do_not_pile_up(own_container: Container) -> None:
-    executor = ContainerExecutor(ContainerPlace(lambda: own_container))
+    executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     before = monitors_of(own_container)  # `own_container` has itself run a command in there
     for _ in range(6):
         assert executor.run(["true"]).exit_status == 0
@@ -286,7 +287,9 @@ def test_the_shell_and_python_tools_run_in_the_container(
 ) -> None:
     container = start_container(python_image)
     inside(container, "mkdir /workspace && echo hello > /workspace/f")
-    context = ToolContext(HostFilesystem(tmp_path), executor=ContainerExecutor(ContainerPlace(lambda: container)))
+    context = ToolContext(
+        HostFilesystem(tmp_path), executor=BlockingExecutor(ContainerCommandRunner(lambda: container))
+    )
     shell = TOOLS["shell"].call({"command": "cat f; echo $((6 * 7))"}, context)
     assert (shell.stdout, shell.exit_status) == ("hello\n42\n", 0)
     python = TOOLS["python"].call({"code": "import sys; print(open('f').read()); sys.exit(2)"}, context)

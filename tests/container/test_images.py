@@ -97,7 +97,7 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + ":" + os.readlink("/proc/self/ns/pid")
     machine = create_labels(podman)["vfsd.machine"]
     dead = f"{2**22 + 1}:1"  # no process has such a number: kernel/pid_max
-    labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon.daemon": dead}
+    labels = {WORKSPACE_LABEL: "w", "vfsd.machine": machine, "vfsd.boot": boot, "vfsd.daemon": dead}
     elsewhere = start_container(labels={**labels, "vfsd.machine": "another:0"})
     namespace = os.readlink("/proc/self/ns/pid")
     other_boot = start_container(labels={**labels, "vfsd.boot": f"another:{namespace}"})

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from protocol.backends.container.exec.executor import ContainerExecutor, ContainerPlace
+from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.podman import Container
+from protocol.execution.blocking import BlockingExecutor
 from tests.container.conftest import StartContainer, inside
 
 # Each byte that a word can have, with newlines at the end, which a shell's $() drops.
@@ -24,12 +25,12 @@ def container(start_container: StartContainer) -> Container:
 
 
 @pytest.fixture
-def executor(container: Container) -> ContainerExecutor:
-    return ContainerExecutor(ContainerPlace(lambda: container, "/workspace"))
+def executor(container: Container) -> BlockingExecutor:
+    return BlockingExecutor(ContainerCommandRunner(lambda: container, "/workspace"))
 
 
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
-def test_words_and_variables_arrive_with_every_byte(executor: ContainerExecutor, stdin: bytes) -> None:
+def test_words_and_variables_arrive_with_every_byte(executor: BlockingExecutor, stdin: bytes) -> None:
     script = 'printf %s "$1" "$PLAIN" "$RAW"; cat'
     env = {"PLAIN": "ä", "RAW": RAW}
 
@@ -42,7 +43,7 @@ def test_words_and_variables_arrive_with_every_byte(executor: ContainerExecutor,
 
 
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
-def test_a_directory_and_a_program_may_have_any_name(executor: ContainerExecutor, stdin: bytes) -> None:
+def test_a_directory_and_a_program_may_have_any_name(executor: BlockingExecutor, stdin: bytes) -> None:
     name = os.fsdecode(b"d\xff")
     executor.run(["mkdir", name])
 
@@ -52,7 +53,7 @@ def test_a_directory_and_a_program_may_have_any_name(executor: ContainerExecutor
 
 
 @pytest.mark.parametrize("stdin", [b"", b"input"], ids=["without input", "with input"])
-def test_what_is_missing_is_named(executor: ContainerExecutor, stdin: bytes) -> None:
+def test_what_is_missing_is_named(executor: BlockingExecutor, stdin: bytes) -> None:
     program = os.fsdecode(b"no-\xff")
     with pytest.raises(FileNotFoundError) as caught:
         executor.run([program], stdin=stdin)
@@ -65,13 +66,13 @@ def test_what_is_missing_is_named(executor: ContainerExecutor, stdin: bytes) -> 
 @pytest.mark.parametrize(
     "env", [{"A-B": os.fsdecode(b"\xff")}, {os.fsdecode(b"N\xff"): "x"}], ids=["no name for a shell", "raw name"]
 )
-def test_a_variable_that_no_shell_can_set_is_refused(executor: ContainerExecutor, env: Mapping[str, str]) -> None:
+def test_a_variable_that_no_shell_can_set_is_refused(executor: BlockingExecutor, env: Mapping[str, str]) -> None:
     with pytest.raises(OSError, match="needs a name of letters") as caught:
         executor.run(["true"], env=env)
     assert caught.value.errno == errno.EILSEQ
 
 
-def test_without_a_shell_such_a_command_is_refused(container: Container, executor: ContainerExecutor) -> None:
+def test_without_a_shell_such_a_command_is_refused(container: Container, executor: BlockingExecutor) -> None:
     inside(container, "rm /bin/sh")
     with pytest.raises(OSError, match="needs /bin/sh") as caught:
         executor.run(["/bin/echo", RAW])

@@ -51,7 +51,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.adapters.hiding",),
-    "trio": ("vfsd.client", "vfsd.daemon", "vfsd.kernel", "protocol.backends.container"),
+    "trio": ("vfsd.client", "vfsd.daemon", "vfsd.kernel", "protocol.execution", "protocol.backends.container"),
     "podman": ("protocol.backends.container.podman",),
     "h11": ("protocol.backends.container.podman",),
     # System calls, and the layouts of other programs' structures.
@@ -70,7 +70,6 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
         "protocol.backends.container.podman",
         "vfsd.kernel.engines.native",
         "vfsd.wire.sockets",
-        "vfsd.daemon.exec.host",  # the size of a terminal window
     ),
     "vfsd": ("vfsd",),
 }

@@ -30,8 +30,8 @@ from protocol.linux.regular_file import open_regular
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.choice import choose_place
-from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.choice import choose_runner
+from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.exec.snapshot_each import SnapshotEach
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
@@ -131,9 +131,9 @@ class _Daemon:
                 volume, engine, place = self._backend.volume, self._engine, options.mountpoint
                 served = MountedVolume(volume, engine, self._replay, place, nursery, container)
                 snapshots = open_snapshots(served, self._backend.stored)
-                runs_at = choose_place(options, self._backend.container)
+                runner = choose_runner(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
-                self._commands = commands = Commands(options.name, place=runs_at, take_snapshot=each)
+                self._commands = commands = Commands(options.name, runner=runner, take_snapshot=each)
                 methods = Methods(served, snapshots, options, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)

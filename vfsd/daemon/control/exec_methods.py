@@ -16,10 +16,10 @@ from typing import Final
 import trio
 
 from protocol.execution.executor import Command, Terminal
+from protocol.execution.runner import CommandLimits, Process, Stream
 from protocol.paths import decode, normalise
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.exec.place import Process, Stream
-from vfsd.daemon.exec.running import CommandLimits, Commands
+from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,

@@ -32,6 +32,7 @@ from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.execution.executor import Command
+from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
@@ -42,8 +43,7 @@ from protocol.types import DEFAULT_READ_LINES
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.exec_methods import command_words
 from vfsd.daemon.control.turns import Slices, Turns
-from vfsd.daemon.exec.place import Stream
-from vfsd.daemon.exec.running import CommandLimits, Commands, given
+from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.wire.fs_messages import (
     FsEditParams,
@@ -226,22 +226,18 @@ class FsMethods:
             env=params.env,
             has_input=bool(params.stdin),
         )
-        collected: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-
-        async def collect(stream: Stream, data: bytes) -> None:
-            collected[stream] += data
-
+        output = OutputBuffer()
         async with self._at_once:
             done = await self._commands.run(
                 command,
                 CommandLimits(params.timeout_s, params.output_limit_bytes),
-                on_output=collect,
-                feed=given(params.stdin),
+                on_output=output,
+                feed=feed_bytes(params.stdin),
             )
         return FsExecResult(
             done.exit_status,
-            bytes(collected["stdout"]),
-            bytes(collected["stderr"]),
+            output.stdout,
+            output.stderr,
             done.timed_out,
             done.truncated,
             done.snapshot,

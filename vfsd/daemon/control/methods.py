@@ -43,7 +43,7 @@ from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.overlay_methods import OverlayMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
-from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
 from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, SnapshotService, in_bytes, is_reserved, name_at

@@ -25,7 +25,7 @@ from protocol.diff.tree_diff import Change, DiffCounts, changes, count
 from protocol.tree import Tree
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.changes import time_text
-from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure

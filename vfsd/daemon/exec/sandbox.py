@@ -28,12 +28,12 @@ from typing import Final
 
 import trio
 
-from protocol.backends.container.exec.executor import ContainerPlace
+from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.owned import create_owned
 from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.execution.executor import Command
-from vfsd.daemon.exec.place import Process
+from protocol.execution.runner import Process
 from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import mount_at, mounts
 from vfsd.wire.options import MountOptions
@@ -59,7 +59,7 @@ class Sandbox:
         self._options = options
         self._service = PodmanService(options.podman_url)
         self._container: Container | None = None
-        self._place: ContainerPlace | None = None
+        self._runner: ContainerCommandRunner | None = None
         self._changing = trio.Lock()
         self._running = 0
         self._is_over = False
@@ -86,10 +86,10 @@ class Sandbox:
     async def started(self, command: Command) -> AsyncIterator[Process]:
         """See `Place`."""
         await self.begin()
-        assert self._place is not None
+        assert self._runner is not None
         self._running += 1
         try:
-            async with self._place.started(command) as process:
+            async with self._runner.started(command) as process:
                 yield process
         finally:
             self._running -= 1
@@ -155,7 +155,7 @@ class Sandbox:
             container.remove()
             raise
         self._container = container
-        self._place = ContainerPlace(lambda: container, WORKDIR, owned=True)
+        self._runner = ContainerCommandRunner(lambda: container, WORKDIR, owned=True)
         _logger.info("commands run in the container %s", container.name, extra={"operation": "sandbox"})
 
     def _check_sees_mount(self, container: Container) -> None:
@@ -171,7 +171,7 @@ class Sandbox:
         container = self._container
         if container is not None:
             container.remove()  # known until it is gone: the next attempt is for it too
-            self._container = self._place = None
+            self._container = self._runner = None
             _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
 
 

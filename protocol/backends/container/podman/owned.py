@@ -25,10 +25,10 @@ __all__ = ["WORKSPACE_LABEL", "create_owned", "has_died", "remove_orphans", "thi
 
 _logger = logging.getLogger(__name__)
 
-WORKSPACE_LABEL: Final = "vfsd.client.workspace"
+WORKSPACE_LABEL: Final = "vfsd.workspace"
 _MACHINE_LABEL: Final = "vfsd.machine"
 _BOOT_LABEL: Final = "vfsd.boot"
-_DAEMON_LABEL: Final = "vfsd.daemon.daemon"
+_DAEMON_LABEL: Final = "vfsd.daemon"
 _INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h: the same in every boot
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.execution.executor import Executor, HostExecutor
+from protocol.execution.executor import Executor
+from protocol.execution.host import HostExecutor
 from tests.support.waiting import readable
 
 
@@ -163,7 +164,7 @@ def test_killing_from_another_thread_ends_the_wait(executor: HostExecutor, tmp_p
 def test_when_whoever_started_it_dies_the_command_dies_too(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     code = (
-        "from protocol.execution.executor import HostExecutor\n"
+        "from protocol.execution.host import HostExecutor\n"
         f"HostExecutor('{tmp_path}').run(['sh', '-c', 'echo $$ >pid; echo >started; sleep 1000'])\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code])

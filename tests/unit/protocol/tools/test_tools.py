@@ -15,7 +15,7 @@ import pytest
 from protocol import HostFilesystem, InMemoryFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
-from protocol.execution.executor import HostExecutor
+from protocol.execution.host import HostExecutor
 from protocol.filesystem import Filesystem
 from protocol.tools import (
     TOOLS,

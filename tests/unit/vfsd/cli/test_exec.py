@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import trio
 
+from protocol.execution.host import HostCommandRunner
 from tests.support.exec_suite import WAIT_S, ExecSuite, Where, command_line, run
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.host import HostCommandRunner
-from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams, Nothing
 from vfsd.wire.messages import INVALID_PARAMS
 
@@ -46,8 +46,8 @@ class ExecDaemon(FakeDaemon):
         return f"exec-{len(self.tags_taken)}"
 
     async def _serve(self, started: threading.Event) -> None:
-        place = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
-        commands = Commands(self.name, place=place, take_snapshot=self._take_snapshot)
+        runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        commands = Commands(self.name, runner=runner, take_snapshot=self._take_snapshot)
         methods = {**ExecMethods(commands).handlers(), "ping": _ping}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:

@@ -17,6 +17,7 @@ import trio
 from click.testing import CliRunner
 
 from protocol.backends.memory import MemoryVolume
+from protocol.execution.host import HostCommandRunner
 from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
@@ -24,8 +25,7 @@ from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.host import HostCommandRunner
-from vfsd.daemon.exec.running import Commands
+from vfsd.daemon.exec.commands import Commands
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import INVALID_PARAMS, METHODS
@@ -54,8 +54,8 @@ class FsDaemon(FakeDaemon):
         self.volume = MemoryVolume(max_bytes=40 << 20)
         self.kernel = ToldKernel(self.volume)
         options = MountOptions(self.mountpoint, self.name, exec_on_host=self.on_host)
-        place = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
-        commands = Commands(self.name, place=place)
+        runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
+        commands = Commands(self.name, runner=runner)
         fs_methods = FsMethods(self.kernel, options, commands)  # type: ignore[arg-type]
         methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
         self._token = trio.lowlevel.current_trio_token()

@@ -1,4 +1,4 @@
-"""Commands in a container: `ContainerPlace` runs them for a trio loop, `ContainerExecutor` for plain threads.
+"""Commands in a container: `ContainerCommandRunner` runs them for a trio loop, `ContainerExecutor` for plain threads.
 
 A command is an exec of Podman's service (`exec_stream`).  It ends with all that it started: `marked` says how, and
 what it cannot promise.
@@ -11,9 +11,8 @@ import errno
 import logging
 import posixpath
 import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Final, Literal
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Final
 
 import trio
 
@@ -24,19 +23,11 @@ from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, o
 from protocol.backends.container.podman.monitors import let_go
 from protocol.backends.container.podman.podman import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
-from protocol.errors import only_error, os_error
-from protocol.execution.executor import (
-    DEFAULT_OUTPUT_BYTES,
-    DEFAULT_TIMEOUT_S,
-    Command,
-    ExecResult,
-    Terminal,
-    check_command,
-)
+from protocol.errors import os_error
+from protocol.execution.executor import Command, Terminal, check_command
+from protocol.execution.runner import Stream
 
-__all__ = ["ContainerExecutor", "ContainerPlace", "ContainerProcess", "RunningInContainer"]
-
-Stream = Literal["stdout", "stderr"]
+__all__ = ["ContainerCommandRunner", "ContainerProcess"]
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +40,7 @@ _REFUSAL_STATUSES: Final = frozenset({125, 126, 127})
 _REFUSAL_BYTES: Final = 8 * 1024
 
 
-class ContainerPlace:
+class ContainerCommandRunner:
     """Runs commands in the container that `find` finds (blocking), below its directory `workdir`.
 
     `owned`: nothing but commands run here makes processes in it, and it may be restarted.
@@ -160,7 +151,7 @@ class ContainerPlace:
 
 
 class ContainerProcess:
-    """A command in a container, as `vfsd.daemon.exec.place.Process` has it.  A terminal's output is all "stdout"."""
+    """A command in a container, as `protocol.execution.runner.Process` has it.  A terminal's output is all "stdout"."""
 
     def __init__(
         self,
@@ -332,107 +323,3 @@ def _refused(said: str, program: str, directory: str) -> OSError:
         if words in text:
             return os_error(code, about)
     return OSError(errno.EIO, f"the container cannot run it: {reason}", about)
-
-
-# -- for threads -----------------------------------------------------------------------------------------
-class ContainerExecutor:
-    """Implements `protocol.execution.executor.Executor` in a container; each command has a thread's loop of its own."""
-
-    def __init__(self, place: ContainerPlace) -> None:
-        self._place = place
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
-        stdin: bytes = b"",
-    ) -> ExecResult:
-        """See `Executor`; not from within a trio loop.  A signal that killed it shows as 128 + its number."""
-        return self.start(
-            argv, cwd=cwd, env=env, timeout_s=timeout_s, output_limit_bytes=output_limit_bytes, stdin=stdin
-        ).wait()
-
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
-        stdin: bytes = b"",
-    ) -> RunningInContainer:
-        """A command that `wait` runs, in the thread that calls it."""
-        command = Command(argv, cwd=cwd, env=dict(env or {}), has_input=bool(stdin))
-        check_command(command)
-        if timeout_s <= 0:
-            raise os_error(errno.EINVAL, "a timeout must be positive")
-        return RunningInContainer(self._place, command, timeout_s, output_limit_bytes, stdin)
-
-
-class RunningInContainer:
-    """A command, run by `wait`, which any other thread may end by `kill`."""
-
-    def __init__(
-        self, place: ContainerPlace, command: Command, timeout_s: float, output_limit_bytes: int, stdin: bytes
-    ) -> None:
-        self._place = place
-        self._command = command
-        self._timeout_s = timeout_s
-        self._limit_bytes = output_limit_bytes
-        self._stdin = stdin
-        self._lock = threading.Lock()
-        self._token: trio.lowlevel.TrioToken | None = None
-        self._to_be_killed: trio.Event | None = None
-        self._is_killed = False
-
-    def kill(self) -> None:
-        """Have it killed with all that it started; `wait` then returns soon.  Idempotent."""
-        with self._lock:
-            self._is_killed = True
-            if self._token is not None and self._to_be_killed is not None:
-                with contextlib.suppress(trio.RunFinishedError):
-                    self._token.run_sync_soon(self._to_be_killed.set)
-
-    def wait(self) -> ExecResult:
-        """Run it to its end.  OSError where it could not be started."""
-        try:
-            return trio.run(self._run)
-        except BaseExceptionGroup as group:
-            raise only_error(group) from None
-
-    async def _run(self) -> ExecResult:
-        with self._lock:
-            self._token, self._to_be_killed = trio.lowlevel.current_trio_token(), trio.Event()
-            if self._is_killed:
-                self._to_be_killed.set()
-        output: dict[Stream, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        truncated = timed_out = False
-        async with self._place.started(self._command) as process, trio.open_nursery() as nursery:
-
-            async def end() -> None:
-                nonlocal timed_out
-                assert self._to_be_killed is not None
-                with trio.move_on_after(self._timeout_s) as clock:
-                    await self._to_be_killed.wait()
-                timed_out = clock.cancelled_caught
-                await process.kill()
-
-            async def feed() -> None:
-                with contextlib.suppress(BrokenPipeError):
-                    await process.send(self._stdin)
-                await process.end_input()
-
-            nursery.start_soon(end)
-            nursery.start_soon(feed)
-            async for stream, data in process.output:
-                room = self._limit_bytes - len(output[stream])
-                output[stream] += data[:room]
-                truncated = truncated or len(data) > room
-            exit_status = await process.wait()
-            nursery.cancel_scope.cancel()
-        return ExecResult(exit_status, bytes(output["stdout"]), bytes(output["stderr"]), timed_out, truncated)

@@ -1,0 +1,136 @@
+"""Commands: the commands of one workspace, each followed by a snapshot if the workspace was mounted with that option.
+
+Threading: the serving loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+import trio
+
+from protocol.execution.executor import Command
+from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, Feed, OnOutput
+from vfsd.machine.logs import log_failure
+
+__all__ = ["Commands", "Ended", "MountHolder"]
+
+TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
+
+_TAG_CHARACTERS: Final = 200
+_logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class MountHolder(CommandRunner, Protocol):
+    """A runner that holds the mount itself and has to release it before an unmount."""
+
+    async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Prepare to run commands, and release the mount after any process has unmounted it here."""
+        ...
+
+    def check_idle(self) -> None:
+        """Raise OSError (EBUSY) while a command runs."""
+        ...
+
+    async def leave(self) -> None:
+        """Release the mount, which ends running commands.  The next command takes it again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The result of a command.
+
+    `snapshot` names the snapshot that was taken after the command, `snapshot_error` says why there is none.
+    """
+
+    exit_status: int
+    timed_out: bool = False
+    truncated: bool = False
+    snapshot: str | None = None
+    snapshot_error: str | None = None
+
+
+class Commands:
+    """Runs a workspace's commands with `runner`.
+
+    `take_snapshot`, if given, is called after each command with a tag and returns the snapshot's name.
+    """
+
+    def __init__(
+        self, workspace: str, *, runner: CommandRunner | None = None, take_snapshot: TakeSnapshot | None = None
+    ) -> None:
+        self._workspace = workspace
+        self._runner = runner
+        self._take_snapshot = take_snapshot
+
+    async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> Ended:
+        """Run a command until it ends; see `protocol.execution.runner.CommandRun`.
+
+        Cancelling kills it.  OSError if it cannot be started.
+        """
+        if self._runner is None:
+            raise self._unsupported()
+        run = CommandRun(command, limits, on_output=on_output, feed=feed)
+        try:
+            exit_status = await run.execute(self._runner)
+        except BaseException:
+            if run.has_run:
+                await self._snapshot(command)  # the command may have changed files
+            raise
+        snapshot, snapshot_error = await self._snapshot(command)
+        return Ended(exit_status, run.timed_out, run.truncated, snapshot, snapshot_error)
+
+    @property
+    def where(self) -> str | None:
+        """The place where commands run, in words; None if the workspace cannot run commands."""
+        return None if self._runner is None else self._runner.where
+
+    async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Prepare the runner, and keep it while the mount is served.  OSError if that fails."""
+        if isinstance(self._runner, MountHolder):
+            await self._runner.attend(task_status=task_status)
+        else:
+            task_status.started()
+
+    def check_idle(self) -> None:
+        """Raise OSError (EBUSY) while commands keep the mount busy in a way that the kernel does not see."""
+        if isinstance(self._runner, MountHolder):
+            self._runner.check_idle()
+
+    async def leave(self) -> None:
+        """Release the runner's hold on the mount, for an unmount."""
+        if isinstance(self._runner, MountHolder):
+            await self._runner.leave()
+
+    async def _snapshot(self, command: Command) -> tuple[str | None, str | None]:
+        """Take a snapshot; return its name, or else the reason of the failure.  Raises nothing: the command has run."""
+        if self._take_snapshot is None:
+            return None, None
+        with trio.CancelScope(shield=True):
+            try:
+                return await self._take_snapshot(_tag(command)), None
+            except Exception as error:  # noqa: BLE001 -- log_failure logs the traceback of all but OSErrors
+                log_failure(_logger, "snapshot after a command", error, level=logging.WARNING)
+                return None, getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return None, None
+
+    def _unsupported(self) -> OSError:
+        return OSError(
+            errno.EOPNOTSUPP,
+            f"workspace {self._workspace!r} cannot run commands: its backend has nothing to run them in. Mount it with "
+            "--sandbox image:REF to run them in a container that sees its files, or with --on-host to run them on this "
+            "host with your rights",
+        )
+
+
+def _tag(command: Command) -> str:
+    """The command in one line that JSON can carry."""
+    line = shlex.join(command.argv).encode("utf-8", "backslashreplace").decode()
+    return " ".join(line.split())[:_TAG_CHARACTERS]
