@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tool_messages import Params, Result
+from protocol.tools.base import Tool, ToolContext
 from protocol.tools.commands import PYTHON, SHELL
 from protocol.tools.events import (
     DirectoryCreated,

@@ -13,20 +13,13 @@ import msgspec
 from protocol.execution.executor import Executor
 from protocol.filesystem import Filesystem
 from protocol.search.walk import CancelCheck, never_cancelled
+from protocol.tool_messages import Params, Result
 from protocol.tools.events import FileEvent, Subscriber
 from protocol.tree import Tree
 
-__all__ = ["Params", "Result", "Tool", "ToolContext", "printable"]
+__all__ = ["Tool", "ToolContext", "printable"]
 
 _logger = logging.getLogger(__name__)
-
-
-class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The parameters of a tool, checked as they are decoded."""
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool answers."""
 
 
 P = TypeVar("P", bound=Params)

@@ -10,7 +10,8 @@ from msgspec import Meta
 from protocol.errors import os_error
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
 from protocol.paths import normalise
-from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tool_messages import Params, Result
+from protocol.tools.base import Tool, ToolContext
 
 __all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams"]
 

@@ -12,7 +12,16 @@ from msgspec import Meta
 
 from protocol.filesystem import Filesystem
 from protocol.paths import normalise
-from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tool_messages import (
+    EditFileParams,
+    EditFileResult,
+    Params,
+    Result,
+    RmParams,
+    RmResult,
+    WriteFileResult,
+)
+from protocol.tools.base import Tool, ToolContext
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
 from protocol.tools.walk import below
 from protocol.tree import TreeEntry
@@ -24,17 +33,12 @@ __all__ = [
     "READ_FILE",
     "RM",
     "WRITE_FILE",
-    "EditFileParams",
-    "EditFileResult",
     "Entry",
     "LsParams",
     "LsResult",
     "ReadFileParams",
     "ReadFileResult",
-    "RmParams",
-    "RmResult",
     "WriteFileParams",
-    "WriteFileResult",
     "entries_of",
     "entry_of",
 ]
@@ -234,12 +238,6 @@ class WriteFileParams(Params, frozen=True):
     create_parents: Annotated[bool, Meta(description="Make directories that are missing.")] = True
 
 
-class WriteFileResult(Result, frozen=True):
-    path: str
-    bytes_written: int
-    mode: WriteMode
-
-
 def _write_file(params: WriteFileParams, context: ToolContext) -> WriteFileResult:
     return write_bytes(
         params.path,
@@ -291,21 +289,6 @@ WRITE_FILE: Final = Tool(
 
 
 # -- edit_file ------------------------------------------------------------------------------------
-class EditFileParams(Params, frozen=True):
-    path: Path
-    old_text: Annotated[str, Meta(description="The exact text to replace, with its white space. Must be unique.")]
-    new_text: Annotated[str, Meta(description="The text to put in its place.")]
-    replace_all: Annotated[bool, Meta(description="Replace every occurrence.")] = False
-
-
-class EditFileResult(Result, frozen=True):
-    """`bytes_written` is the size of the file now."""
-
-    path: str
-    replacements: int
-    bytes_written: int
-
-
 def _edit_file(params: EditFileParams, context: ToolContext) -> EditFileResult:
     if not params.old_text:
         raise ValueError("old_text is empty: give the text to replace, or use write_file")
@@ -376,18 +359,6 @@ EDIT_FILE: Final = Tool(
 
 
 # -- rm -------------------------------------------------------------------------------------------
-class RmParams(Params, frozen=True):
-    path: Path
-    recursive: Annotated[bool, Meta(description="Delete a directory with all that is in it.")] = False
-
-
-class RmResult(Result, frozen=True):
-    """`deleted` counts the entries that are gone."""
-
-    path: str
-    deleted: int
-
-
 def _rm(params: RmParams, context: ToolContext) -> RmResult:
     path = normalise(params.path)
     deleted = context.filesystem.delete(path, recursive=params.recursive)

@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from protocol.paths import encode
 from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
-from protocol.tools.base import Params, Result, Tool, ToolContext
+from protocol.tool_messages import Params, Result
+from protocol.tools.base import Tool, ToolContext
 from protocol.tools.walk import below
 
 __all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", "GrepResult"]

@@ -24,7 +24,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.tree",),
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
         ("protocol.volume", "protocol.search"),
-        ("protocol.filesystem", "protocol.archive"),
+        ("protocol.filesystem", "protocol.archive", "protocol.tool_messages"),
         ("protocol.store",),
         ("protocol.adapters",),
         ("protocol.backends",),

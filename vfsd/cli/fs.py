@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import click
 import msgspec
 
+from protocol.tool_messages import Edit
 from vfsd.cli.common import output
 from vfsd.cli.common.app import (
     INTERRUPTED,
@@ -328,14 +329,6 @@ def write_command(app: App, path: str, mode: Any, no_parents: bool, escaped: boo
         return workspace.with_path(workspace.call("fs.write", params))
 
 
-class Edit(msgspec.Struct, forbid_unknown_fields=True):
-    """What `vfsd fs edit` reads."""
-
-    old_text: str
-    new_text: str
-    replace_all: bool = False
-
-
 @fs_command.command("edit", cls=Command)
 @click.argument("path")
 @_path_options
@@ -351,9 +344,7 @@ def edit_command(app: App, path: str, escaped: bool) -> dict[str, Any]:
         edit = msgspec.json.decode(sys.stdin.buffer.read(), type=Edit)
     except msgspec.DecodeError as error:
         raise ValueError(f"standard input is not an edit: {error}") from None
-    params = fs.FsEditParams(
-        path=workspace.wire(path), old_text=edit.old_text, new_text=edit.new_text, replace_all=edit.replace_all
-    )
+    params = fs.EditFileParams(path=workspace.wire(path), **msgspec.structs.asdict(edit))
     return workspace.with_path(workspace.call("fs.edit", params))
 
 
@@ -365,7 +356,7 @@ def edit_command(app: App, path: str, escaped: bool) -> dict[str, Any]:
 def rm_command(app: App, path: str, recursive: bool, escaped: bool) -> dict[str, Any]:
     """Delete a file, a symlink or a directory; gives the count of entries deleted."""
     workspace = _Workspace(app, escaped=escaped)
-    params = fs.FsRmParams(path=workspace.wire(path), recursive=recursive)
+    params = fs.RmParams(path=workspace.wire(path), recursive=recursive)
     return workspace.with_path(workspace.call("fs.rm", params))
 
 

@@ -12,10 +12,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
+
 __all__ = [
     "FS_METHODS",
-    "FsEditParams",
-    "FsEditResult",
+    "EditFileParams",
+    "EditFileResult",
     "FsEntry",
     "FsExecParams",
     "FsExecResult",
@@ -28,11 +30,11 @@ __all__ = [
     "FsMatch",
     "FsReadParams",
     "FsReadResult",
-    "FsRmParams",
-    "FsRmResult",
     "FsStatParams",
     "FsWriteParams",
-    "FsWriteResult",
+    "RmParams",
+    "RmResult",
+    "WriteFileResult",
 ]
 
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -109,25 +111,6 @@ class FsWriteParams(_Params):
     create_parents: bool = True
 
 
-class FsWriteResult(msgspec.Struct):
-    path: str
-    bytes_written: int
-    mode: Literal["create", "overwrite", "append"]
-
-
-class FsEditParams(_Params):
-    path: str
-    old_text: str
-    new_text: str
-    replace_all: bool = False
-
-
-class FsEditResult(msgspec.Struct):
-    path: str
-    replacements: int
-    bytes_written: int
-
-
 class FsGlobParams(_Params):
     """fs.glob: hidden directories, node_modules and their like are skipped unless `everything`."""
 
@@ -179,16 +162,6 @@ class FsGrepResult(msgspec.Struct):
     unreadable_count: int = 0
 
 
-class FsRmParams(_Params):
-    path: str
-    recursive: bool = False
-
-
-class FsRmResult(msgspec.Struct):
-    path: str
-    deleted: int
-
-
 class FsExecParams(_Params):
     """fs.exec: the words of `argv` are written as paths are; `cwd` is in the workspace; `env` is added to the daemon's
     environment."""
@@ -216,10 +189,10 @@ FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "fs.ls": (FsLsParams, FsLsResult),
     "fs.stat": (FsStatParams, FsEntry),
     "fs.read": (FsReadParams, FsReadResult),
-    "fs.write": (FsWriteParams, FsWriteResult),
-    "fs.edit": (FsEditParams, FsEditResult),
+    "fs.write": (FsWriteParams, WriteFileResult),
+    "fs.edit": (EditFileParams, EditFileResult),
     "fs.glob": (FsGlobParams, FsGlobResult),
     "fs.grep": (FsGrepParams, FsGrepResult),
-    "fs.rm": (FsRmParams, FsRmResult),
+    "fs.rm": (RmParams, RmResult),
     "fs.exec": (FsExecParams, FsExecResult),
 }

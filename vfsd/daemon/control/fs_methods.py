@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from protocol.adapters.host import HostFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
@@ -36,8 +37,9 @@ from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
+from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
 from protocol.tools import TOOLS, ToolContext
-from protocol.tools.files import EditFileParams, Entry, RmParams, entries_of, entry_of, write_bytes
+from protocol.tools.files import EDIT_FILE, RM, Entry, entries_of, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
@@ -46,8 +48,6 @@ from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.wire.fs_messages import (
-    FsEditParams,
-    FsEditResult,
     FsEntry,
     FsExecParams,
     FsExecResult,
@@ -60,12 +60,9 @@ from vfsd.wire.fs_messages import (
     FsMatch,
     FsReadParams,
     FsReadResult,
-    FsRmParams,
-    FsRmResult,
     FsStatParams,
     FsUnreadable,
     FsWriteParams,
-    FsWriteResult,
 )
 from vfsd.wire.messages import InvalidParamsError, from_wire_path, wire_path
 from vfsd.wire.options import MountOptions
@@ -77,6 +74,7 @@ _LISTED_QUICKLY: Final = 1_000  # entries; a longer listing is a search
 _SLICE: Final = 256  # entries of an answer that are encoded at once: less than a millisecond
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; what is left out makes it "truncated"
 
+P = TypeVar("P", EditFileParams, RmParams)
 T = TypeVar("T")
 
 
@@ -152,7 +150,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
-    async def _write(self, params: FsWriteParams, call: CallContext) -> FsWriteResult:
+    async def _write(self, params: FsWriteParams, call: CallContext) -> WriteFileResult:
         content = params.content
         if (content is None) == (params.source is None):
             raise InvalidParamsError("fs.write takes one of: content, source")
@@ -167,22 +165,15 @@ class FsMethods:
             create_parents=params.create_parents,
         )
         written = await self._changing(write, call)
-        return FsWriteResult(_wire(written.path), written.bytes_written, written.mode)
+        return replace(written, path=_wire(written.path))
 
-    async def _edit(self, params: FsEditParams, call: CallContext) -> FsEditResult:
-        wanted = EditFileParams(
-            path=_path(params.path),
-            old_text=params.old_text,
-            new_text=params.new_text,
-            replace_all=params.replace_all,
-        )
-        edited = await self._changing(functools.partial(TOOLS["edit_file"].run, wanted), call)
-        return FsEditResult(_wire(edited.path), edited.replacements, edited.bytes_written)
+    async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
+        edited = await self._changing(functools.partial(EDIT_FILE.run, _with_path(params)), call)
+        return replace(edited, path=_wire(edited.path))
 
-    async def _rm(self, params: FsRmParams, call: CallContext) -> FsRmResult:
-        wanted = RmParams(path=_path(params.path), recursive=params.recursive)
-        removed = await self._changing(functools.partial(TOOLS["rm"].run, wanted), call)
-        return FsRmResult(_wire(removed.path), removed.deleted)
+    async def _rm(self, params: RmParams, call: CallContext) -> RmResult:
+        removed = await self._changing(functools.partial(RM.run, _with_path(params)), call)
+        return replace(removed, path=_wire(removed.path))
 
     async def _changing(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
         """`change`, all of it or nothing; the kernel knows of it when this returns."""
@@ -393,6 +384,11 @@ def _path(wire: str) -> str:
         return decode(from_wire_path(wire))
     except ValueError as error:
         raise InvalidParamsError(str(error)) from None
+
+
+def _with_path(params: P) -> P:
+    """`params` with their wire path decoded."""
+    return replace(params, path=_path(params.path))
 
 
 def _wire(path: str) -> str:
