@@ -38,7 +38,7 @@ _REMOVAL_PAUSE_S = 0.2
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", _COMMON, max_examples=50)
 # Random on purpose: every run of CI looks elsewhere, and prints the blob of what it finds.
-settings.register_profile("ci", _COMMON, max_examples=100)
+settings.register_profile("ci", _COMMON, max_examples=50)
 settings.register_profile("long", _COMMON, max_examples=2000, stateful_step_count=200)
 
 

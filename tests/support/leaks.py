@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tests.support import zygote
+
 __all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
 
 TAG = "VFSD_TEST_SESSION"
@@ -115,7 +117,7 @@ class Leaks:
         return sorted(pid for pid in processes() - self._processes if self._is_ours(pid) and _is_alive(pid))
 
     def _is_ours(self, pid: int) -> bool:
-        if pid == os.getpid():
+        if pid in (os.getpid(), zygote.pid):
             return False
         if any(name in _read(f"/proc/{pid}/cmdline") for name in KEPT_PROCESSES):
             return False
