@@ -141,7 +141,8 @@ class UnmountMethods:
         named = _named(volume) if isinstance(volume, MemoryVolume) else ()
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
         late = mark is not None and isinstance(volume, MemoryVolume) and volume.changed_since(mark)
-        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held, len(named), late)
+        gone = [] if not params.lazy else held  # the kernel refuses to unmount what is held
+        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, gone, len(named), late)
 
     async def _holders(self) -> list[str]:
         """Who holds the mount, apart from this process."""
