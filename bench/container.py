@@ -32,7 +32,7 @@ from bench import _micro
 from bench._filesystems import cpu_clock, end_cleanly
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.agent.tree import AgentTree
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
 from tests.container.conftest import PYTHON, import_image, inside
 from tests.container.images import write_python_image

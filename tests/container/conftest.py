@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from podman import PodmanClient
 
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.images import write_busybox_image, write_python_image
 from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from protocol import Filesystem, HostFilesystem
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, inside

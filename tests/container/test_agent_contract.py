@@ -15,7 +15,7 @@ import pytest
 
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.testing import MakeVolume
 from protocol.volume import Volume
 from tests.container.conftest import inside

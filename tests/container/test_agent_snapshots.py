@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.podman import Container
+from protocol.backends.container.podman.service import Container
 from tests.container.conftest import MountContainer, StartContainer, inside
 from vfsd.client.workspace import Workspace
 

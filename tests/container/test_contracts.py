@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from protocol import Filesystem, HostFilesystem
-from protocol.backends.container.podman.podman import Container, PodmanService
-from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
 from protocol.volume import Volume

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from tests.container.conftest import StartContainer, inside
 from tests.mount.conftest import mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, line_of, run, started

@@ -15,9 +15,9 @@ import pytest
 import trio
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.exec.processes import Outside
+from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.tools import TOOLS, ToolContext
@@ -56,7 +56,7 @@ def executor(container: Container) -> BlockingExecutor:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How processes are found: through this machine's /proc, or as over a service of another machine."""
     if request.param == "from inside":
-        monkeypatch.setattr(Outside, "is_here", False)
+        monkeypatch.setattr(ContainerProcesses, "is_here", False)
     return str(request.param)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.opening import open_container, open_image
-from protocol.backends.container.podman.owned import WORKSPACE_LABEL, create_owned, remove_orphans
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create_owned, remove_orphans
+from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.workspace import open_container, open_image
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.mount.conftest import socket_of
 from vfsd.client.daemon_exit import daemon_end
@@ -125,8 +125,8 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
 
 OWNER_ELSEWHERE = """
 import sys
-from protocol.backends.container.podman.owned import create_owned
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.ownership import create_owned
+from protocol.backends.container.podman.service import PodmanService
 with PodmanService(sys.argv[1]) as service:
     container = create_owned(service, sys.argv[2], "elsewhere")
     container.kill()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.opening import open_container
 from protocol.backends.container.podman.address import default_address, parse_address
-from protocol.backends.container.podman.podman import ContainerNotFoundError, PodmanService
+from protocol.backends.container.podman.service import ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
+from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MountContainer, StartContainer, attempt, inside
 from tests.container.service import running_service
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.mount.conftest import complaints

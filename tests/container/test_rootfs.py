@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.opening import open_container
-from protocol.backends.container.podman.podman import Container
+from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.state import ContainerMount
-from protocol.backends.container.transports.process import ContainerProcess
+from protocol.backends.container.transports.init_process import ContainerInit
+from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
 from vfsd.client.workspace import Workspace
 
@@ -335,10 +335,10 @@ def test_a_process_that_is_not_the_containers_is_not_looked_into(container: Cont
         dataclasses.replace(state, pid=2**22 + 1),
     ):
         with pytest.raises(ProcessLookupError, match="processes of this machine"):
-            ContainerProcess(wrong)
+            ContainerInit(wrong)
     container.kill()
     with pytest.raises(ProcessLookupError):
-        ContainerProcess(state)
+        ContainerInit(state)
 
 
 def test_nothing_of_a_container_stays_open_when_it_has_ended(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from protocol.adapters.host import HostFilesystem
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.state import ContainerState
 from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.service import PodmanService
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.container.sshd import NoSshdError, Sshd, running_sshd
 from tests.container.test_exec import where_of

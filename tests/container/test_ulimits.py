@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.service import PodmanService
 from tests.container.conftest import BUSYBOX, import_image, inside
 from tests.container.images import write_busybox_image
 from tests.container.service import NoPodmanError, running_service

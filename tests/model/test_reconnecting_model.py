@@ -16,7 +16,7 @@ import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
 

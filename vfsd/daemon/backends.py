@@ -26,7 +26,7 @@ from vfsd.machine.optional_dependencies import lacking
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
-    from protocol.backends.container.opening import ContainerWorkspace
+    from protocol.backends.container.workspace import ContainerWorkspace
 
 __all__ = ["Backend", "open_backend"]
 
@@ -176,13 +176,13 @@ def _overlay(options: MountOptions, directory: str, progress: ByteProgress) -> B
 def _container(options: MountOptions, kind: str, argument: str) -> Backend:
     try:
         # Here, not above: Podman's client is an extra, and takes longer to import than all else together.
-        from protocol.backends.container import opening  # noqa: PLC0415
+        from protocol.backends.container.workspace import DEFAULT_WORKDIR, open_container, open_image  # noqa: PLC0415
     except ImportError as error:
         raise lacking("the container backend", error) from None
     _allow_open_files()
-    workdir = options.workdir or opening.DEFAULT_WORKDIR
+    workdir = options.workdir or DEFAULT_WORKDIR
     if kind == "container":
-        workspace = opening.open_container(
+        workspace = open_container(
             argument,
             podman_url=options.podman_url,
             workdir=workdir,
@@ -190,7 +190,7 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
             read_only=options.read_only,
         )
     else:
-        workspace = opening.open_image(
+        workspace = open_image(
             argument,
             options.name,
             podman_url=options.podman_url,

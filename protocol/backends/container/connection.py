@@ -14,7 +14,7 @@ import trio
 
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.podman.target import ContainerTarget, check_running
-from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
 from protocol.volume import CacheInvalidation
 

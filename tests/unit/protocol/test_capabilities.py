@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume

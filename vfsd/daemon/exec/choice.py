@@ -8,7 +8,7 @@ from protocol.execution.host import HostCommandRunner
 from vfsd.machine.optional_dependencies import lacking
 
 if TYPE_CHECKING:
-    from protocol.backends.container.opening import ContainerWorkspace
+    from protocol.backends.container.workspace import ContainerWorkspace
     from protocol.execution.runner import CommandRunner
     from vfsd.wire.options import MountOptions
 

@@ -10,7 +10,7 @@ they need --allow-other.
 
 A mount that a container sees too goes on when it is unmounted here.  So before an unmount the container is removed
 (`leave`), and when somebody else has unmounted it (`attend`).  A daemon that was killed leaves it, until the next
-one removes it (`protocol.backends.container.podman.owned`).
+one removes it (`protocol.backends.container.podman.ownership`).
 
 Threading: the serving loop; what waits for Podman, which itself may look at the mount, is done by worker threads.
 Importing this module imports Podman's client.
@@ -29,8 +29,8 @@ from typing import Final
 import trio
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
-from protocol.backends.container.podman.owned import create_owned
-from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, ContainerNotFoundError, PodmanService
+from protocol.backends.container.podman.ownership import create_owned
+from protocol.backends.container.podman.service import PIDS_LIMIT, Container, ContainerNotFoundError, PodmanService
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.execution.executor import Command
 from protocol.execution.runner import Process

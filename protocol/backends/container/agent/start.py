@@ -13,7 +13,14 @@ __all__ = ["PYTHONS", "helper_command", "helper_program"]
 
 PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/python3", "/usr/libexec/platform-python")
 _PACKAGE: Final = "protocol.backends.container.helper"
-_MODULES: Final = ("wire", "calls", "nodes", "files", "trees", "serve")  # each imports only what stands before it
+_MODULES: Final = (
+    "wire",
+    "syscalls",
+    "inode_table",
+    "files",
+    "trees",
+    "serve",
+)  # in the order of their imports
 _LOADER: Final = """\
 import os
 data = b""

@@ -26,7 +26,7 @@ from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import VERSION, Op
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.state import ContainerState
 from protocol.errors import os_error
 

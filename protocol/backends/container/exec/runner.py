@@ -16,12 +16,12 @@ from typing import Final
 
 import trio
 
-from protocol.backends.container.exec.marked import Marked, kill_abandoned
-from protocol.backends.container.exec.raw_words import is_utf8, through_shell
-from protocol.backends.container.exec.with_input import WithInput
+from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
+from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
+from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
+from protocol.backends.container.podman.conmon import let_go
 from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, open_exec
-from protocol.backends.container.podman.monitors import let_go
-from protocol.backends.container.podman.podman import Container
+from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
 from protocol.errors import os_error
 from protocol.execution.executor import Command, Terminal, check_command
@@ -88,13 +88,13 @@ class ContainerCommandRunner:
 
     async def _start(self, container: Container, command: Command) -> ContainerProcess:
         terminal = command.terminal
-        marked = Marked(container, owned=self._owned)
+        marked = CommandProcesses(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
         with_input = None
         with _helpful(container):
             request = await self._request(container, command, directory)
             if command.has_input and terminal is None and await self._has_shell(container):
-                with_input = WithInput(request.argv)
+                with_input = StdinWrapper(request.argv)
         # Shielded: what was started must be known.  It has a time limit of its own.
         with trio.CancelScope(shield=True), _helpful(container):
             try:
@@ -158,8 +158,8 @@ class ContainerProcess:
         stream: ExecStream,
         command: Command,
         directory: str,
-        marked: Marked,
-        with_input: WithInput | None,
+        marked: CommandProcesses,
+        with_input: StdinWrapper | None,
         is_alone: Callable[[], bool],
         *,
         is_local: bool,

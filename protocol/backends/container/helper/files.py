@@ -13,8 +13,8 @@ import threading
 import time
 from bisect import bisect_right
 
-from protocol.backends.container.helper.calls import born_ns_of, copy_range, fallocate, os_error, renameat2
-from protocol.backends.container.helper.nodes import AgentInode, Handle, Table
+from protocol.backends.container.helper.inode_table import AgentInode, AgentInodeTable, Handle
+from protocol.backends.container.helper.syscalls import born_ns_of, copy_range, fallocate, os_error, renameat2
 from protocol.backends.container.helper.wire import (
     ENTRY,
     FORGET,
@@ -77,7 +77,7 @@ class Files:
     """The operations on the inodes below the directory `root`."""
 
     def __init__(self, root: bytes, most_open: int = 0) -> None:
-        self.table = Table(root, most_open)
+        self.table = AgentInodeTable(root, most_open)
         self._uid = os.geteuid()
         self._gid = os.getegid()
         self._making = threading.Lock()  # the umask is the process's

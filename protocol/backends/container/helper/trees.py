@@ -9,9 +9,9 @@ import stat
 import threading
 from collections import OrderedDict
 
-from protocol.backends.container.helper.calls import os_error
 from protocol.backends.container.helper.files import Files
-from protocol.backends.container.helper.nodes import Handle
+from protocol.backends.container.helper.inode_table import Handle
+from protocol.backends.container.helper.syscalls import os_error
 from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Reply
 
 _WALKS_KEPT = 16

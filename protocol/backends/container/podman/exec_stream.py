@@ -27,8 +27,8 @@ from urllib.parse import quote, urlencode
 
 import trio
 
-from protocol.backends.container.podman.exec_connection import PodmanConnection, connect
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.http_connection import PodmanConnection, connect
+from protocol.backends.container.podman.service import PodmanService
 
 __all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "open_exec"]
 

@@ -7,7 +7,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.backends.container.podman.podman import Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
 
 __all__ = ["DEFAULT_WORKDIR", "ContainerTarget", "check_running", "check_workdir"]

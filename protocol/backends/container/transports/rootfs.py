@@ -20,9 +20,9 @@ from typing import Final, Literal
 import trio
 
 from protocol.backends.container.podman.state import ContainerState
-from protocol.backends.container.transports.beneath_root import RootVolume, Soon
-from protocol.backends.container.transports.mapped import MappedVolume
-from protocol.backends.container.transports.process import ContainerProcess
+from protocol.backends.container.transports.init_process import ContainerInit
+from protocol.backends.container.transports.mapped_volume import MappedVolume
+from protocol.backends.container.transports.root_volume import RootVolume, Soon
 from protocol.backends.container.transports.workdir import open_workdir
 from protocol.volume import Volume
 
@@ -38,7 +38,7 @@ class RootfsTransport:
         self.supports_acl = False
         self._workdir = workdir
         self._read_only = read_only
-        self._process: ContainerProcess | None = None
+        self._process: ContainerInit | None = None
         self._volume: RootVolume | None = None
         self._wrote = trio.Event()
 
@@ -66,8 +66,8 @@ class RootfsTransport:
             self._wrote = trio.Event()
             volume.close_writers()
 
-    def _opened(self, state: ContainerState, soon: Soon | None = None) -> tuple[ContainerProcess, RootVolume]:
-        process = ContainerProcess(state)
+    def _opened(self, state: ContainerState, soon: Soon | None = None) -> tuple[ContainerInit, RootVolume]:
+        process = ContainerInit(state)
         try:
             owner = process.ids.users.outside(process.user), process.ids.groups.outside(process.group)
             directory = open_workdir(process.root, self._workdir, owner)
@@ -79,7 +79,7 @@ class RootfsTransport:
             process.close()
             raise
 
-    def _volume_of(self, process: ContainerProcess, path: str, soon: Soon | None) -> RootVolume:
+    def _volume_of(self, process: ContainerInit, path: str, soon: Soon | None) -> RootVolume:
         if os.geteuid() == 0 and (not process.ids.is_identity or process.user or process.group):
             user = process.user, process.group
             return MappedVolume(path, process.ids, user, read_only=self._read_only, soon=soon)

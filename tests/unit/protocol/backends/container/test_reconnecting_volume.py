@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import trio
 
-from protocol.backends.container.known import InodeMap
-from protocol.backends.container.reconnecting import ReconnectingVolume
+from protocol.backends.container.inode_map import InodeMap
+from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, CacheInvalidation, Caller, Volume
 

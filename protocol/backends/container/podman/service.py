@@ -26,7 +26,7 @@ from podman.errors import APIError, PodmanError
 from requests import RequestException
 
 from protocol.backends.container.podman.address import ServiceAddress, default_address, parse_address
-from protocol.backends.container.podman.pulling import ImageNotFoundError, pull_error
+from protocol.backends.container.podman.pull_errors import ImageNotFoundError, pull_error
 from protocol.backends.container.podman.state import ContainerMount, ContainerState, state_of
 from protocol.backends.container.podman.tunnel import Tunnel
 from protocol.backends.container.podman.ulimits import own_hard_limits, permitted_ulimits

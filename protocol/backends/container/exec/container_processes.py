@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "Outside"]
+__all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "ContainerProcesses"]
 
 MARK: Final = "VFSD_EXEC"
 DAEMON: Final = "VFSD_EXEC_DAEMON"  # whose command it is
@@ -106,7 +106,7 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-class Outside:
+class ContainerProcesses:
     """The processes of the container `container_id`, whose first one is `init_pid`, as this machine sees them."""
 
     def __init__(self, container_id: str, init_pid: int) -> None:

@@ -1,4 +1,4 @@
-"""ContainerProcess: the first process of a container on this machine, and what /proc shows of it.
+"""ContainerInit: the first process of a container on this machine, and what /proc shows of it.
 
 A process id may by now be another process's, and Podman may tell of another machine's: so a pidfd is opened
 first, and whatever is read by the number counts only when the process behind the pidfd still lives, and is one that the
@@ -16,12 +16,12 @@ from typing import Final
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.transports.idmap import IdMap, parse_map
 
-__all__ = ["ContainerProcess"]
+__all__ = ["ContainerInit"]
 
 _ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class ContainerProcess:
+class ContainerInit:
     """`pidfd` is readable when it has ended.  `root` is an O_PATH descriptor of its root directory.
 
     `user` and `group` are what it runs as, in the container's own ids.  `close` closes both descriptors.

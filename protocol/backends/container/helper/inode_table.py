@@ -19,7 +19,7 @@ import stat
 import threading
 from collections import OrderedDict
 
-from protocol.backends.container.helper.calls import os_error
+from protocol.backends.container.helper.syscalls import os_error
 
 ROOT = 1
 _FURTHER_DEVICES = 1 << 56
@@ -78,7 +78,7 @@ class AgentInode:
         return (seen.st_dev, seen.st_ino) == self.key and stat.S_IFMT(seen.st_mode) == self.kind
 
 
-class Table:
+class AgentInodeTable:
     """The nodes, by number and by what the system knows them by."""
 
     def __init__(self, root: bytes, most: int = 0) -> None:

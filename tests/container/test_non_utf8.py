@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
-from protocol.backends.container.podman.podman import Container
+from protocol.backends.container.podman.service import Container
 from protocol.execution.blocking import BlockingExecutor
 from tests.container.conftest import StartContainer, inside
 

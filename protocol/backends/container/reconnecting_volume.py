@@ -20,7 +20,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
-from protocol.backends.container.known import DentryKey, File, InodeMap
+from protocol.backends.container.inode_map import DentryKey, File, InodeMap
 from protocol.diff.tree_diff import Change
 from protocol.errors import os_error
 from protocol.volume import (

@@ -11,8 +11,8 @@ import errno
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.backends.container.transports.beneath_root import RootVolume, Soon
 from protocol.backends.container.transports.idmap import IdMap
+from protocol.backends.container.transports.root_volume import RootVolume, Soon
 from protocol.backends.host.attributes import HostAttributes
 from protocol.errors import os_error
 from protocol.linux import posix_acl

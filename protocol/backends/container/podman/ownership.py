@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, PodmanService
+from protocol.backends.container.podman.service import PIDS_LIMIT, Container, PodmanService
 from protocol.backends.container.podman.state import ContainerMount, ContainerState
 
 __all__ = ["WORKSPACE_LABEL", "create_owned", "has_died", "remove_orphans", "this_daemon"]

@@ -1,4 +1,4 @@
-"""Marked: the processes of one command in a container, to be signalled, and to be ended whatever they did.
+"""CommandProcesses: the processes of one command in a container, to be signalled, and to be ended whatever they did.
 
 They are marked, and found by their mark (`processes`).  Over a service of another machine, or as a user who may
 not see the container's processes, a shell in the container finds them.  In a container of vfsd's own (`owned`) it
@@ -20,12 +20,18 @@ from typing import Final
 
 import trio
 
-from protocol.backends.container.exec.processes import DAEMON, KILL_SCRIPT, MARK, SIGNAL_SCRIPT, Outside
+from protocol.backends.container.exec.container_processes import (
+    DAEMON,
+    KILL_SCRIPT,
+    MARK,
+    SIGNAL_SCRIPT,
+    ContainerProcesses,
+)
 from protocol.backends.container.podman.exec_stream import open_exec
-from protocol.backends.container.podman.owned import has_died, this_daemon
-from protocol.backends.container.podman.podman import Container, ContainerNotFoundError
+from protocol.backends.container.podman.ownership import has_died, this_daemon
+from protocol.backends.container.podman.service import Container, ContainerNotFoundError
 
-__all__ = ["Marked", "kill_abandoned"]
+__all__ = ["CommandProcesses", "kill_abandoned"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,12 +39,12 @@ _KILL_S: Final = 10.0
 _SHELL_S: Final = 5.0
 
 
-def _outside(container: Container) -> Outside | None:
+def _outside(container: Container) -> ContainerProcesses | None:
     """The container's processes, where this machine's /proc has them."""
     if not container.service.is_local:
         return None
     state = container.inspect()
-    outside = Outside(state.id, state.pid)
+    outside = ContainerProcesses(state.id, state.pid)
     return outside if outside.is_here else None
 
 
@@ -53,7 +59,7 @@ def kill_abandoned(container: Container) -> None:
             outside.kill(f"{MARK}={value}", with_orphans=False, timeout_s=_KILL_S)
 
 
-class Marked:
+class CommandProcesses:
     """The processes of one command in `container`."""
 
     def __init__(self, container: Container, *, owned: bool) -> None:
@@ -95,7 +101,7 @@ class Marked:
             return False
 
     # -- from outside: in a worker thread ------------------------------------------------------------
-    def _outside(self) -> Outside | None:
+    def _outside(self) -> ContainerProcesses | None:
         return _outside(self._container)
 
     def _signal_from_outside(self, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""WithInput: a command in a container that is given input, and loses none of its output by not reading it.
+"""StdinWrapper: a command in a container that is given input, and loses none of its output by not reading it.
 
 Podman passes input on to the command's monitor as it comes.  When the command ends before it has read all of it, the
 monitor closes a socket with something unread, which resets it; then Podman drops output that it has not read yet,
@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["WithInput"]
+__all__ = ["StdinWrapper"]
 
 # In a subshell: `exec` runs a program, never what the shell has of that name built in.  What the shell itself has to
 # say of the command's death is not the command's.  Signals go to the whole group: the shell has to live on.
@@ -33,7 +33,7 @@ exit "$status"
 """
 
 
-class WithInput:
+class StdinWrapper:
     """`argv` is what to run; `errors` takes what comes on standard error.  `has_ended` is set at the mark."""
 
     def __init__(self, argv: Sequence[str]) -> None:

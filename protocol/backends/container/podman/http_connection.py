@@ -16,7 +16,7 @@ from typing import Any, Final
 import h11
 import trio
 
-from protocol.backends.container.podman.podman import PodmanService
+from protocol.backends.container.podman.service import PodmanService
 
 __all__ = ["PodmanConnection", "connect"]
 

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import ContainerConnection
-from protocol.backends.container.podman.owned import create_owned
-from protocol.backends.container.podman.podman import PIDS_LIMIT, Container, PodmanService
+from protocol.backends.container.podman.ownership import create_owned
+from protocol.backends.container.podman.service import PIDS_LIMIT, Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
 from protocol.backends.container.transports.rootfs import RootfsTransport
