@@ -22,6 +22,7 @@ from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.mounts import clear_dead_mount, is_dead, mount_at
 from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
 from vfsd.wire import messages
+from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
 
@@ -225,7 +226,7 @@ def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> No
 
 def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     """What would be lost, in a sentence without its end."""
-    what = "that were not applied" if record.backend.startswith("overlay:") else "that were not exported"
+    what = "that were not applied" if BackendSpec.split(record.backend).kind == "overlay" else "that were not exported"
     since = f" since {output.show_time(found.saved_at)}" if found.saved_at else ""
     parts = []
     if found.files is not None:
@@ -242,7 +243,7 @@ def _number(count: int, noun: str) -> str:
 
 
 def _advice(record: WorkspaceRecord) -> str:
-    applies = "`vfsd apply` writes them, " if record.backend.startswith("overlay:") else ""
+    applies = "`vfsd apply` writes them, " if BackendSpec.split(record.backend).kind == "overlay" else ""
     return f"{applies}`vfsd unmount --export FILE.zip` saves them, `vfsd unmount --discard` drops them"
 
 

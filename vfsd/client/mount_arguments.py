@@ -5,35 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypedDict, Unpack
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack
 
+from protocol.backends.container.podman.address import parse_address
 from vfsd.client.paths import current_directory
 from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
-from vfsd.wire.option_rules import BACKENDS, OptionError, check_options
+from vfsd.wire.backend_spec import parse_backend
+from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
 from vfsd.wire.options import EngineChoice, MountOptions, TransportChoice
 
-__all__ = ["MountArguments", "check_backend", "mount_options", "running_workspace"]
-
-# What follows the colon of each kind of backend but memory.
-_ARGUMENTS: Final = {
-    "host": "a directory",
-    "overlay": "a directory",
-    "container": "a container's name",
-    "image": "an image's name",
-}
-_OF_DIRECTORIES: Final = frozenset({"host", "overlay"})
-
-
-def check_backend(backend: str) -> None:
-    """ValueError for what is no backend."""
-    kind, _, argument = backend.partition(":")
-    if backend == "memory":
-        return
-    if kind not in _ARGUMENTS:
-        raise ValueError(f"{backend!r} is not one of {', '.join(BACKENDS.values())}")
-    if not argument:
-        raise ValueError(f"{backend!r} lacks {_ARGUMENTS[kind]} after the colon")
+__all__ = ["MountArguments", "mount_options", "running_workspace"]
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
@@ -89,13 +72,12 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
     ValueError for a value that makes no sense (OptionError, where it is an option's), TypeError for an argument that
     there is not, OSError for a directory that cannot be served.
     """
-    check_backend(backend)
+    spec = parse_backend(backend)
     if not os.fspath(mountpoint):
         raise ValueError("the mountpoint is an empty string")  # not where the caller stands
     place = os.path.abspath(mountpoint)
-    kind, _, argument = backend.partition(":")
-    if kind in _OF_DIRECTORIES:
-        backend = f"{kind}:{_host_directory(argument, place)}"
+    if spec.is_directory:
+        spec = replace(spec, argument=_host_directory(spec.argument, place))
     given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
         given["name"] = unique_name(place)
@@ -106,8 +88,15 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
             given[name] = os.path.abspath(given[name])
     for name in ("include", "exclude"):
         given[name] = tuple(given.get(name, ()))
-    options = MountOptions(mountpoint=place, backend=backend, **given)
+    if given.get("sandbox") is not None:
+        given["sandbox"] = parse_sandbox(given["sandbox"])
+    options = MountOptions(mountpoint=place, backend=spec, **given)
     check_options(options)
+    if options.podman_url is not None:
+        try:
+            parse_address(options.podman_url)
+        except ValueError as error:
+            raise OptionError("{podman_url}: {error}", error=error) from None
     return options
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from vfsd.client.paths import UserPath, wire_paths
 from vfsd.wire import messages
+from vfsd.wire.backend_spec import BackendSpec
 
 if TYPE_CHECKING:
     from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
@@ -277,8 +278,8 @@ def _absolute(path: FilePath) -> str:
 
 def _workspace_key(backend: str) -> str:
     """Return the key under which a store keeps the snapshots of the workspace `backend`."""
-    kind, _, directory = backend.partition(":")
-    key = f"host:{os.path.realpath(directory)}" if kind == "host" else backend
+    spec = BackendSpec.split(backend)
+    key = f"host:{os.path.realpath(spec.argument)}" if spec.kind == "host" else backend
     return messages.wire_path(os.fsencode(key))
 
 

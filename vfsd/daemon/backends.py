@@ -1,4 +1,12 @@
-"""open_backend: the volume that a mount's options ask for, and what the daemon has to know of it."""
+"""The registry of backends: maps the kind in a backend string to the function that opens the volume.
+
+A package adds a kind with an entry point in the group `vfsd.backends`:
+
+    [project.entry-points."vfsd.backends"]
+    toy = "my_package:open_toy"
+
+Then `vfsd mount DIR --backend toy:ARGUMENT` calls `open_toy(options, progress)`, a `BackendOpener`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,9 @@ import logging
 import math
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.archive import ByteProgress, no_progress
 from protocol.backends.host import HostVolume
@@ -22,58 +30,80 @@ from vfsd.daemon.snapshots.archives import archive, read_origin, unpack
 from vfsd.daemon.snapshots.stored import Stored, interrupted
 from vfsd.machine.logs import log_failure
 from vfsd.machine.memory_limits import default_max_memory
-from vfsd.machine.optional_dependencies import lacking
+from vfsd.machine.optional_dependencies import missing_package
+from vfsd.wire.backend_spec import ENTRY_POINT_GROUP, known_backends
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
 
-__all__ = ["Backend", "open_backend"]
+__all__ = ["Backend", "BackendOpener", "open_backend"]
 
 _logger = logging.getLogger(__name__)
 _HOST_CACHE_TIMEOUT_S: Final = 1.0
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A volume to serve.
+    """An opened backend: the volume to mount, and the functions that maintain and close it.
 
-    `cache_timeout_s`: how long a kernel may go by what it was told; infinite where nobody else changes the volume.
-    `tidy` is to be called on the loop about once a second, `close` when nobody serves it any more.
-    `container`: the one that the volume is in; its connection has to be attended while it is served.
-    `stored`: where its snapshots are kept, if the volume does not hold them itself.
-    `recovered`: a sentence on what an apply that was killed had left in the directory, if any had.
+    `volume` declares what it can do in `volume.capabilities`.
+    `cache_timeout_s`: how long the kernel may use cached names and attributes; infinite if nothing but vfsd changes
+    the volume.
+    `tidy`: called on the daemon's loop about once a second.
+    `close`: called once, in the daemon's main thread, after the volume was unmounted or the mount failed.
+    `container`: the container that holds the volume; the daemon watches its connection.
+    `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
+    `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
 
     volume: Volume
     cache_timeout_s: float = math.inf
-    tidy: Callable[[], None] = _nothing
-    close: Callable[[], None] = _nothing
+    tidy: Callable[[], None] = _do_nothing
+    close: Callable[[], None] = _do_nothing
     container: ContainerWorkspace | None = None
     recovered: str | None = None
     stored: Stored | None = None
 
 
-def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:
-    """The backend of `options`, with the content of `--from` in it.  OSError, ValueError, ArchiveError.
+class BackendOpener(Protocol):
+    """Opens a backend of one kind."""
 
-    Runs in a worker thread, before anybody else knows the volume.  `progress` is called while the archive is read; what
-    it raises ends that.
+    def __call__(self, options: MountOptions, progress: ByteProgress, /) -> Backend:
+        """Open the volume that `options.backend.argument` names, and return it with what closes it.
+
+        Runs in a worker thread before the mount exists.  The opener applies `options` to the volume: `read_only`, the
+        limits, and `archive`, whose content the volume begins with; it calls `progress` while it reads the archive,
+        and lets exceptions from `progress` pass.  It raises ValueError for an option that the backend does not
+        support, and OSError if the volume cannot be opened; the user gets the message as one line.
+        """
+        ...
+
+
+def open_backend(options: MountOptions, progress: ByteProgress = no_progress) -> Backend:
+    """Open the backend that `options` name.  OSError, ValueError, ArchiveError.  Runs in a worker thread.
+
+    OSError with EOPNOTSUPP if the kind is unknown, or the package that provides it cannot be imported.
     """
-    kind, _, argument = options.backend.partition(":")
-    if kind == "memory":
-        return _memory(options, progress)
-    if kind == "host":
-        return _host(options, argument)
-    if kind == "overlay":
-        return _overlay(options, argument, progress)
-    if kind in {"container", "image"}:
-        return _container(options, kind, argument)
-    raise OSError(errno.EOPNOTSUPP, f"there is no backend {options.backend!r}")
+    opener = _BUILT_IN.get(options.backend.kind) or _load_opener(options.backend.kind)
+    return opener(options, progress)
+
+
+def _load_opener(kind: str) -> BackendOpener:
+    from importlib import metadata  # noqa: PLC0415 (start-up: only for kinds that are not built in)
+
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=kind):
+        try:
+            opener: BackendOpener = entry_point.load()
+        except (ImportError, AttributeError) as error:
+            reason = f"the backend {kind!r} ({entry_point.value}) cannot be imported: {error}"
+            raise OSError(errno.EOPNOTSUPP, reason) from error
+        return opener
+    raise OSError(errno.EOPNOTSUPP, f"there is no backend {kind!r}: use one of {', '.join(known_backends())}")
 
 
 def _memory(options: MountOptions, progress: ByteProgress) -> Backend:
@@ -87,17 +117,17 @@ def _memory(options: MountOptions, progress: ByteProgress) -> Backend:
 
 
 def _allow_open_files() -> None:
-    """As many as may be: a host volume keeps files open, half as many as it may."""
+    """Raise the limit of open files to the hard limit: a host volume keeps up to half of it open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _recover(options: MountOptions, directory: str) -> str | None:
-    """Finish or undo an `apply` into the directory that was killed; what to say of it."""
+def _recover_apply(options: MountOptions, directory: str) -> str | None:
+    """Finish or undo an `apply` into the directory that was killed; return a sentence about it, if there was one."""
     try:
         found = recover(os.fsencode(directory))
     except OSError as error:
-        # EBUSY: it goes on.  What else is in the way of it need not be in the way of the mount.
+        # EBUSY: that apply is still running.  No other failure here prevents the mount.
         if error.errno == errno.EBUSY:
             return None
         log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
@@ -108,9 +138,10 @@ def _recover(options: MountOptions, directory: str) -> str | None:
     return f"{directory}: {found}"
 
 
-def _host(options: MountOptions, directory: str) -> Backend:
+def _host(options: MountOptions, _progress: ByteProgress) -> Backend:
+    directory = options.backend.argument
     stored = _stored_host(options, directory)
-    found = filter(None, (_recover(options, directory), _half_done(stored)))
+    found = filter(None, (_recover_apply(options, directory), _describe_interrupted(stored)))
     recovered = "; ".join(found) or None
     _allow_open_files()
     volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
@@ -119,33 +150,33 @@ def _host(options: MountOptions, directory: str) -> Backend:
 
 
 def _stored_host(options: MountOptions, directory: str) -> Stored:
-    """The snapshots of a directory.  ValueError for a store that would be part of what it keeps."""
+    """Return the stored snapshots of a directory.  ValueError for a given store that is inside the directory."""
     place = os.path.realpath(directory)
     store = Store(options.store)
     source = DirectorySource(place)
     if options.store is not None:
-        # Where the user's own store is inside, only snapshots are refused: one can do without.
+        # If the user's default store is inside, the mount works and only snapshots are refused.
         try:
             store.check_apart(source.identity)
         except OSError as error:
-            raise ValueError(f"the store {options.store} is inside {directory}, which it is to keep") from error
+            raise ValueError(f"the store {options.store} is inside {directory}, whose snapshots it keeps") from error
     _check_outside(options, store)
     return Stored(store, f"host:{place}", source, DirectoryTarget(place))
 
 
 def _check_outside(options: MountOptions, store: Store) -> None:
-    """ValueError for a store that the mount would hide."""
+    """Raise ValueError for a store that the mount would hide."""
     mountpoint = os.path.realpath(options.mountpoint)
     if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
         raise ValueError(f"the store {store.directory} is inside the mountpoint {options.mountpoint}")
 
 
-def _half_done(stored: Stored) -> str | None:
-    """What a restore has left that did not come to its end, and how to finish or undo it."""
+def _describe_interrupted(stored: Stored) -> str | None:
+    """Describe a restore that was interrupted, and how to finish or undo it; None if there is none."""
     try:
         found = interrupted(stored)
     except (OSError, ValueError) as error:
-        # A store that cannot be read is in the way of snapshots only.
+        # An unreadable store prevents snapshots, not the mount.
         _logger.warning("the snapshot store cannot be read: %s", error, extra={"path": stored.store.directory})
         return None
     if found is None:
@@ -154,8 +185,9 @@ def _half_done(stored: Stored) -> str | None:
     return found.describe()
 
 
-def _overlay(options: MountOptions, directory: str, progress: ByteProgress) -> Backend:
-    recovered = _recover(options, directory)
+def _overlay(options: MountOptions, progress: ByteProgress) -> Backend:
+    directory = options.backend.argument
+    recovered = _recover_apply(options, directory)
     limit = options.max_memory or default_max_memory(options.max_bytes)
     volume = OverlayVolume(
         os.fsencode(directory),
@@ -173,25 +205,25 @@ def _overlay(options: MountOptions, directory: str, progress: ByteProgress) -> B
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
 
 
-def _container(options: MountOptions, kind: str, argument: str) -> Backend:
+def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
     try:
-        # Here, not above: Podman's client is an extra, and takes longer to import than all else together.
-        from protocol.backends.container.workspace import DEFAULT_WORKDIR, open_container, open_image  # noqa: PLC0415
+        # Deferred: Podman's client is an optional dependency, and imports more slowly than everything else together.
+        from protocol.backends.container import workspace as containers  # noqa: PLC0415
     except ImportError as error:
-        raise lacking("the container backend", error) from None
+        raise missing_package("the container backend", error) from None
     _allow_open_files()
-    workdir = options.workdir or DEFAULT_WORKDIR
-    if kind == "container":
-        workspace = open_container(
-            argument,
+    workdir = options.workdir or containers.DEFAULT_WORKDIR
+    if options.backend.kind == "container":
+        workspace = containers.open_container(
+            options.backend.argument,
             podman_url=options.podman_url,
             workdir=workdir,
             transport=options.transport,
             read_only=options.read_only,
         )
     else:
-        workspace = open_image(
-            argument,
+        workspace = containers.open_image(
+            options.backend.argument,
             options.name,
             podman_url=options.podman_url,
             workdir=workdir,
@@ -213,18 +245,31 @@ def _container(options: MountOptions, kind: str, argument: str) -> Backend:
         workspace.tidy,
         workspace.close,
         workspace,
-        recovered=_half_done(stored),
+        recovered=_describe_interrupted(stored),
         stored=stored,
     )
 
 
 def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> Stored:
-    """The snapshots of a directory in a container, known by its name, or by that of the workspace that made it."""
-    from vfsd.daemon.snapshots.container import stored_container  # noqa: PLC0415 (as above)
+    """Return the stored snapshots of a directory in a container.
+
+    Their key names the container, or for a container that vfsd made, the workspace.
+    """
+    from vfsd.daemon.snapshots.container import stored_container  # noqa: PLC0415 (deferred as above)
 
     target = workspace.target
-    kind, _, name = options.backend.partition(":")
-    key = f"{kind}:{target.service.address}:{name if kind == 'container' else options.name}:{target.workdir}"
+    kind = options.backend.kind
+    name = options.backend.argument if kind == "container" else options.name
+    key = f"{kind}:{target.service.address}:{name}:{target.workdir}"
     store = Store(options.store)
     _check_outside(options, store)
     return stored_container(store, key, workspace.connection, options.mountpoint)
+
+
+_BUILT_IN: Final[Mapping[str, BackendOpener]] = {
+    "memory": _memory,
+    "overlay": _overlay,
+    "host": _host,
+    "container": _container,
+    "image": _container,
+}

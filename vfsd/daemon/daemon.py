@@ -182,7 +182,7 @@ class _Daemon:
             mountpoint=self._options.mountpoint,
             pid=pid,
             pid_start_ticks=runtime.process_start_ticks(pid) or 0,
-            backend=self._options.backend,
+            backend=str(self._options.backend),
             started_at=started_at,
             version=vfsd.__version__,
             socket=socket,

@@ -1,4 +1,4 @@
-"""The packages of vfsd's extras: what to say where one is missing."""
+"""Error messages for missing optional dependencies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import errno
 import shlex
 import sys
 
-__all__ = ["lacking"]
+__all__ = ["missing_package"]
 
 
-def lacking(what: str, error: ImportError, extra: str = "container") -> OSError:
-    """The error for `what`, which needs the packages of an extra."""
+def missing_package(feature: str, error: ImportError, extra: str = "container") -> OSError:
+    """Return the error for `feature`, which needs the packages that `pip install 'vfsd[EXTRA]'` adds."""
     advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[{extra}]'"
-    return OSError(errno.EOPNOTSUPP, f"{what} lacks a package ({error}): {advice}")
+    return OSError(errno.EOPNOTSUPP, f"{feature} lacks a package ({error}): {advice}")

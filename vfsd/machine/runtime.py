@@ -17,6 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular
+from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
@@ -145,9 +146,9 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     @property
     def what_a_death_costs(self) -> str:
         """What became of the content when the daemon died: a clause."""
-        kind, _, place = self.backend.partition(":")
-        if kind in {"host", "container"}:
-            return f"what it held is in {'the container ' if kind == 'container' else ''}{place}"
+        backend = BackendSpec.split(self.backend)
+        if backend.kind in {"host", "container"}:
+            return f"what it held is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
         return "what it held is lost"
 
 

@@ -14,19 +14,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final
 
-from protocol.backends.container.podman.address import parse_address
+from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.options import ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
 
-__all__ = ["BACKENDS", "LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options"]
+__all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options", "parse_sandbox"]
 
-# Each kind of backend, and how a user writes it.
-BACKENDS: Final = {
-    "memory": "memory",
-    "overlay": "overlay:DIR",
-    "host": "host:DIR",
-    "container": "container:NAME",
-    "image": "image:REF",
-}
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
 LEAST_MEMORY_BYTES: Final = 4 << 20  # of max_memory: with less a workspace holds next to nothing
@@ -52,14 +44,20 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What an option goes with: one of the `backends`, or one of the other `options`; and `why` with nothing else."""
+    """Where an option applies: to one of the `backends`, or together with one of the other `options`.
+
+    `why` is the reason that it does not apply elsewhere.
+
+    Every option applies to a backend that is not built in; its opener refuses those that it does not support.
+    """
 
     backends: tuple[str, ...]
     why: str
     options: tuple[str, ...] = ()
 
-    def allows(self, options: MountOptions, kind: str) -> bool:
-        return kind in self.backends or any(is_given(options, name) for name in self.options)
+    def allows(self, options: MountOptions) -> bool:
+        kind = options.backend.kind
+        return kind in self.backends or kind not in BACKENDS or any(is_given(options, name) for name in self.options)
 
     @property
     def words(self) -> str:
@@ -106,12 +104,11 @@ def is_given(options: MountOptions, name: str) -> bool:
 
 def check_options(options: MountOptions) -> None:
     """Raise OptionError for a value that makes no sense, by itself or with the others."""
-    kind = options.backend.partition(":")[0]
     _check_values(options)
     for name, scope in SCOPES.items():
-        if is_given(options, name) and not scope.allows(options, kind):
+        if is_given(options, name) and not scope.allows(options):
             what = f"{{{name}}} goes with {scope.words}, not with the backend {{kind}}: {{why}}"
-            raise OptionError(what, kind=BACKENDS[kind], why=scope.why)
+            raise OptionError(what, kind=options.backend.form, why=scope.why)
     if options.sandbox is not None and options.exec_on_host:
         raise OptionError(
             "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"
@@ -137,7 +134,7 @@ def _check_values(options: MountOptions) -> None:
         value = getattr(options, name)
         if value not in choices:
             raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=value)
-    _check_container_values(options)
+    _check_workdir(options.workdir)
     timeout_s = options.cache_timeout_s
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
@@ -154,16 +151,16 @@ def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
         )
 
 
-def _check_container_values(options: MountOptions) -> None:
-    sandbox, workdir = options.sandbox, options.workdir
-    if sandbox is not None and (not sandbox.startswith("image:") or sandbox == "image:"):
-        raise OptionError("{sandbox} must be image:REF, as image:python:3.12, not {value!r}", value=sandbox)
+def _check_workdir(workdir: str | None) -> None:
     if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
         raise OptionError(
             "{workdir} must be an absolute path in the container, without '..', not {value!r}", value=workdir
         )
-    if options.podman_url is not None:
-        try:
-            parse_address(options.podman_url)
-        except ValueError as error:
-            raise OptionError("{podman_url}: {error}", error=error) from None
+
+
+def parse_sandbox(text: str) -> BackendSpec:
+    """Parse the value of the option `sandbox`.  OptionError for anything but image:REF."""
+    spec = BackendSpec.split(text)
+    if spec.kind != "image" or not spec.argument:
+        raise OptionError("{sandbox} must be image:REF, as image:python:3.12, not {value!r}", value=text)
+    return spec

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from vfsd.wire.backend_spec import MEMORY, BackendSpec
+
 __all__ = ["ENGINES", "NAME_PATTERN", "TRANSPORTS", "EngineChoice", "MountOptions", "TransportChoice"]
 
 EngineChoice = Literal["auto", "native", "pyfuse3"]
@@ -20,7 +22,6 @@ NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class MountOptions:
     """Options of one mount.  Paths absolute, sizes in bytes, None for no limit.
 
-    `backend`: "memory", or one of the grammar's others ("host:DIR", ...), validated where it is opened.
     `cache_timeout_s`: how long the kernel may go by what it knows of a directory that others change too, None
     for the backend's own.
     `log_format`: "text" for people, "json" one object a line, "journal" sd-daemon priority prefixes.
@@ -28,7 +29,7 @@ class MountOptions:
 
     mountpoint: str
     name: str
-    backend: str = "memory"
+    backend: BackendSpec = MEMORY
     engine: EngineChoice = "auto"
     archive: str | None = None  # --from
     max_bytes: int | None = None
@@ -42,7 +43,7 @@ class MountOptions:
     exclude: tuple[str, ...] = ()
     exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
     store: str | None = None  # where snapshots are kept that are not in memory; None for the user's store
-    sandbox: str | None = None  # "image:REF": commands run in a container of it, which sees the mount
+    sandbox: BackendSpec | None = None  # image:REF: commands run in a container of it, which sees the mount
     snapshot_each: bool = False  # a snapshot after each command that the workspace ran
     # Of container:NAME and image:REF.
     podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service

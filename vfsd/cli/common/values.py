@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from vfsd.client.mount_arguments import check_backend
 from vfsd.client.requests import check_archive_name
+from vfsd.wire.backend_spec import BackendSpec, known_backends, parse_backend
 from vfsd.wire.options import NAME_PATTERN
 
 __all__ = [
@@ -105,8 +105,8 @@ def refuse_other_archives(file: str) -> None:
 
 def in_home(backend: str) -> str:
     """`backend` with the `~` of host:~/DIR or overlay:~/DIR expanded, which a shell does only at a word's beginning."""
-    kind, colon, place = backend.partition(":")
-    return f"{kind}{colon}{os.path.expanduser(place)}" if kind in {"host", "overlay"} else backend
+    spec = BackendSpec.split(backend)
+    return f"{spec.kind}:{os.path.expanduser(spec.argument)}" if spec.is_directory and spec.argument else backend
 
 
 class Backend(_TextType):
@@ -117,13 +117,13 @@ class Backend(_TextType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         value = in_home(value)
         try:
-            check_backend(value)
+            parse_backend(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        choices = ("memory", "host:", "overlay:", "container:", "image:")
+        choices = [re.sub(":.*", ":", form) for form in known_backends()]
         return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 

@@ -160,7 +160,7 @@ class Methods:
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
-            backend=options.backend,
+            backend=str(options.backend),
             engine=self._served.engine.name,
             pid=os.getpid(),
             version=vfsd.__version__,
@@ -238,7 +238,7 @@ class Methods:
             outcome = await (self._snapshots.undo(call) if params.undo else self._snapshots.redo(call))
             return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
-        source = self._options.backend if params.base else name
+        source = str(self._options.backend) if params.base else name
         if params.dry_run:
             found = await self._compare(None, name, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
@@ -312,7 +312,7 @@ class Methods:
                     old, new, paths, call, with_lines=params.mode == "stat", stream=params.stream
                 )
         return DiffResult(
-            a=self._options.backend if below else a,
+            a=str(self._options.backend) if below else a,
             b=params.b,
             counts=found.counts,
             changes=found.records,
@@ -389,7 +389,7 @@ class Methods:
 
     def _check_outlives_mount(self, path: str) -> None:
         """OSError (EINVAL) for an archive in this mount, where the unmount would delete it with everything else."""
-        if self._options.backend.partition(":")[0] in _OUTLIVES_MOUNT:
+        if self._options.backend.kind in _OUTLIVES_MOUNT:
             return
         place = mounts.find_mount(os.path.dirname(path))
         if place is not None and place.mountpoint == mounts.resolve(self._options.mountpoint):

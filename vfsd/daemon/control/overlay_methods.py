@@ -79,7 +79,7 @@ def _result(
         stream.flush()
     counts = count(done.changes)
     return ApplyResult(
-        directory=wire_path(os.fsencode(options.backend.partition(":")[2])),
+        directory=wire_path(os.fsencode(options.backend.argument)),
         applied=written,
         counts=ChangeCounts(counts.added, counts.modified, counts.removed),
         changes=found.records,

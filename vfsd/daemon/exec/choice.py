@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from protocol.execution.host import HostCommandRunner
-from vfsd.machine.optional_dependencies import lacking
+from vfsd.machine.optional_dependencies import missing_package
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
@@ -27,11 +27,11 @@ def choose_runner(options: MountOptions, container: ContainerWorkspace | None) -
         from protocol.backends.container.exec.runner import ContainerCommandRunner  # noqa: PLC0415
 
         target = container.target
-        return ContainerCommandRunner(target.container, target.workdir, owned=options.backend.startswith("image:"))
+        return ContainerCommandRunner(target.container, target.workdir, owned=options.backend.kind == "image")
     if options.sandbox is not None:
         try:
             from vfsd.daemon.exec.sandbox import Sandbox  # noqa: PLC0415
         except ImportError as error:
-            raise lacking("the sandbox", error) from None
+            raise missing_package("the sandbox", error) from None
         return Sandbox(options)
     return None

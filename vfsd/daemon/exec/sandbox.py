@@ -55,7 +55,7 @@ class Sandbox:
 
     def __init__(self, options: MountOptions) -> None:
         assert options.sandbox is not None
-        self._image = options.sandbox.removeprefix("image:")
+        self._image = options.sandbox.argument
         self._options = options
         self._service = PodmanService(options.podman_url)
         self._container: Container | None = None

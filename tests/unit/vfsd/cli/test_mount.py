@@ -90,7 +90,7 @@ def test_a_container_is_chosen_with_its_podman_its_directory_its_transport_and_i
     assert mount("/mnt", "--backend", "image:alpine", *options).exit_code == 0
 
     (given,) = started
-    assert (given.backend, given.podman_url, given.workdir) == ("image:alpine", "ssh://me@there/sock", "/srv")
+    assert (str(given.backend), given.podman_url, given.workdir) == ("image:alpine", "ssh://me@there/sock", "/srv")
     assert (given.transport, given.network) == ("agent", "web")
 
 
@@ -100,7 +100,7 @@ def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started:
     assert mount("/mnt", "--sandbox", "image:alpine", "--snapshot-each", *options).exit_code == 0
 
     (given,) = started
-    assert (given.backend, given.sandbox, given.snapshot_each) == ("memory", "image:alpine", True)
+    assert (str(given.backend), str(given.sandbox), given.snapshot_each) == ("memory", "image:alpine", True)
     assert (given.podman_url, given.network, given.pids_limit) == ("unix:///p.sock", "web", 64)
     assert given.memory_bytes == 2**30
 

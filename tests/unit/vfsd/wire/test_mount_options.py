@@ -22,8 +22,9 @@ from click.testing import CliRunner, Result
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
 from vfsd.client.mount_arguments import mount_options
+from vfsd.wire.backend_spec import BACKENDS
 from vfsd.wire.handshake import Ready
-from vfsd.wire.option_rules import BACKENDS, SCOPES, OptionError
+from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import MountOptions
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "mount.md"

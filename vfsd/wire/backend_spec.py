@@ -1,0 +1,84 @@
+"""Backend strings, such as "memory" or "host:/srv/project": their parser, and the kinds of backend that exist.
+
+Packages add a kind with an entry point in the group `vfsd.backends`; `vfsd.daemon.backends` loads and calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["BACKENDS", "ENTRY_POINT_GROUP", "MEMORY", "BackendSpec", "known_backends", "parse_backend"]
+
+ENTRY_POINT_GROUP: Final = "vfsd.backends"
+
+# The built-in kinds, and how a user writes each of them.
+BACKENDS: Final = {
+    "memory": "memory",
+    "overlay": "overlay:DIR",
+    "host": "host:DIR",
+    "container": "container:NAME",
+    "image": "image:REF",
+}
+_ARGUMENTS: Final = {
+    "overlay": "a directory",
+    "host": "a directory",
+    "container": "a container's name",
+    "image": "an image's name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A parsed backend string: `kind`, and the text after the colon.  `str()` gives the string again."""
+
+    kind: str
+    argument: str = ""
+
+    @classmethod
+    def split(cls, text: str) -> BackendSpec:
+        """Split `text` at the first colon without checking it: for records, and for keys of workspaces in a store."""
+        kind, _, argument = text.partition(":")
+        return cls(kind, argument)
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether `argument` is a path on this host."""
+        return self.kind in {"host", "overlay"}
+
+    @property
+    def form(self) -> str:
+        """How a user writes a backend of this kind: "host:DIR"."""
+        return BACKENDS.get(self.kind, f"{self.kind}:ARG")
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.argument}" if self.argument else self.kind
+
+
+MEMORY: Final = BackendSpec("memory")
+
+
+def known_backends() -> list[str]:
+    """Return how a user writes each kind of backend, those of installed packages included."""
+    return [*BACKENDS.values(), *(f"{name}:ARG" for name in sorted(_added_kinds() - BACKENDS.keys()))]
+
+
+def parse_backend(text: str) -> BackendSpec:
+    """Parse a backend string.  ValueError for an unknown kind, and where the kind's argument is missing.
+
+    Installed packages are searched only for a kind that is not built in; whether their backend needs an argument is
+    theirs to check.
+    """
+    spec = BackendSpec.split(text)
+    if spec.kind in _ARGUMENTS:
+        if not spec.argument:
+            raise ValueError(f"{text!r} lacks {_ARGUMENTS[spec.kind]} after the colon")
+    elif text != "memory" and (spec.kind in BACKENDS or spec.kind not in _added_kinds()):
+        raise ValueError(f"{text!r} is not one of {', '.join(known_backends())}")
+    return spec
+
+
+def _added_kinds() -> set[str]:
+    from importlib import metadata  # noqa: PLC0415 (start-up: its import takes 40 ms)
+
+    return metadata.entry_points(group=ENTRY_POINT_GROUP).names
