@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from protocol.adapters.foreign import FilesystemTree, put_archive_into
+from protocol.adapters.filesystem_tree import FilesystemTree, put_archive_into
 from protocol.archive import export_archive
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.filesystem import Filesystem, SnapshotableFilesystem

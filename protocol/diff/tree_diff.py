@@ -23,10 +23,13 @@ __all__ = [
     "Change",
     "ChangeKind",
     "ComparesContent",
+    "Comparison",
     "Counted",
     "DiffCounts",
     "changes",
+    "compare",
     "count",
+    "entry_or_none",
     "is_below",
     "outermost",
     "summary",
@@ -78,27 +81,50 @@ class ComparesContent(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One path that is in either tree; `kind` as in `Change`, None where nothing differs."""
+
+    path: bytes
+    kind: ChangeKind | None
+    old: TreeEntry | None
+    new: TreeEntry | None
+
+
 def changes(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool = True) -> Iterator[Change]:
-    """What differs between `old` and `new`, in the order that the module's docstring gives.
+    """Yield what differs between `old` and `new`, in the order that the module's docstring gives.
 
-    An added or removed directory yields itself and all below it.  `paths` restricts the answer to these paths
-    and what is below; one that is in neither tree, filtered or not, raises FileNotFoundError, at once.
+    An added or removed directory yields itself and everything below it.  `paths` restricts the answer to these paths
+    and everything below them; a path that is in neither tree, filtered or not, raises FileNotFoundError at once.
 
-    `contents=False` reads no file: of one size, files are then "modified" where their mtime differs.
+    `contents=False` reads no file: files of the same size are then "modified" where their mtime differs.
+    """
+    return _only_changes(compare(old, new, paths=paths, contents=contents))
 
-    Where `new.touched(old)` knows the candidates only these are looked at; else both trees are walked.
+
+def compare(
+    old: Tree, new: Tree, *, paths: Sequence[bytes] = (), contents: bool = True, every_path: bool = False
+) -> Iterator[Comparison]:
+    """Compare the entries of two trees; parameters, order and errors as in `changes`.
+
+    If `new.touched(old)` names the candidates, yields only these, unless `every_path`; else walks both trees and
+    yields every path.
     """
     for path in paths:
         if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
             raise os_error(2, os.fsdecode(path))
     scopes = outermost(paths) if paths else [b""]
-    touched = new.touched(old)
+    touched = None if every_path else new.touched(old)
     pairs = (
         chain.from_iterable(_merged_walk(old, new, scope) for scope in scopes)
         if touched is None
         else _candidates(old, new, sorted(touched, key=_order), scopes)
     )
     return _compared(old, new, pairs, contents=contents)
+
+
+def _only_changes(compared: Iterable[Comparison]) -> Iterator[Change]:
+    return (Change(one.path, one.kind, one.old, one.new) for one in compared if one.kind is not None)
 
 
 @runtime_checkable
@@ -133,7 +159,7 @@ def summary(
         if touched is None or not _is_same_inode(left, right):
             walked = path
             pairs = _merged_walk(old, new, path)
-        found = _compared(old, new, pairs, contents=contents)
+        found = _only_changes(_compared(old, new, pairs, contents=contents))
         only: object = new if left is None else old if right is None else None
         if isinstance(only, Counted):
             first += islice(found, most - len(first))
@@ -179,7 +205,8 @@ def outermost(paths: Sequence[bytes]) -> list[bytes]:
     return outer
 
 
-def _entry(tree: Tree, path: bytes) -> TreeEntry | None:
+def entry_or_none(tree: Tree, path: bytes) -> TreeEntry | None:
+    """The entry at `path`, or None if there is none."""
     try:
         return tree.entry(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -192,13 +219,13 @@ def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
 
 
 def _pair(old: Tree, new: Tree, path: bytes) -> _Pair:
-    return _entry(old, path), _entry(new, path)
+    return entry_or_none(old, path), entry_or_none(new, path)
 
 
 def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[_Pair]:
     """Every path at and below `top` in either tree, with its entry in each."""
-    left_walk = old.walk(top) if _entry(old, top) else iter(())
-    right_walk = new.walk(top) if _entry(new, top) else iter(())
+    left_walk = old.walk(top) if entry_or_none(old, top) else iter(())
+    right_walk = new.walk(top) if entry_or_none(new, top) else iter(())
     left, right = next(left_walk, None), next(right_walk, None)
     while left or right:
         if left and right and left.path == right.path:
@@ -232,7 +259,7 @@ def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence
 # --- how two entries differ ---------------------------------------------------------------------------------
 
 
-def _compared(old: Tree, new: Tree, pairs: Iterable[_Pair], *, contents: bool) -> Iterator[Change]:
+def _compared(old: Tree, new: Tree, pairs: Iterable[_Pair], *, contents: bool) -> Iterator[Comparison]:
     for left, right in pairs:
         kind: ChangeKind | None
         if left is None or right is None:
@@ -244,8 +271,8 @@ def _compared(old: Tree, new: Tree, pairs: Iterable[_Pair], *, contents: bool) -
         else:
             kind = "metadata" if _metadata_differs(left, right) else None
         entry = left or right
-        if kind and entry:
-            yield Change(entry.path, kind, left, right)
+        if entry:
+            yield Comparison(entry.path, kind, left, right)
 
 
 def _metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:

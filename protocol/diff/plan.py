@@ -1,0 +1,270 @@
+"""Plan the steps that make a target equal to a tree.
+
+`plan` compares the target's present state with the wanted tree and gives the steps in an order that any target can
+execute one by one:
+
+1. "remove": entries that must go, the deepest first, so that each directory is empty when it is removed;
+2. in the order of `Tree.walk`: "directory", "put", "write", "link", and "metadata" of what is no directory.  A
+   directory exists before anything in it is made; the file that a "link" names is complete before the link is made;
+3. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
+
+Paths that are equal get no step.  A file keeps its inode ("write", "metadata") only if all its other names become
+names of the same wanted file; otherwise "put" replaces it, so that no other name changes with it.
+
+A target implements `Target`; `execute` calls it.  What a target guarantees for one step (atomic replacement, a check
+that nothing has changed since the plan was made, staging of content) is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from protocol.diff.tree_diff import Comparison, compare, entry_or_none, is_below
+from protocol.tree import Tree, TreeEntry
+
+__all__ = ["Step", "StepKind", "Target", "execute", "plan"]
+
+StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of a target.
+
+    - "remove": remove `old`; a directory is empty by then.
+    - "directory": make the directory `new`, in place of `old` if that is not None.
+    - "put": make the file, symlink or special file `new`, in place of `old` if that is not None (an empty directory
+      among them).
+    - "write": give `old`, a file or symlink, the content (target) and the metadata of `new`.
+    - "link": make `new.path` a further name of the file at `other`, in place of `old` if that is not None.
+    - "metadata": give `old`, or the directory that a step before has made, the metadata of `new`.
+    """
+
+    kind: StepKind
+    path: bytes
+    old: TreeEntry | None
+    new: TreeEntry | None
+    other: bytes = b""
+
+
+class Target(Protocol):
+    """What a plan can be executed on: one method for each kind of step (see `Step`)."""
+
+    def remove(self, old: TreeEntry) -> None: ...
+
+    def make_directory(self, new: TreeEntry, old: TreeEntry | None) -> None: ...
+
+    def put(self, new: TreeEntry, old: TreeEntry | None) -> None: ...
+
+    def write(self, new: TreeEntry, old: TreeEntry) -> None: ...
+
+    def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None: ...
+
+    def set_metadata(self, new: TreeEntry) -> None: ...
+
+
+def execute(steps: Iterable[Step], target: Target) -> None:
+    """Execute `steps` on `target`, in order."""
+    for step in steps:
+        new, old = step.new, step.old
+        if new is None:
+            assert old is not None
+            target.remove(old)
+        elif step.kind == "directory":
+            target.make_directory(new, old)
+        elif step.kind == "put":
+            target.put(new, old)
+        elif step.kind == "link":
+            target.link(new, step.other, old)
+        elif step.kind == "write":
+            assert old is not None
+            target.write(new, old)
+        else:
+            target.set_metadata(new)
+
+
+def plan(
+    live: Tree,
+    wanted: Tree,
+    *,
+    paths: Sequence[bytes] = (),
+    remove: bool = True,
+    whole_directories: bool = False,
+    links: bool = True,
+) -> list[Step]:
+    """Return the steps that make the target with the state `live` equal to `wanted`, at and below `paths`.
+
+    Without `paths`, everywhere.  `remove=False` keeps entries that `wanted` lacks, except below a directory that
+    becomes something else.
+
+    `whole_directories` is for a target that removes a directory with everything in it: entries below it get no steps of
+    their own.  `links=False` is for a target without hard links: each name is a file of its own.
+    FileNotFoundError for a path that is in neither tree.
+    """
+    return _Plan(live, wanted, paths, remove=remove, whole_directories=whole_directories, links=links).steps()
+
+
+class _Plan:
+    def __init__(
+        self,
+        live: Tree,
+        wanted: Tree,
+        paths: Sequence[bytes],
+        *,
+        remove: bool,
+        whole_directories: bool,
+        links: bool,
+    ) -> None:
+        self._live = live
+        self._wanted = wanted
+        self._paths = paths
+        self._remove = remove
+        self._whole_directories = whole_directories
+        found = list(self._interesting(compare(live, wanted, paths=paths), links=links))
+        self._live_names: dict[int, set[bytes]] = {}
+        self._wanted_names: dict[int, list[bytes]] = {}
+        self._kept: dict[int, tuple[bytes, TreeEntry | None]] = {}  # wanted inode -> the name that the others link to
+        if links and any(_has_links(one.old) or _has_links(one.new) for one in found):
+            # A tree that names the paths it touched leaves out further names of the same files.
+            found = list(self._interesting(compare(live, wanted, paths=paths, every_path=True), links=True))
+            self._find_names()
+        self._found = found
+        self._comparisons = {one.path: one for one in found}
+
+    def _interesting(self, compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
+        for one in compared:
+            old, new = one.old, one.new
+            moved_mtime = old is not None and new is not None and old.mtime_ns != new.mtime_ns
+            if one.kind is not None or moved_mtime or (links and (_has_links(old) or _has_links(new))):
+                yield one
+
+    def _find_names(self) -> None:
+        for entry in self._live.walk():
+            if _has_links(entry):
+                self._live_names.setdefault(entry.inode, set()).add(entry.path)
+        for entry in self._wanted.walk():
+            if _has_links(entry):
+                self._wanted_names.setdefault(entry.inode, []).append(entry.path)
+
+    def steps(self) -> list[Step]:
+        """See `plan`."""
+        removals = list(self._removals())
+        made = list(self._missing_parents())
+        made += filter(None, map(self._step, self._found))
+        changed = {step.path for step in [*removals, *made] if step.kind != "metadata"}
+        return [*removals, *made, *self._directories_metadata(changed, made)]
+
+    def _removals(self) -> Iterator[Step]:
+        top: bytes | None = None  # a directory that goes, or becomes something else
+        found = []
+        for one in self._found:
+            is_below_top = top is not None and is_below(one.path, top)
+            is_due = not self._whole_directories if is_below_top else self._remove
+            if one.kind == "removed" and is_due:
+                found.append(Step("remove", one.path, one.old, None))
+            if one.kind in {"removed", "type"} and one.old is not None and one.old.is_dir and not is_below_top:
+                top = one.path if self._remove or one.kind == "type" else None
+        return reversed(found)
+
+    def _missing_parents(self) -> Iterator[Step]:
+        """The directories above `paths` that the target lacks."""
+        made: set[bytes] = set()
+        for path in self._paths:
+            if entry_or_none(self._wanted, path) is None:
+                continue
+            ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
+            for above in (path[:end] for end in ends):
+                old = entry_or_none(self._live, above)
+                if above not in made and (old is None or not old.is_dir) and above not in self._comparisons:
+                    made.add(above)
+                    yield Step("directory", above, old, self._wanted.entry(above))
+
+    def _step(self, one: Comparison) -> Step | None:
+        old, new = one.old, one.new
+        if new is None:
+            return None
+        if new.is_dir:
+            return Step("directory", one.path, old, new) if one.kind in {"added", "type"} else None
+        names = self._wanted_names.get(new.inode, ()) if _has_links(new) else ()
+        if len(names) > 1:
+            kept, kept_old = self._keeper(new, names)
+            if kept != one.path:
+                is_linked = old is not None and kept_old is not None and old.inode == kept_old.inode != 0
+                return None if is_linked else Step("link", one.path, old, new, kept)
+        if old is None or not self._can_keep_inode(one, names):
+            return Step("put", one.path, old, new)
+        if one.kind == "modified":
+            return Step("write", one.path, old, new)
+        return Step("metadata", one.path, old, new) if one.kind == "metadata" else None
+
+    def _keeper(self, new: TreeEntry, names: Sequence[bytes]) -> tuple[bytes, TreeEntry | None]:
+        """The name that further names of the wanted file `new` link to.
+
+        With it the entry whose inode it keeps, if it does.  It is a name with the right content already if there is
+        one; else the first that is planned for.
+        """
+        found = self._kept.get(new.inode)
+        if found is None:
+            planned = [name for name in names if self._is_planned(name)]
+            others = [name for name in names if name not in planned]
+            found = next(filter(None, map(self._in_place, [*planned, *others])), None)
+            if found is None:
+                first = self._comparisons[planned[0]]
+                found = (first.path, first.old if self._can_keep_inode(first, names) else None)
+            self._kept[new.inode] = found
+        return found
+
+    def _is_planned(self, path: bytes) -> bool:
+        return not self._paths or any(is_below(path, scope) for scope in self._paths)
+
+    def _in_place(self, path: bytes) -> tuple[bytes, TreeEntry] | None:
+        """`path` and its present entry, if its inode can be kept and its content is right."""
+        if self._is_planned(path):
+            one = self._comparisons[path]
+        else:  # outside of `paths`: usable only as it is
+            if entry_or_none(self._live, path) is None:
+                return None
+            one = next(iter(compare(self._live, self._wanted, paths=[path], every_path=True)))
+            if one.kind is not None:
+                return None
+        if one.old is None or one.new is None or one.kind not in {None, "metadata"}:
+            return None
+        return (path, one.old) if self._can_keep_inode(one, self._wanted_names[one.new.inode]) else None
+
+    def _can_keep_inode(self, one: Comparison, names: Sequence[bytes]) -> bool:
+        """Whether the inode at the path can become the wanted file, whose names are `names`."""
+        old, new = one.old, one.new
+        if old is None or new is None or one.kind in {"added", "type"} or old.rdev != new.rdev:
+            return False
+        if not _has_links(old):
+            return True
+        present = self._live_names.get(old.inode, set())
+        return old.nlink <= len(present) and all(
+            name == one.path or name in names or self._is_removed(name) for name in present
+        )
+
+    def _is_removed(self, path: bytes) -> bool:
+        return self._remove and path in self._comparisons and self._comparisons[path].kind == "removed"
+
+    def _directories_metadata(self, changed: set[bytes], made: Sequence[Step]) -> Iterator[Step]:
+        """Steps for directories that were made, or whose metadata differ or are moved by the other steps."""
+        due = {step.path: step for step in made if step.kind == "directory"}
+        for path in changed:
+            above = path.rpartition(b"/")[0]
+            if path and above not in due and self._is_planned(above) and self._wanted_has_directory(above):
+                due[above] = Step("metadata", above, None, self._wanted.entry(above))
+        for one in self._found:
+            if one.new is not None and one.new.is_dir:
+                due[one.path] = Step("metadata", one.path, one.old, one.new)
+        for path in sorted(due, key=lambda path: path.split(b"/"), reverse=True):
+            yield Step("metadata", path, due[path].old, due[path].new)
+
+    def _wanted_has_directory(self, path: bytes) -> bool:
+        entry = entry_or_none(self._wanted, path)
+        return entry is not None and entry.is_dir
+
+
+def _has_links(entry: TreeEntry | None) -> bool:
+    return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
