@@ -50,6 +50,12 @@ def _is_long(config: pytest.Config) -> bool:
     return bool(config.getoption("--runs-long")) or os.environ.get("VFSD_LONG", "") not in ("", "0")
 
 
+@pytest.fixture(scope="session")
+def runs_long(request: pytest.FixtureRequest) -> bool:
+    """Whether random campaigns run for long in this session."""
+    return _is_long(request.config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts pytest in the background has SIGINT ignored in it, and in all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,7 @@ __all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
 
 TAG = "VFSD_TEST_SESSION"
 # How long a process that is already on its way out may take: a daemon after its unmount, a git gc.
-GRACE_S = 20.0
+GRACE_S = float(os.environ.get("VFSD_TEST_GRACE_S", "20"))
 # Started once by the standard library and kept for the interpreter's life.
 KEPT_PROCESSES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 

@@ -18,7 +18,8 @@ from protocol.store import DirectorySource, DirectoryTarget, Store
 from protocol.store.directory.scan import TEMPORARY_PREFIX
 from tests.unit.protocol.store.states import Chaos, State, differences, state_of, state_of_tree
 
-POINTS = 100
+POINTS = 60
+LONG_POINTS = 400
 BY_THE_CLOCK = 10
 LARGE = 300_000  # bytes: a content with a file of its own
 
@@ -96,13 +97,13 @@ def points(calls: int, most: int) -> list[int]:
 
 
 def endings(
-    mortal: Mortal, scene: Scene, tmp_path: Path, *, most: int = POINTS, **order: Any
+    mortal: Mortal, scene: Scene, tmp_path: Path, *, runs_long: bool, most: int = POINTS, **order: Any
 ) -> Iterator[tuple[Store, Path, int]]:
     """The store and the directory after each death, and the number of the death."""
     whole = scene.copy(tmp_path / "whole")
     calls = mortal.do(store=str(whole / "store"), root=str(whole / "root"), **order)["calls"]
-    assert calls > POINTS / 2
-    deaths: list[dict[str, Any]] = [{"at": at} for at in points(calls, most)]
+    assert calls > 50
+    deaths: list[dict[str, Any]] = [{"at": at} for at in points(calls, LONG_POINTS if runs_long else most)]
     deaths += [{"after_s": 0.001 * number} for number in range(BY_THE_CLOCK)]
     for number, death in enumerate(deaths):
         place = scene.copy(tmp_path / "place")
@@ -135,10 +136,10 @@ def test_the_names_of_temporary_files_are_those_that_snapshots_leave_out() -> No
 
 
 def test_a_snapshot_that_was_killed_is_there_whole_or_not_at_all_and_the_others_are_whole(
-    mortal: Mortal, scene: Scene, tmp_path: Path
+    mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
     outcomes = set()
-    for store, root, number in endings(mortal, scene, tmp_path, do="take", name="next"):
+    for store, root, number in endings(mortal, scene, tmp_path, runs_long=runs_long, do="take", name="next"):
         assert store.check().damages == (), number
         assert_whole(store, "early", scene.early)
         names = [info.name for info in store.snapshots("w")]
@@ -156,10 +157,12 @@ def test_a_snapshot_that_was_killed_is_there_whole_or_not_at_all_and_the_others_
 
 
 def test_a_restore_that_was_killed_is_finished_or_undone_by_the_next_one(
-    mortal: Mortal, scene: Scene, tmp_path: Path
+    mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
     outcomes = set()
-    for store, root, number in endings(mortal, scene, tmp_path, do="restore", name="early", safety="safe"):
+    for store, root, number in endings(
+        mortal, scene, tmp_path, runs_long=runs_long, do="restore", name="early", safety="safe"
+    ):
         assert store.check().damages == (), number
         found = store.interrupted("w")
         outcomes.add(found is not None)
@@ -200,7 +203,7 @@ def assert_nothing_torn(root: Path, scene: Scene) -> None:
 
 
 def test_a_collection_that_was_killed_leaves_every_snapshot_whole_and_is_done_by_the_next(
-    mortal: Mortal, scene: Scene, tmp_path: Path
+    mortal: Mortal, scene: Scene, tmp_path: Path, runs_long: bool
 ) -> None:
     with Store(scene.copy(tmp_path / "dropped") / "store") as store:
         store.drop("w", "second")
@@ -208,7 +211,7 @@ def test_a_collection_that_was_killed_leaves_every_snapshot_whole_and_is_done_by
         store.drop("w", "third")
     dropped = Scene.__new__(Scene)
     dropped.place, dropped.early, dropped.late = tmp_path / "dropped", scene.early, scene.late
-    for store, root, number in endings(mortal, dropped, tmp_path, most=40, do="collect"):
+    for store, root, number in endings(mortal, dropped, tmp_path, runs_long=runs_long, most=40, do="collect"):
         assert store.check().damages == (), number
         assert_whole(store, "early", scene.early)
         store.take("w", "next", DirectorySource(root))

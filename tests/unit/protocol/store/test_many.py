@@ -27,8 +27,8 @@ OPEN_FILES = 64
 
 
 @pytest.fixture
-def many(request: pytest.FixtureRequest) -> int:
-    return VERY_MANY if request.config.getoption("--runs-long") else MANY
+def many(runs_long: bool) -> int:
+    return VERY_MANY if runs_long else MANY
 
 
 @pytest.fixture
