@@ -33,6 +33,7 @@ from bench._filesystems import cpu_clock, end_cleanly
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerMount
 from tests.container.conftest import PYTHON, import_image, inside
 from tests.container.images import write_python_image
@@ -67,7 +68,7 @@ def benched(scratch: Path, *, cpu: bool) -> Iterator[Bench]:
         import_image(url, archive, PYTHON)
         shared = scratch / "shared"
         shared.mkdir()
-        container = service.create(PYTHON, mounts=[ContainerMount("bind", str(shared), "/workspace")])
+        container = service.create(ContainerSpec(PYTHON, mounts=[ContainerMount("bind", str(shared), "/workspace")]))
         stack.callback(container.remove)
         container.start()
         mounts, clocks = {}, {}

@@ -18,6 +18,7 @@ import pytest
 from podman import PodmanClient
 
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from tests.container.images import write_busybox_image, write_python_image
 from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
@@ -99,12 +100,12 @@ _numbers = itertools.count(1)
 
 @pytest.fixture
 def start_container(podman: PodmanService, busybox_image: str, no_leaks: None) -> Iterator[StartContainer]:
-    """Starts containers that end with the test: `start_container(image=busybox, **PodmanService.create's)`."""
+    """Starts containers that end with the test: `start_container(image=busybox, **the rest of ContainerSpec)`."""
     made: list[Container] = []
 
     def start(image: str = busybox_image, **options: Any) -> Container:
         options.setdefault("name", f"t{next(_numbers)}")
-        container = podman.create(image, **options)
+        container = podman.create(ContainerSpec(image, **options))
         made.append(container)
         container.start()
         return container

@@ -20,6 +20,7 @@ import pytest
 
 from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
 from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, inside
@@ -423,7 +424,7 @@ def test_a_fork_bomb_at_its_limit_leaves_the_mount_served(
 @pytest.fixture(scope="module")
 def shared(podman: PodmanService, python_image: str, session_dir: str) -> Iterator[Path]:
     """One mount for all tests of the contract."""
-    container = podman.create(python_image, name="agent-contract")
+    container = podman.create(ContainerSpec(python_image, name="agent-contract"))
     place = Path(session_dir, "work", "agent-contract")
     try:
         container.start()

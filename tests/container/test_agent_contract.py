@@ -1,7 +1,7 @@
 """The volume over a helper in a real container keeps the contract of protocol.volume, over tmpfs inside it.
 
 The two tests that list thousands of files again and again run over a helper of this machine only
-(tests/unit/protocol/backends/container/test_helper.py): what they show is the same.
+(tests/contract/test_host_volume.py): what they show is the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import pytest
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.testing import MakeVolume
 from protocol.volume import Volume
 from tests.container.conftest import inside
+from tests.contract.test_host_volume import TestAgentVolume as HelperContract
 from tests.support.agents import served
-from tests.unit.protocol.backends.container.test_helper import TestAgentVolume as HelperContract
 
 _numbers = itertools.count(1)
 
@@ -28,7 +29,7 @@ _numbers = itertools.count(1)
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, python_image: str) -> Iterator[Container]:
     """One container for all tests; privileged, because they mount a tmpfs each."""
-    container = podman.create(python_image, name="agent-volumes", options={"privileged": True})
+    container = podman.create(ContainerSpec(python_image, name="agent-volumes", options={"privileged": True}))
     try:
         container.start()
         yield container

@@ -13,6 +13,7 @@ import trio
 
 from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.testing import Clock, FilesystemContract, MakeVolume, StreamingContract
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: reaches a
 
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
-    made = podman.create(busybox_image, name="contract", options={"privileged": True})
+    made = podman.create(ContainerSpec(busybox_image, name="contract", options={"privileged": True}))
     try:
         made.start()
         yield made

@@ -18,6 +18,7 @@ from protocol.adapters.host import HostFilesystem
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.tools import TOOLS, ToolContext
@@ -34,7 +35,7 @@ def prepared(container: Container) -> Container:
 @pytest.fixture(scope="module")
 def container(podman: PodmanService, busybox_image: str) -> Iterator[Container]:
     """One for all tests that leave it as it was."""
-    container = podman.create(busybox_image, pids_limit=200)
+    container = podman.create(ContainerSpec(busybox_image, pids_limit=200))
     try:
         container.start()
         yield prepared(container)

@@ -14,6 +14,7 @@ import pytest
 
 from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create_owned, remove_orphans
 from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.workspace import open_container, open_image
 from tests.container.conftest import MountContainer, StartContainer, inside
 from tests.mount.conftest import socket_of
@@ -127,8 +128,9 @@ OWNER_ELSEWHERE = """
 import sys
 from protocol.backends.container.podman.ownership import create_owned
 from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 with PodmanService(sys.argv[1]) as service:
-    container = create_owned(service, sys.argv[2], "elsewhere")
+    container = create_owned(service, ContainerSpec(sys.argv[2]), "elsewhere")
     container.kill()
     print(container.id, flush=True)
     sys.stdin.read()
@@ -156,7 +158,7 @@ def test_the_container_of_a_daemon_in_another_pid_namespace_is_left_alone(
 
 def create_labels(podman: PodmanService) -> dict[str, str]:
     """The labels of a container of this process's."""
-    container = create_owned(podman, "localhost/vfsd-test-busybox:latest", "labels")
+    container = create_owned(podman, ContainerSpec("localhost/vfsd-test-busybox:latest"), "labels")
     try:
         assert remove_orphans(podman) == []  # this process lives
         return dict(container.inspect().labels)

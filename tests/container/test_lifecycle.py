@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.address import default_address, parse_address
-from protocol.backends.container.podman.service import ContainerNotFoundError, PodmanService
+from protocol.backends.container.podman.errors import ContainerNotFoundError
+from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.backends.container.workspace import open_container
 from tests.container.conftest import MountContainer, StartContainer, attempt, inside
@@ -149,7 +151,7 @@ def test_two_containers_of_one_name_cannot_be_made(start_container: StartContain
     container = start_container()
 
     with pytest.raises(FileExistsError, match=container.name):
-        podman.create(container.inspect().image, name=container.name)
+        podman.create(ContainerSpec(container.inspect().image, name=container.name))
 
 
 def test_containers_are_found_by_their_labels(start_container: StartContainer, podman: PodmanService) -> None:

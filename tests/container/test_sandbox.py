@@ -55,7 +55,7 @@ def ending(podman: PodmanService, busybox_image: str, workdir: Path) -> Iterator
 
 
 def sandboxes(podman: PodmanService, workspace: Workspace) -> list[ContainerState]:
-    return podman.labelled({"vfsd.client.workspace": workspace.name})
+    return podman.labelled({"vfsd.workspace": workspace.name})
 
 
 def fs_exec(workspace: Workspace, script: str, **options: Any) -> fs.FsExecResult:

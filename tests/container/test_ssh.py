@@ -58,13 +58,13 @@ def test_a_workspace_of_an_image_of_another_machine_removes_its_container(
     workspace = mount_container(
         None, backend=f"image:{python_image}", podman_url=f"ssh://{sshd.host}{podman.address.path}"
     )
-    (made,) = podman.labelled({"vfsd.client.workspace": workspace.name})
+    (made,) = podman.labelled({"vfsd.workspace": workspace.name})
     Path(workspace.path, "f").write_text("x")
     assert inside(podman.container(made.id), "cat /workspace/f") == b"x"
 
     workspace.unmount()
 
-    assert podman.labelled({"vfsd.client.workspace": workspace.name}) == []
+    assert podman.labelled({"vfsd.workspace": workspace.name}) == []
 
 
 def test_errors_on_the_way_are_those_of_ssh(podman: PodmanService, sshd: Sshd) -> None:

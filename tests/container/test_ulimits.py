@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
 from tests.container.conftest import BUSYBOX, import_image, inside
 from tests.container.images import write_busybox_image
 from tests.container.service import NoPodmanError, running_service
@@ -19,7 +20,7 @@ def test_a_container_starts_with_limits_that_podman_may_set(workdir: Path) -> No
     try:
         with running_service(workdir / "podman", default_ulimits=True) as url, PodmanService(url) as podman:
             import_image(url, archive, BUSYBOX)
-            container = podman.create(BUSYBOX, name="limited")
+            container = podman.create(ContainerSpec(BUSYBOX, name="limited"))
             try:
                 container.start()
                 limits = [int(word) for word in inside(container, "ulimit -Hn").split()]

@@ -1,15 +1,18 @@
-"""The host backend keeps the contract of protocol.volume, over a tmpfs of the size that a test asks for.
+"""Volumes over a host directory keep the contract of protocol.volume: the host backend, and the helper of containers.
 
-What the host cannot keep is a virtual clock: `HostClock` stands in its place.  The quota is the tmpfs's.
+Each runs over a tmpfs of the size that a test asks for.
+
+The host has no virtual clock, so the tests use `HostClock`.  The quota is the tmpfs's.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from protocol.backends.host import HostVolume
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import ROOT_INODE, Volume
+from tests.support.agents import local_agent
 from tests.support.host_directories import HostClock, mounted_tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
@@ -26,13 +30,17 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a 
 CAPABILITY = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
 
 
-class TestHostVolume(VolumeContract):
-    descriptors: int | None = None
+class OverHostDirectory(VolumeContract):
+    """The contract for a volume over a host directory.  Subclasses say how `opened` opens one."""
+
+    def opened(self, place: Path) -> AbstractContextManager[Volume]:
+        """The volume of the directory `place`, checked and closed after the block."""
+        raise NotImplementedError
 
     @pytest.fixture
     def volume(self, tmp_path: Path) -> Iterator[MakeVolume]:
-        made: list[HostVolume] = []
         with ExitStack() as stack:
+            numbers = itertools.count()
 
             def make(
                 *,
@@ -40,16 +48,11 @@ class TestHostVolume(VolumeContract):
                 max_inodes: int | None = None,
                 clock: Callable[[], int] | None = None,
             ) -> Volume:
-                place = tmp_path / f"tmpfs-{len(made)}"
+                place = tmp_path / f"tmpfs-{next(numbers)}"
                 stack.enter_context(mounted_tmpfs(place, max_bytes=max_bytes, max_inodes=max_inodes))
-                volume = HostVolume(os.fsencode(place), descriptors=self.descriptors)
-                stack.callback(volume.close)
-                made.append(volume)
-                return volume
+                return stack.enter_context(self.opened(place))
 
             yield make
-            for volume in made:
-                volume.check_invariants()
 
     @pytest.fixture
     def clock(self, tmp_path: Path) -> Clock:
@@ -99,10 +102,30 @@ class TestHostVolume(VolumeContract):
         fs.file(b"d")
 
 
+class TestHostVolume(OverHostDirectory):
+    descriptors: int | None = None
+
+    @contextmanager
+    def opened(self, place: Path) -> Iterator[Volume]:
+        volume = HostVolume(os.fsencode(place), descriptors=self.descriptors)
+        try:
+            yield volume
+            volume.check_invariants()
+        finally:
+            volume.close()
+
+
 class TestHostVolumeWithFewDescriptors(TestHostVolume):
     """The same, when almost every call must close something to open something else."""
 
     descriptors = 2
+
+
+class TestAgentVolume(OverHostDirectory):
+    """The helper that vfsd starts in containers, run on this host."""
+
+    def opened(self, place: Path) -> AbstractContextManager[Volume]:
+        return local_agent(str(place))  # type: ignore[return-value]
 
 
 def test_a_host_volume_has_all_methods_of_its_protocol(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import ContainerConnection
 from protocol.backends.container.podman.ownership import create_owned
-from protocol.backends.container.podman.service import PIDS_LIMIT, Container, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR, ContainerTarget, check_running, check_workdir
 from protocol.backends.container.transports.rootfs import RootfsTransport
@@ -90,14 +91,8 @@ def open_image(
 
     try:
         directory = check_workdir(workdir)
-        container = create_owned(
-            service,
-            image,
-            workspace,
-            network=network,
-            pids_limit=pids_limit or PIDS_LIMIT,
-            memory_bytes=memory_bytes,
-        )
+        spec = ContainerSpec(image, network=network, pids_limit=pids_limit or PIDS_LIMIT, memory_bytes=memory_bytes)
+        container = create_owned(service, spec, workspace)
         target = ContainerTarget(service, container.id, directory)
         chosen = _transport(target, target.inspect(), transport, read_only=read_only)
     except BaseException:

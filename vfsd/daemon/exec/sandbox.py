@@ -29,8 +29,10 @@ from typing import Final
 import trio
 
 from protocol.backends.container.exec.runner import ContainerCommandRunner
+from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.ownership import create_owned
-from protocol.backends.container.podman.service import PIDS_LIMIT, Container, ContainerNotFoundError, PodmanService
+from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.execution.executor import Command
 from protocol.execution.runner import Process
@@ -139,16 +141,15 @@ class Sandbox:
                 f"a sandbox needs a Podman on this machine, which sees the mount; {self._service.address} is elsewhere"
             )
             raise OSError(errno.EOPNOTSUPP, reason)
-        container = create_owned(
-            self._service,
+        spec = ContainerSpec(
             self._image,
-            options.name,
             network=options.network or "none",
             pids_limit=options.pids_limit or PIDS_LIMIT,
             mounts=[ContainerMount("bind", options.mountpoint, WORKDIR, read_only=options.read_only)],
             memory_bytes=options.memory_bytes,
             options={**_OPTIONS, "hostname": _hostname(options)},
         )
+        container = create_owned(self._service, spec, options.name)
         try:
             self._check_sees_mount(container)
         except BaseException:

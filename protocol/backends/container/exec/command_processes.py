@@ -27,9 +27,10 @@ from protocol.backends.container.exec.container_processes import (
     SIGNAL_SCRIPT,
     ContainerProcesses,
 )
+from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.exec_stream import open_exec
 from protocol.backends.container.podman.ownership import has_died, this_daemon
-from protocol.backends.container.podman.service import Container, ContainerNotFoundError
+from protocol.backends.container.podman.service import Container
 
 __all__ = ["CommandProcesses", "kill_abandoned"]
 

@@ -1,4 +1,4 @@
-"""Containers that vfsd makes, owns and removes: labelled with the daemon that they are for.
+"""Containers that vfsd creates, owns and removes, with labels that identify the owning daemon.
 
 A daemon removes its container when it ends.  A daemon that is killed leaves it behind.  The next daemon that uses the
 same Podman removes such a container if it can prove that the owner is dead:
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-from protocol.backends.container.podman.service import PIDS_LIMIT, Container, PodmanService
-from protocol.backends.container.podman.state import ContainerMount, ContainerState
+from protocol.backends.container.podman.service import Container, PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
+from protocol.backends.container.podman.state import ContainerState
 
 __all__ = ["WORKSPACE_LABEL", "create_owned", "has_died", "remove_orphans", "this_daemon"]
 
@@ -32,37 +33,17 @@ _DAEMON_LABEL: Final = "vfsd.daemon"
 _INITIAL_PID_NAMESPACE: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h: the same in every boot
 
 
-def create_owned(
-    service: PodmanService,
-    image: str,
-    workspace: str,
-    *,
-    network: str = "none",
-    pids_limit: int = PIDS_LIMIT,
-    memory_bytes: int | None = None,
-    mounts: Sequence[ContainerMount] = (),
-    working_dir: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Container:
-    """A running container of `image` for `workspace`, which its maker has to remove.
+def create_owned(service: PodmanService, spec: ContainerSpec, workspace: str) -> Container:
+    """Create and start a container for `workspace`, with a name and labels of vfsd's; the caller removes it.
 
-    An image that is not there is pulled.  ImageNotFoundError; OSError where it cannot be started, with nothing left.
+    Pulls a missing image.  ImageNotFoundError; OSError if the container cannot be started, after removing it.
     """
     remove_orphans(service)
-    if not service.image_exists(image):
-        _logger.info("pulling %s", image, extra={"operation": "container"})
-        service.pull(image)
-    container = service.create(
-        image,
-        name=f"vfsd-{workspace}-{os.urandom(3).hex()}",  # for `podman ps`; no two ever meet
-        network=network,
-        pids_limit=pids_limit,
-        memory_bytes=memory_bytes,
-        labels=_labels(workspace),
-        mounts=mounts,
-        working_dir=working_dir,
-        options=options,
-    )
+    if not service.image_exists(spec.image):
+        _logger.info("pulling %s", spec.image, extra={"operation": "container"})
+        service.pull(spec.image)
+    name = f"vfsd-{workspace}-{os.urandom(3).hex()}"  # for `podman ps`; the random part keeps names distinct
+    container = service.create(replace(spec, name=name, labels=_labels(workspace)))
     try:
         container.start()
     except BaseException:
@@ -72,13 +53,13 @@ def create_owned(
 
 
 def remove_orphans(service: PodmanService) -> list[str]:
-    """Remove the containers that dead daemons left; the names of the workspaces they were for."""
+    """Remove the containers that dead daemons left, and return the names of their workspaces."""
     removed = []
     for state in service.labelled({WORKSPACE_LABEL: "", _MACHINE_LABEL: _machine()}):
         if _is_orphan(state, is_local=service.is_local):
             workspace = state.labels[WORKSPACE_LABEL]
             _logger.info(
-                "removing container %s, left by the daemon of %s, which had died", state.name, workspace,
+                "removing container %s, left by the dead daemon of workspace %s", state.name, workspace,
                 extra={"operation": "container"},
             )  # fmt: skip
             Container(service, state.id, state.name).remove()
@@ -98,12 +79,12 @@ def _is_orphan(state: ContainerState, *, is_local: bool) -> bool:
 
 
 def this_daemon() -> str:
-    """This process, for `has_died` in another."""
+    """An identifier of this process, for `has_died` in another process."""
     return f"{_boot()} {os.getpid()}:{_start_ticks(os.getpid())}"
 
 
 def has_died(daemon: str) -> bool:
-    """Whether it was a process of this boot and this process namespace, and is one no more."""
+    """Whether `daemon` was a process of this boot and this pid namespace that no longer runs."""
     boot, _, process = daemon.rpartition(" ")
     pid, _, started = process.partition(":")
     is_known = bool(_pid_namespace()) and boot == _boot()
@@ -120,7 +101,7 @@ def _labels(workspace: str) -> dict[str, str]:
 
 
 def _machine() -> str:
-    """machine-id(5), and the user: his Podman is his."""
+    """machine-id(5) and the user: every user has a Podman storage of their own."""
     return f"{_read('/etc/machine-id') or os.uname().nodename}:{os.geteuid()}"
 
 
@@ -134,13 +115,13 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """This process's; "" where /proc is of another one (unshare(1) without --mount-proc): it shows other pids."""
+    """This process's pid namespace; "" if /proc shows another one (unshare(1) without --mount-proc)."""
     is_ours = os.readlink("/proc/self") == str(os.getpid())
     return os.readlink("/proc/self/ns/pid") if is_ours else ""
 
 
 def _start_ticks(pid: int) -> str:
-    """When the process started, in clock ticks after boot; "" for none, or a zombie.  proc_pid_stat(5)."""
+    """The start time of a process in clock ticks after boot; "" for none or a zombie (proc_pid_stat(5))."""
     shown = _read(f"/proc/{pid}/stat")
     fields = shown[shown.rfind(")") + 2 :].split()
     return fields[19] if len(fields) > 19 and fields[0] not in {"Z", "X"} else ""
