@@ -1,22 +1,22 @@
-"""FilteredTree: a tree without the paths that a rule hides."""
+"""Trees that show a part of another tree: without the paths that a rule hides, or only what differs from a base."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator
 
-from protocol.diff.tree_diff import ComparesContent
+from protocol.diff.tree_diff import ComparesContent, changes
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["FilteredTree", "Hides"]
+__all__ = ["FilteredTree", "Hides", "changed_tree"]
 
 Hides = Callable[[bytes, bool], bool]
-"""Whether (path, is it a directory) is hidden, where what is above it is not."""
+"""Called with (path, whether it is a directory) where nothing above the path is hidden: whether the path is."""
 
 
 class FilteredTree:
-    """`tree` without what `hides` hides, and what is below; hidden directories are not walked."""
+    """`tree` without the paths that `hides` hides and everything below them; hidden directories are not walked."""
 
     def __init__(self, tree: Tree, hides: Hides) -> None:
         self._tree = tree
@@ -61,7 +61,7 @@ class FilteredTree:
         return self._tree.chunks(path, size)
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
-        """What one rule hides in both trees is no difference; what it hides in one lies at a path that is named."""
+        """See `protocol.tree.Tree`; both trees must have the same rule."""
         return self._tree.touched(_inner(other))
 
     def same_content(self, path: bytes, other: Tree) -> bool | None:
@@ -73,3 +73,19 @@ class FilteredTree:
 
 def _inner(tree: Tree) -> Tree:
     return tree.unfiltered if isinstance(tree, FilteredTree) else tree
+
+
+def changed_tree(base: Tree, tree: Tree) -> Tree:
+    """The entries of `tree` that differ from `base`, and the directories above them; removals are not shown."""
+    shown = {b""}
+    for change in changes(base, tree):
+        path = change.path if change.new is not None else b""
+        while path not in shown:
+            shown.add(path)
+            path = path.rpartition(b"/")[0]
+    return _ChangedTree(tree, lambda path, _is_directory: path not in shown)
+
+
+class _ChangedTree(FilteredTree):
+    def touched(self, other: Tree) -> None:
+        """Unknown: the rule depends on the base, so another tree hides other paths."""

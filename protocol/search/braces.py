@@ -1,7 +1,10 @@
-"""Braces: "{a,b{c,d}}" written out, before anything else in a glob pattern is looked at.
+"""Brace expansion: "{a,b{c,d}}" in a glob pattern becomes several patterns, before anything else is parsed.
 
-As in bash: a group has at least one comma at its own level; any other brace stands for itself, and so does
-what follows a backslash.
+As in bash, a group has at least one comma at its own level.  Any other brace, and a character after a backslash, is
+literal.
+
+bracex 3.2 does not fit: it also expands "{1..3}" and "{a..c}", which are file names here, leaves "${a,b}" alone, drops
+empty alternatives ("{,}" gives no pattern), and raises RecursionError for a thousand nested braces.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ from typing import Final
 
 __all__ = ["MAX_ALTERNATIVES", "expand"]
 
-MAX_ALTERNATIVES: Final = 1_000  # "{a,b}" twenty times over would be a million
+MAX_ALTERNATIVES: Final = 1_000  # twenty groups "{a,b}" would give a million patterns
 
 
 def expand(pattern: str) -> list[str]:
-    """The patterns that `pattern` stands for, in order; ValueError beyond MAX_ALTERNATIVES."""
+    """Return the patterns that `pattern` stands for, in order.  ValueError for more than MAX_ALTERNATIVES."""
     done: list[str] = []
-    waiting = [(pattern, 0)]  # the last is the next; up to the offset there is no group
+    waiting = [(pattern, 0)]  # a stack; no group starts before the offset
     while waiting:
         text, looked_at = waiting.pop()
         group = _first_group(text, looked_at)
@@ -34,9 +37,9 @@ def expand(pattern: str) -> list[str]:
 
 
 def _first_group(text: str, start: int) -> tuple[int, list[int], int] | None:
-    """Where the first group opens, its own commas are, and it closes.
+    """The offsets of the first group's opening brace, its own commas, and its closing brace; None without a group.
 
-    One pass: groups are remembered as they close, and the first to open is what is wanted.
+    One pass: groups are recorded when they close, and the group that opened first is returned.
     """
     opened: list[tuple[int, list[int]]] = []
     best: tuple[int, list[int], int] | None = None

@@ -50,7 +50,7 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "re2": ("protocol.search",),
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
-    "pathspec": ("protocol.adapters.hiding",),
+    "pathspec": ("protocol.adapters.path_filter",),
     "trio": ("vfsd.client", "vfsd.daemon", "vfsd.kernel", "protocol.execution", "protocol.backends.container"),
     "podman": ("protocol.backends.container.podman",),
     "h11": ("protocol.backends.container.podman",),

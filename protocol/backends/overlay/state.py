@@ -39,7 +39,7 @@ from protocol.errors import os_error
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
-    from protocol.adapters.hiding import Hiding
+    from protocol.adapters.path_filter import PathFilter
 
 __all__ = ["OverlayState"]
 
@@ -54,11 +54,11 @@ _LOWER_INODE_BYTES: Final = 640  # of an inode below that was looked at, beside 
 class OverlayState(MemoryState):
     """The state of one overlay.  `hidden(path, is_directory)` says what of below is not to be seen."""
 
-    def __init__(self, clock: Callable[[], int], lower: Lower, hiding: Hiding) -> None:
+    def __init__(self, clock: Callable[[], int], lower: Lower, path_filter: PathFilter) -> None:
         seen = lower.stat(b"")
         super().__init__(clock, seen.st_uid, seen.st_gid)
         self.lower = lower
-        self.hiding = hiding
+        self.path_filter = path_filter
         self.lock = threading.RLock()
         self._waiting: dict[int, tuple[_Place, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
@@ -101,7 +101,7 @@ class OverlayState(MemoryState):
             prefix = path + b"/" if path else b""
             for name, inode, kind in found:
                 is_directory = kind == stat.S_IFDIR
-                if self.hiding.hides(prefix + name, is_directory=is_directory):
+                if self.path_filter.hides(prefix + name, is_directory=is_directory):
                     continue
                 subdirectories += is_directory
                 entries[name] = self._give_number((number, name), (device, inode), kind)
@@ -391,10 +391,12 @@ class OverlayState(MemoryState):
 
     def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
         """EPERM where `name` in `directory` is hidden: it would get in the way of what is below."""
-        if not self.hiding:
+        if not self.path_filter:
             return
         above = self.path(directory)
-        if above is not None and self.hiding.hides(above + b"/" + name if above else name, is_directory=is_directory):
+        if above is not None and self.path_filter.hides(
+            above + b"/" + name if above else name, is_directory=is_directory
+        ):
             raise os_error(1, name.decode("utf-8", "backslashreplace"))
 
 

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
-from protocol.adapters.hiding import Hiding
+from protocol.adapters.path_filter import PathFilter
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.history.snapshots import count_changes, restore_epoch
@@ -76,8 +76,8 @@ class OverlayVolume(MemoryVolume):
 
     `max_bytes` and `max_inodes` bound what is held above.  `max_memory` bounds that, the snapshots, and what is
     remembered of the directory below: an eighth beyond it, listing and looking up what is new fails with ENOMEM.
-    `include` and `exclude` are patterns as `Hiding` has them; a hidden name cannot be made either (EPERM).  `on_change`
-    is called, from any thread, with what changed below; see `invalidation_done`.
+    `include` and `exclude` are the patterns of a `PathFilter`; a hidden name cannot be made either (EPERM).
+    `on_change` is called, from any thread, with what changed below; see `invalidation_done`.
     """
 
     capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False)
@@ -95,7 +95,7 @@ class OverlayVolume(MemoryVolume):
         max_memory: int | None = None,
     ) -> None:
         self.lower = Lower(root)
-        self._overlay = OverlayState(clock, self.lower, Hiding(include, exclude))
+        self._overlay = OverlayState(clock, self.lower, PathFilter(include, exclude))
         self._lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
         self._base = self._overlay.open_epoch(None)
@@ -339,7 +339,7 @@ class OverlayVolume(MemoryVolume):
     def rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = _SUPERUSER
     ) -> None:
-        if self._overlay.hiding:
+        if self._overlay.path_filter:
             number = self._children(parent).get(name, 0)
             is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
             self._overlay.check_name(self._directory(new_parent), new_name, is_directory=is_directory)

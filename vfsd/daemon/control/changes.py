@@ -10,7 +10,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.adapters.filtered import FilteredTree
-from protocol.adapters.hiding import Hiding
+from protocol.adapters.path_filter import PathFilter
 from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, changes
 from protocol.tree import Tree, TreeEntry
@@ -33,7 +33,7 @@ __all__ = [
     "differences",
     "expired_records",
     "filtered",
-    "hiding",
+    "path_filter",
     "time_text",
     "written_patch",
 ]
@@ -49,15 +49,15 @@ _TYPES: dict[int, FileType] = {
 _PIECE_BYTES: Final = 64 * 1024
 
 
-def hiding(include: Sequence[str], exclude: Sequence[str]) -> Hiding:
+def path_filter(include: Sequence[str], exclude: Sequence[str]) -> PathFilter:
     """The rule of these patterns.  InvalidParamsError for one that is none."""
     try:
-        return Hiding(include, exclude)
+        return PathFilter(include, exclude)
     except ValueError as error:
         raise InvalidParamsError(str(error)) from None
 
 
-def filtered(tree: Tree, rule: Hiding) -> Tree:
+def filtered(tree: Tree, rule: PathFilter) -> Tree:
     """`tree` without what `rule` hides."""
     if not rule:
         return tree

@@ -19,7 +19,7 @@ from typing import Final, Literal, ParamSpec, Protocol, TypeVar, runtime_checkab
 import trio
 
 import vfsd
-from protocol.adapters.changed_tree import changed_tree
+from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
@@ -36,7 +36,7 @@ from vfsd.daemon.control.changes import (
     differences,
     expired_records,
     filtered,
-    hiding,
+    path_filter,
     written_patch,
 )
 from vfsd.daemon.control.exec_methods import ExecMethods
@@ -292,7 +292,7 @@ class Methods:
         below = params.a is None and self._snapshots.has_base
         a = BASE if below else params.a if params.a is not None else await self._newest_snapshot()
         paths = wire_paths_within(params.paths)
-        rule = hiding(params.include, params.exclude)
+        rule = path_filter(params.include, params.exclude)
         if params.b is None:
             await self._served.settle()
         async with self._snapshots.tree(a) as all_old, self._snapshots.tree(params.b) as all_new:
@@ -359,7 +359,7 @@ class Methods:
     async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
         path = _absolute(params.path)
         await _in_thread(self._check_outlives_mount, path)
-        rule = hiding(params.include, params.exclude)
+        rule = path_filter(params.include, params.exclude)
         snapshots = self._snapshots
         async with AsyncExitStack() as stack:
             tree: Tree = await stack.enter_async_context(

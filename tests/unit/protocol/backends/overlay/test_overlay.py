@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.adapters.changed_tree import changed_tree
+from protocol.adapters.filtered import changed_tree
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.content import LowerContent
 from protocol.diff.patch import write_patch

@@ -1,4 +1,4 @@
-"""Hiding: which names below an overlay does not show, by patterns in gitignore's syntax.
+"""PathFilter: which paths of a tree are shown, by patterns in gitignore's syntax.
 
 Source: gitignore(5), "PATTERN FORMAT".
 """
@@ -9,18 +9,20 @@ from collections.abc import Sequence
 
 from pathspec import GitIgnoreSpec
 
-__all__ = ["Hiding"]
+__all__ = ["PathFilter"]
 
 
-class Hiding:
-    """`exclude` hides what it matches, and all below.  Where there are patterns to `include`, a file is seen only if
-    one of them matches it or a directory that it is in; directories are seen.  What both match is hidden.
+class PathFilter:
+    """Hides what a pattern of `exclude` matches, and everything below it.
+
+    With `include`, a file is shown only if one of these patterns matches the file or a directory above it; directories
+    are always shown.  A path that both match is hidden.
     """
 
     __slots__ = ("_exclude", "_include")
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-        """ValueError for a pattern that is none."""
+        """Raise ValueError for an invalid pattern."""
         self._include = GitIgnoreSpec.from_lines(include) if include else None
         self._exclude = GitIgnoreSpec.from_lines(exclude) if exclude else None
 
@@ -28,7 +30,7 @@ class Hiding:
         return self._include is not None or self._exclude is not None
 
     def hides(self, path: bytes, *, is_directory: bool) -> bool:
-        """Whether the entry at `path` is not to be seen.  What is above it is."""
+        """Whether the entry at `path` is hidden; the caller has checked the directories above it."""
         if self._exclude is None and self._include is None:
             return False
         text = path.decode("utf-8", "surrogateescape")
