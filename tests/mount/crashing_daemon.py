@@ -34,7 +34,7 @@ def main() -> None:
     place, name, engine = sys.argv[1:]
     mount_engine = daemon.mount_engine
     daemon.mount_engine = lambda *arguments: Crashing(mount_engine(*arguments))  # type: ignore[assignment,misc]
-    options = MountOptions(place, name, engine=engine)  # type: ignore[arg-type]
+    options = MountOptions.of(place, name, engine=engine)
     foreground(options, ready=lambda _: print("ready", flush=True))
 
 

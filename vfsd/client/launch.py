@@ -49,7 +49,7 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
     TimeoutError when it took longer than `timeout_s`.  Where the reason is unexpected, the exception's notes
     quote the end of the log.  On any failure, and on KeyboardInterrupt, no daemon is left.
     """
-    log = log_path(options.name)
+    log = log_path(options.workspace.name)
     with contextlib.ExitStack() as stack:
         log_fd, is_ours = _open_log(log)
         stack.callback(os.close, log_fd)
@@ -64,14 +64,14 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
         try:
             ready = _await_ready(report.fileno(), daemon, timeout_s)
         except BaseException as error:
-            _stop(daemon, options.mountpoint)
+            _stop(daemon, options.workspace.mountpoint)
             if isinstance(error, OSError) and error.errno in _UNEXPECTED:
                 _quote_log(error, log, log_start)
             elif isinstance(error, OSError) and is_ours:
                 _remove_idle_log(log, log_fd)
             raise
     # It goes on without us; but if it ends before we do, it must not stay a zombie.
-    threading.Thread(target=daemon.wait, name=f"vfsd-{options.name}", daemon=True).start()
+    threading.Thread(target=daemon.wait, name=f"vfsd-{options.workspace.name}", daemon=True).start()
     return ready
 
 

@@ -90,11 +90,11 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
         given[name] = tuple(given.get(name, ()))
     if given.get("sandbox") is not None:
         given["sandbox"] = parse_sandbox(given["sandbox"])
-    options = MountOptions(mountpoint=place, backend=spec, **given)
+    options = MountOptions.of(mountpoint=place, backend=spec, **given)
     check_options(options)
-    if options.podman_url is not None:
+    if options.container.podman_url is not None:
         try:
-            parse_address(options.podman_url)
+            parse_address(options.container.podman_url)
         except ValueError as error:
             raise OptionError("{podman_url}: {error}", error=error) from None
     return options

@@ -204,8 +204,11 @@ class Workspace(_Base):
         """
         options = mount_options(path, backend, **arguments)
         if filesystem is not None:
-            plain = MountOptions(
-                options.mountpoint, options.name, engine=options.engine, allow_other=options.allow_other
+            plain = MountOptions.of(
+                options.workspace.mountpoint,
+                options.workspace.name,
+                engine=options.kernel.engine,
+                allow_other=options.kernel.allow_other,
             )
             if options != plain:
                 raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
@@ -358,7 +361,7 @@ def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
     if create:
         # `launch` reports anything else at that path, and replaces a dead mount.
         with contextlib.suppress(FileExistsError):
-            os.makedirs(options.mountpoint)
+            os.makedirs(options.workspace.mountpoint)
     return launch.launch(options)
 
 
@@ -367,9 +370,13 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
     from vfsd.kernel.in_process import MountedFilesystem  # noqa: PLC0415
 
     if create:
-        os.makedirs(options.mountpoint, exist_ok=True)
+        os.makedirs(options.workspace.mountpoint, exist_ok=True)
     return MountedFilesystem(
-        filesystem, options.mountpoint, name=options.name, engine=options.engine, allow_other=options.allow_other
+        filesystem,
+        options.workspace.mountpoint,
+        name=options.workspace.name,
+        engine=options.kernel.engine,
+        allow_other=options.kernel.allow_other,
     )
 
 

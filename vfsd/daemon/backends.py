@@ -74,7 +74,7 @@ class BackendOpener(Protocol):
     """Opens a backend of one kind."""
 
     def __call__(self, options: MountOptions, progress: ByteProgress, /) -> Backend:
-        """Open the volume that `options.backend.argument` names, and return it with what closes it.
+        """Open the volume that `options.workspace.backend.argument` names, and return it with what closes it.
 
         Runs in a worker thread before the mount exists.  The opener applies `options` to the volume: `read_only`, the
         limits, and `archive`, whose content the volume begins with; it calls `progress` while it reads the archive,
@@ -89,7 +89,7 @@ def open_backend(options: MountOptions, progress: ByteProgress = no_progress) ->
 
     OSError with EOPNOTSUPP if the kind is unknown, or the package that provides it cannot be imported.
     """
-    opener = _BUILT_IN.get(options.backend.kind) or _load_opener(options.backend.kind)
+    opener = _BUILT_IN.get(options.workspace.backend.kind) or _load_opener(options.workspace.backend.kind)
     return opener(options, progress)
 
 
@@ -107,12 +107,12 @@ def _load_opener(kind: str) -> BackendOpener:
 
 
 def _memory(options: MountOptions, progress: ByteProgress) -> Backend:
-    limit = options.max_memory or default_max_memory(options.max_bytes)
-    volume = MemoryVolume(options.max_bytes or limit, options.max_inodes, max_memory=limit)
-    if options.archive is not None:
-        unpack(archive(options.archive), volume, progress)
+    limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
+    volume = MemoryVolume(options.limits.max_bytes or limit, options.limits.max_inodes, max_memory=limit)
+    if options.content.archive is not None:
+        unpack(archive(options.content.archive), volume, progress)
     volume.mark_saved()
-    volume.read_only = options.read_only
+    volume.read_only = options.workspace.read_only
     return Backend(volume)
 
 
@@ -134,41 +134,43 @@ def _recover_apply(options: MountOptions, directory: str) -> str | None:
         return f"{directory}: an interrupted apply could not be finished: {error.filename or ''}: {error.strerror}"
     if found is None:
         return None
-    _logger.warning("%s", found, extra={"path": directory, "workspace": options.name})
+    _logger.warning("%s", found, extra={"path": directory, "workspace": options.workspace.name})
     return f"{directory}: {found}"
 
 
 def _host(options: MountOptions, _progress: ByteProgress) -> Backend:
-    directory = options.backend.argument
+    directory = options.workspace.backend.argument
     stored = _stored_host(options, directory)
     found = filter(None, (_recover_apply(options, directory), _describe_interrupted(stored)))
     recovered = "; ".join(found) or None
     _allow_open_files()
-    volume = HostVolume(os.fsencode(directory), read_only=options.read_only)
-    timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
+    volume = HostVolume(os.fsencode(directory), read_only=options.workspace.read_only)
+    timeout_s = _HOST_CACHE_TIMEOUT_S if options.kernel.cache_timeout_s is None else options.kernel.cache_timeout_s
     return Backend(volume, timeout_s, volume.tidy, volume.close, recovered=recovered, stored=stored)
 
 
 def _stored_host(options: MountOptions, directory: str) -> Stored:
     """Return the stored snapshots of a directory.  ValueError for a given store that is inside the directory."""
     place = os.path.realpath(directory)
-    store = Store(options.store)
+    store = Store(options.workspace.store)
     source = DirectorySource(place)
-    if options.store is not None:
+    if options.workspace.store is not None:
         # If the user's default store is inside, the mount works and only snapshots are refused.
         try:
             store.check_apart(source.identity)
         except OSError as error:
-            raise ValueError(f"the store {options.store} is inside {directory}, whose snapshots it keeps") from error
+            raise ValueError(
+                f"the store {options.workspace.store} is inside {directory}, whose snapshots it keeps"
+            ) from error
     _check_outside(options, store)
     return Stored(store, f"host:{place}", source, DirectoryTarget(place))
 
 
 def _check_outside(options: MountOptions, store: Store) -> None:
     """Raise ValueError for a store that the mount would hide."""
-    mountpoint = os.path.realpath(options.mountpoint)
+    mountpoint = os.path.realpath(options.workspace.mountpoint)
     if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
-        raise ValueError(f"the store {store.directory} is inside the mountpoint {options.mountpoint}")
+        raise ValueError(f"the store {store.directory} is inside the mountpoint {options.workspace.mountpoint}")
 
 
 def _describe_interrupted(stored: Stored) -> str | None:
@@ -186,22 +188,22 @@ def _describe_interrupted(stored: Stored) -> str | None:
 
 
 def _overlay(options: MountOptions, progress: ByteProgress) -> Backend:
-    directory = options.backend.argument
+    directory = options.workspace.backend.argument
     recovered = _recover_apply(options, directory)
-    limit = options.max_memory or default_max_memory(options.max_bytes)
+    limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
     volume = OverlayVolume(
         os.fsencode(directory),
-        options.max_bytes or limit,
-        options.max_inodes,
-        include=options.include,
-        exclude=options.exclude,
+        options.limits.max_bytes or limit,
+        options.limits.max_inodes,
+        include=options.content.include,
+        exclude=options.content.exclude,
         max_memory=limit,
     )
-    if options.archive is not None:
-        with read_origin(archive(options.archive), volume, progress).tree() as tree:
+    if options.content.archive is not None:
+        with read_origin(archive(options.content.archive), volume, progress).tree() as tree:
             volume.import_tree(tree, replace=False)
     volume.mark_saved()
-    volume.read_only = options.read_only
+    volume.read_only = options.workspace.read_only
     return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)
 
 
@@ -212,28 +214,28 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
     except ImportError as error:
         raise missing_package("the container backend", error) from None
     _allow_open_files()
-    workdir = options.workdir or containers.DEFAULT_WORKDIR
-    if options.backend.kind == "container":
+    workdir = options.container.workdir or containers.DEFAULT_WORKDIR
+    if options.workspace.backend.kind == "container":
         workspace = containers.open_container(
-            options.backend.argument,
-            podman_url=options.podman_url,
+            options.workspace.backend.argument,
+            podman_url=options.container.podman_url,
             workdir=workdir,
-            transport=options.transport,
-            read_only=options.read_only,
+            transport=options.container.transport,
+            read_only=options.workspace.read_only,
         )
     else:
         workspace = containers.open_image(
-            options.backend.argument,
-            options.name,
-            podman_url=options.podman_url,
+            options.workspace.backend.argument,
+            options.workspace.name,
+            podman_url=options.container.podman_url,
             workdir=workdir,
-            transport=options.transport,
-            network=options.network or "none",
-            pids_limit=options.pids_limit,
-            memory_bytes=options.memory_bytes,
-            read_only=options.read_only,
+            transport=options.container.transport,
+            network=options.container.network or "none",
+            pids_limit=options.container.pids_limit,
+            memory_bytes=options.container.memory_bytes,
+            read_only=options.workspace.read_only,
         )
-    timeout_s = _HOST_CACHE_TIMEOUT_S if options.cache_timeout_s is None else options.cache_timeout_s
+    timeout_s = _HOST_CACHE_TIMEOUT_S if options.kernel.cache_timeout_s is None else options.kernel.cache_timeout_s
     try:
         stored = _stored_container(options, workspace)
     except BaseException:
@@ -258,12 +260,12 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
     from vfsd.daemon.snapshots.container import stored_container  # noqa: PLC0415 (deferred as above)
 
     target = workspace.target
-    kind = options.backend.kind
-    name = options.backend.argument if kind == "container" else options.name
+    kind = options.workspace.backend.kind
+    name = options.workspace.backend.argument if kind == "container" else options.workspace.name
     key = f"{kind}:{target.service.address}:{name}:{target.workdir}"
-    store = Store(options.store)
+    store = Store(options.workspace.store)
     _check_outside(options, store)
-    return stored_container(store, key, workspace.connection, options.mountpoint)
+    return stored_container(store, key, workspace.connection, options.workspace.mountpoint)
 
 
 _BUILT_IN: Final[Mapping[str, BackendOpener]] = {

@@ -71,18 +71,18 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     recovered = await trio.to_thread.run_sync(_recover, options)
     backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
     settings = EngineSettings(
-        options.mountpoint,
-        options.name,
-        read_only=options.read_only,
-        allow_other=options.allow_other,
+        options.workspace.mountpoint,
+        options.workspace.name,
+        read_only=options.workspace.read_only,
+        allow_other=options.kernel.allow_other,
         cache_timeout_s=backend.cache_timeout_s,
-        xattrs=options.xattrs,
+        xattrs=options.kernel.xattrs,
     )
-    replay = Replay(backend.volume, options.mountpoint)
+    replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
         with _alone():
             recovered = _recover(options) or recovered
-            engine = mount_engine(options.engine, backend.volume, settings, replay)
+            engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
     except BaseException:
         backend.close()  # a container that was made for it
         raise
@@ -107,7 +107,7 @@ class _Daemon:
         self._backend = backend
         self._replay = replay
         self._notifier = Notifier.from_environment()
-        self._commands = Commands(options.name)
+        self._commands = Commands(options.workspace.name)
         self._served = trio.Event()
         self._answers = False
         self._unmounted = False
@@ -121,37 +121,46 @@ class _Daemon:
         """Serve until the file system is unmounted."""
         options = self._options
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        socket = runtime.socket_path(options.name)
+        socket = runtime.socket_path(options.workspace.name)
         record: WorkspaceRecord | None = None
         try:
             async with trio.open_nursery() as nursery:
                 container = None if self._backend.container is None else self._backend.container.connection
                 if container is not None:
                     await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
-                volume, engine, place = self._backend.volume, self._engine, options.mountpoint
+                volume, engine, place = self._backend.volume, self._engine, options.workspace.mountpoint
                 served = MountedVolume(volume, engine, self._replay, place, nursery, container)
                 snapshots = open_snapshots(served, self._backend.stored)
                 runner = choose_runner(options, self._backend.container)
-                each = SnapshotEach(snapshots) if options.snapshot_each and snapshots is not None else None
-                self._commands = commands = Commands(options.name, runner=runner, take_snapshot=each)
-                methods = Methods(served, snapshots, options, started_at, commands)
+                each = SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
+                self._commands = commands = Commands(options.workspace.name, runner=runner, take_snapshot=each)
+                methods = Methods(served, snapshots, options.workspace, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, served)
                 nursery.start_soon(self._feed_watchdog)
                 nursery.start_soon(self._tidy)
                 nursery.start_soon(self._serve, methods, nursery)
                 # The loop must be serving already: this asks it.
-                await trio.to_thread.run_sync(os.stat, options.mountpoint, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)
                 await nursery.start(commands.attend)
                 record = self._record(socket, started_at)
                 runtime.write_record(record)
                 # Raises when the starter is gone; until then the mount is undone, not left as after a crash.
-                ready(Ready(options.name, options.mountpoint, socket, os.getpid(), self._engine.name, recovered))
+                ready(
+                    Ready(
+                        options.workspace.name,
+                        options.workspace.mountpoint,
+                        socket,
+                        os.getpid(),
+                        self._engine.name,
+                        recovered,
+                    )
+                )
                 self._answers = True
-                self._notifier.ready(f"serving {options.mountpoint}")
+                self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
                     "mounted, served by the %s engine", self._engine.name,
-                    extra={"operation": "mount", "path": options.mountpoint},
+                    extra={"operation": "mount", "path": options.workspace.mountpoint},
                 )  # fmt: skip
         except* (OSError, ValueError) as group:
             raise _first(group) from None
@@ -168,7 +177,7 @@ class _Daemon:
         finally:
             self._served.set()
         self._unmounted = True
-        _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.mountpoint})
+        _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
         with trio.move_on_after(_ANSWER_S):
             while methods.answering_unmount:
@@ -178,11 +187,11 @@ class _Daemon:
     def _record(self, socket: str, started_at: str) -> WorkspaceRecord:
         pid = os.getpid()
         return WorkspaceRecord(
-            name=self._options.name,
-            mountpoint=self._options.mountpoint,
+            name=self._options.workspace.name,
+            mountpoint=self._options.workspace.mountpoint,
             pid=pid,
             pid_start_ticks=runtime.process_start_ticks(pid) or 0,
-            backend=str(self._options.backend),
+            backend=str(self._options.workspace.backend),
             started_at=started_at,
             version=vfsd.__version__,
             socket=socket,
@@ -207,7 +216,7 @@ class _Daemon:
     async def _unmount(self, served: MountedVolume) -> None:
         """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
         self._notifier.stopping("unmounting")
-        place = self._options.mountpoint
+        place = self._options.workspace.mountpoint
         await served.left()
         await self._leave()
         try:
@@ -236,7 +245,7 @@ class _Daemon:
             log_failure(_logger, "removing the sandbox", error, level=logging.WARNING)
 
     async def _detach(self) -> None:
-        place = self._options.mountpoint
+        place = self._options.workspace.mountpoint
         detach = functools.partial(mounts.unmount, place, lazy=True)
         try:
             await trio.to_thread.run_sync(detach, abandon_on_cancel=True)
@@ -295,13 +304,13 @@ def _recover(options: MountOptions) -> str | None:
     """
     left = runtime.read_records()
     for record in left:
-        if record.name == options.name and record.alive:
+        if record.name == options.workspace.name and record.alive:
             reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
             raise FileExistsError(errno.EEXIST, reason)
-    dead = mounts.check_mountpoint(options.mountpoint)
+    dead = mounts.check_mountpoint(options.workspace.mountpoint)
     if dead is None:
         return None
-    mounts.clear_dead_mount(options.mountpoint)
-    mounts.check_mountpoint(options.mountpoint)
-    costs = [record.what_a_death_costs for record in left if record.mountpoint == options.mountpoint]
+    mounts.clear_dead_mount(options.workspace.mountpoint)
+    mounts.check_mountpoint(options.workspace.mountpoint)
+    costs = [record.what_a_death_costs for record in left if record.mountpoint == options.workspace.mountpoint]
     return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"

@@ -42,7 +42,7 @@ def run(
     `report_fd` is the pipe to the starter.  If the starter closes its end, by dying, before `ready` is called, the
     start is cancelled and undone: BrokenPipeError.
     """
-    logs.configure(options.log_level, options.log_format)
+    logs.configure(options.log.log_level, options.log.log_format)
 
     async def body() -> None:
         if report_fd is None:

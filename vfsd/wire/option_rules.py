@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
-from vfsd.wire.options import ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
+from vfsd.wire.options import DEFAULTS, ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
 
 __all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options", "parse_sandbox"]
 
@@ -37,9 +37,13 @@ class OptionError(ValueError):
         super().__init__(self.in_words({}))
 
     def in_words(self, words: Mapping[str, str]) -> str:
-        """The message, with options called as `words` has them; others by the name of their field."""
-        names = {field.name: field.name for field in fields(MountOptions)} | dict(words)
-        return self._template.format_map(names | self._values)
+        """Return the message with each option called as `words` has it, or by its own name."""
+        return self._template.format_map(_OptionNames({**words, **self._values}))
+
+
+class _OptionNames(dict[str, object]):
+    def __missing__(self, name: str) -> str:
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,9 @@ class Scope:
     why: str
     options: tuple[str, ...] = ()
 
-    def allows(self, options: MountOptions) -> bool:
-        kind = options.backend.kind
-        return kind in self.backends or kind not in BACKENDS or any(is_given(options, name) for name in self.options)
+    def allows(self, values: Mapping[str, Any]) -> bool:
+        kind = values["backend"].kind
+        return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
 
     @property
     def words(self) -> str:
@@ -93,49 +97,46 @@ SCOPES: Final[Mapping[str, Scope]] = {
     ),
 }
 
-_DEFAULTS: Final = {field.name: field.default for field in fields(MountOptions) if field.default is not MISSING}
 
-
-def is_given(options: MountOptions, name: str) -> bool:
-    """Whether the option has another value than its default."""
-    value: Any = getattr(options, name)
-    return bool(value != _DEFAULTS[name])
+def is_given(values: Mapping[str, Any], name: str) -> bool:
+    """Whether the option has a value other than its default."""
+    return bool(values[name] != DEFAULTS[name])
 
 
 def check_options(options: MountOptions) -> None:
-    """Raise OptionError for a value that makes no sense, by itself or with the others."""
-    _check_values(options)
+    """Raise OptionError for a value that is invalid by itself, or in combination with the other options."""
+    values = options.values()
+    _check_values(values)
     for name, scope in SCOPES.items():
-        if is_given(options, name) and not scope.allows(options):
-            what = f"{{{name}}} goes with {scope.words}, not with the backend {{kind}}: {{why}}"
-            raise OptionError(what, kind=options.backend.form, why=scope.why)
-    if options.sandbox is not None and options.exec_on_host:
+        if is_given(values, name) and not scope.allows(values):
+            template = f"{{{name}}} goes with {scope.words}, not with the backend {{kind}}: {{why}}"
+            raise OptionError(template, kind=values["backend"].form, why=scope.why)
+    if values["sandbox"] is not None and values["exec_on_host"]:
         raise OptionError(
             "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"
         )
 
 
-def _check_values(options: MountOptions) -> None:
-    for name, value in ((field.name, getattr(options, field.name)) for field in fields(options)):
+def _check_values(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         if value == "" or (isinstance(value, tuple) and "" in value):
             raise OptionError(f"{{{name}}} is an empty string")
     for name in _POSITIVE:
-        value = getattr(options, name)
+        value = values[name]
         if value is not None and not 0 < value <= LARGEST:
             raise OptionError(f"{{{name}}} must be positive and at most 2^63 - 1, not {{value}}", value=value)
-    _check_memory(options.max_bytes, options.max_memory)
-    if NAME_PATTERN.fullmatch(options.name) is None:
+    _check_memory(values["max_bytes"], values["max_memory"])
+    if NAME_PATTERN.fullmatch(values["name"]) is None:
         raise OptionError(
             "{name} {value!r} is not a workspace name: letters, digits, '.', '_' and '-', at most 64, a letter or"
             " digit first",
-            value=options.name,
+            value=values["name"],
         )
     for name, choices in (("engine", ENGINES), ("transport", TRANSPORTS)):
-        value = getattr(options, name)
-        if value not in choices:
-            raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=value)
-    _check_workdir(options.workdir)
-    timeout_s = options.cache_timeout_s
+        if values[name] not in choices:
+            raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=values[name])
+    _check_workdir(values["workdir"])
+    timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
 

@@ -1,56 +1,164 @@
-"""What one mount is asked to be: the options that command line, Python API and systemd unit share."""
+"""The options of a mount, in groups by the part of vfsd that uses them.
+
+Command line, Python API and systemd unit share one flat set of names; `MountOptions.of` sorts them into the groups, so
+a name occurs in one group only.  Paths are absolute, sizes are in bytes, and None means no limit unless stated.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Final, Literal
 
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
-__all__ = ["ENGINES", "NAME_PATTERN", "TRANSPORTS", "EngineChoice", "MountOptions", "TransportChoice"]
+__all__ = [
+    "DEFAULTS",
+    "ENGINES",
+    "NAME_PATTERN",
+    "TRANSPORTS",
+    "CommandOptions",
+    "ContainerOptions",
+    "ContentOptions",
+    "EngineChoice",
+    "KernelOptions",
+    "LimitOptions",
+    "LogOptions",
+    "MountOptions",
+    "TransportChoice",
+    "WorkspaceOptions",
+]
 
 EngineChoice = Literal["auto", "native", "pyfuse3"]
 ENGINES: Final = ("auto", "native", "pyfuse3")
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
-# A name is a file name of the socket and a systemd instance name: nothing to quote in either.
+# A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class MountOptions:
-    """Options of one mount.  Paths absolute, sizes in bytes, None for no limit.
-
-    `cache_timeout_s`: how long the kernel may go by what it knows of a directory that others change too, None
-    for the backend's own.
-    `log_format`: "text" for people, "json" one object a line, "journal" sd-daemon priority prefixes.
-    """
+class WorkspaceOptions:
+    """What identifies a workspace.  `store`: the directory of snapshots that are not in memory; None for the user's."""
 
     mountpoint: str
     name: str
     backend: BackendSpec = MEMORY
-    engine: EngineChoice = "auto"
-    archive: str | None = None  # --from
-    max_bytes: int | None = None
-    max_memory: int | None = None  # content, metadata and snapshots together; None for half of what the daemon may have
-    max_inodes: int | None = None
     read_only: bool = False
+    store: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """How the engine mounts the volume.
+
+    `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
+    for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
+    sends no requests for them.
+    """
+
+    engine: EngineChoice = "auto"
     allow_other: bool = False
-    cache_timeout_s: float | None = None  # --cache-timeout
-    xattrs: bool = True  # --no-xattrs: without extended attributes and ACLs, and without the requests for them
-    include: tuple[str, ...] = ()  # patterns in gitignore's syntax: what of overlay:DIR is shown, and what not
+    cache_timeout_s: float | None = None
+    xattrs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """Limits of a volume in memory.
+
+    `max_memory` bounds content, metadata and snapshots together; None for half of the memory that the daemon may use.
+    """
+
+    max_bytes: int | None = None
+    max_memory: int | None = None
+    max_inodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentOptions:
+    """The initial content: an `archive` to read (--from), and gitignore patterns for what an overlay shows."""
+
+    archive: str | None = None
+    include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    exec_on_host: bool = False  # `vfsd fs exec` runs commands on this host, as the daemon's user
-    store: str | None = None  # where snapshots are kept that are not in memory; None for the user's store
-    sandbox: BackendSpec | None = None  # image:REF: commands run in a container of it, which sees the mount
-    snapshot_each: bool = False  # a snapshot after each command that the workspace ran
-    # Of container:NAME and image:REF.
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOptions:
+    """Where `vfsd exec` runs commands: on this host as the daemon's user, or in a new container of `sandbox`."""
+
+    exec_on_host: bool = False
+    sandbox: BackendSpec | None = None  # image:REF
+    snapshot_each: bool = False  # take a snapshot after each command
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerOptions:
+    """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates."""
+
     podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
-    workdir: str | None = None  # in the container; None for /workspace
+    workdir: str | None = None  # None: /workspace
     transport: TransportChoice = "auto"
-    network: str | None = None  # of a container that is made; None for none
-    pids_limit: int | None = None  # processes and threads in a container that is made; None for 2048
-    memory_bytes: int | None = None  # what they may take of the machine's memory, all together
+    network: str | None = None  # None: no network
+    pids_limit: int | None = None  # processes and threads; None: 2048
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """The daemon's log: "text" for people, "json" for one object per line, "journal" with sd-daemon's priorities."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """All options of one mount."""
+
+    workspace: WorkspaceOptions
+    kernel: KernelOptions = field(default_factory=KernelOptions)
+    limits: LimitOptions = field(default_factory=LimitOptions)
+    content: ContentOptions = field(default_factory=ContentOptions)
+    commands: CommandOptions = field(default_factory=CommandOptions)
+    container: ContainerOptions = field(default_factory=ContainerOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    @classmethod
+    def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:
+        """Sort flat options into their groups.  TypeError for an unknown name."""
+        values |= {"mountpoint": mountpoint, "name": name}
+        groups = {}
+        for group, group_type in _GROUPS.items():
+            names = [each.name for each in fields(group_type) if each.name in values]
+            groups[group] = group_type(**{name: values.pop(name) for name in names})
+        if values:
+            raise TypeError(f"there is no mount option {', '.join(values)}")
+        return cls(**groups)
+
+    def values(self) -> dict[str, Any]:
+        """Return all options under their flat names."""
+        return {
+            each.name: getattr(getattr(self, group), each.name)
+            for group, group_type in _GROUPS.items()
+            for each in fields(group_type)
+        }
+
+
+_GROUPS: Final[dict[str, Any]] = {
+    "workspace": WorkspaceOptions,
+    "kernel": KernelOptions,
+    "limits": LimitOptions,
+    "content": ContentOptions,
+    "commands": CommandOptions,
+    "container": ContainerOptions,
+    "log": LogOptions,
+}
+# The default of every option that has one, by its flat name.
+DEFAULTS: Final = {
+    each.name: each.default
+    for group_type in _GROUPS.values()
+    for each in fields(group_type)
+    if each.default is not MISSING
+}

@@ -65,7 +65,7 @@ from vfsd.wire.fs_messages import (
     FsWriteParams,
 )
 from vfsd.wire.messages import InvalidParamsError, from_wire_path, wire_path
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["FsMethods"]
 
@@ -81,7 +81,7 @@ T = TypeVar("T")
 class FsMethods:
     """The `fs.` verbs of one workspace."""
 
-    def __init__(self, served: MountedVolume, options: MountOptions, commands: Commands) -> None:
+    def __init__(self, served: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
         self._served = served
         self._options = options
         self._commands = commands

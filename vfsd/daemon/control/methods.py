@@ -72,7 +72,7 @@ from vfsd.wire.messages import (
     from_wire_path,
     wire_path,
 )
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import WorkspaceOptions
 from vfsd.wire.paths import wire_paths_within
 
 __all__ = ["Methods"]
@@ -99,7 +99,7 @@ class Methods:
         self,
         served: MountedVolume,
         snapshots: SnapshotService | None,
-        options: MountOptions,
+        options: WorkspaceOptions,
         started_at: str,
         commands: Commands,
     ) -> None:

@@ -15,7 +15,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.daemon.snapshots.volume import Applying, VolumeSnapshots, overlay_of
 from vfsd.wire.messages import ApplyParams, ApplyResult, ChangeCounts, ConflictRecord, wire_path
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import WorkspaceOptions
 from vfsd.wire.paths import wire_paths_within
 
 __all__ = ["OverlayMethods"]
@@ -24,7 +24,7 @@ __all__ = ["OverlayMethods"]
 class OverlayMethods:
     """The verbs that only an overlay has."""
 
-    def __init__(self, served: MountedVolume, snapshots: SnapshotService | None, options: MountOptions) -> None:
+    def __init__(self, served: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions) -> None:
         self._served = served
         self._snapshots = snapshots
         self._options = options
@@ -70,7 +70,7 @@ class OverlayMethods:
 
 
 def _result(
-    options: MountOptions, done: Applied, step: Applying, *, written: bool, stream: Pieces | None
+    options: WorkspaceOptions, done: Applied, step: Applying, *, written: bool, stream: Pieces | None
 ) -> ApplyResult:
     found = Differences(stream)
     for change in done.changes:

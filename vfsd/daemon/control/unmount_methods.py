@@ -30,7 +30,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import ChangeCounts, Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["UnmountMethods"]
 
@@ -58,7 +58,7 @@ class _Unsaved:
 class UnmountMethods:
     """The end of one workspace."""
 
-    def __init__(self, served: MountedVolume, options: MountOptions, commands: Commands) -> None:
+    def __init__(self, served: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
         self._served = served
         self._options = options
         self._commands = commands

@@ -20,18 +20,18 @@ def choose_runner(options: MountOptions, container: ContainerWorkspace | None) -
 
     OSError if a package is missing.
     """
-    if options.exec_on_host:
-        return HostCommandRunner(options.mountpoint, {"VFSD_WORKSPACE": options.name})
+    if options.commands.exec_on_host:
+        return HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": options.workspace.name})
     # Imported here because Podman's client takes longer to import than everything else together.
     if container is not None:
         from protocol.backends.container.exec.runner import ContainerCommandRunner  # noqa: PLC0415
 
         target = container.target
-        return ContainerCommandRunner(target.container, target.workdir, owned=options.backend.kind == "image")
-    if options.sandbox is not None:
+        return ContainerCommandRunner(target.container, target.workdir, owned=options.workspace.backend.kind == "image")
+    if options.commands.sandbox is not None:
         try:
             from vfsd.daemon.exec.sandbox import Sandbox  # noqa: PLC0415
         except ImportError as error:
             raise missing_package("the sandbox", error) from None
-        return Sandbox(options)
+        return Sandbox(options.workspace, options.commands.sandbox.argument, options.container)
     return None

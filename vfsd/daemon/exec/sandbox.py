@@ -38,7 +38,7 @@ from protocol.execution.executor import Command
 from protocol.execution.runner import Process
 from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import mount_at, mounts
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import ContainerOptions, WorkspaceOptions
 
 __all__ = ["WORKDIR", "Sandbox"]
 
@@ -50,14 +50,14 @@ _logger = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs a workspace's commands in a container of `options.sandbox`'s image; a `Place`.
+    """Runs a workspace's commands in a container of `image`; a `Place`.
 
     The container is made when it is first needed, and again when it is gone.
     """
 
-    def __init__(self, options: MountOptions) -> None:
-        assert options.sandbox is not None
-        self._image = options.sandbox.argument
+    def __init__(self, workspace: WorkspaceOptions, image: str, options: ContainerOptions) -> None:
+        self._workspace = workspace
+        self._image = image
         self._options = options
         self._service = PodmanService(options.podman_url)
         self._container: Container | None = None
@@ -101,7 +101,7 @@ class Sandbox:
         if self._running:
             running = "a command runs" if self._running == 1 else f"{self._running} commands run"
             raise OSError(
-                errno.EBUSY, f"busy: {running} in the sandbox; end it, or use --lazy", self._options.mountpoint
+                errno.EBUSY, f"busy: {running} in the sandbox; end it, or use --lazy", self._workspace.mountpoint
             )
 
     async def leave(self) -> None:
@@ -117,7 +117,8 @@ class Sandbox:
         # poll(2) on mountinfo tells of changes as POLLPRI; the loop waits for readability only, which an epoll gives.
         with open("/proc/self/mountinfo", "rb") as mountinfo, select.epoll() as changes:
             changes.register(mountinfo.fileno(), select.EPOLLPRI | select.EPOLLERR)
-            while (mount := mount_at(self._options.mountpoint)) is not None and mount.workspace == self._options.name:
+            workspace = self._workspace
+            while (mount := mount_at(workspace.mountpoint)) is not None and mount.workspace == workspace.name:
                 await trio.lowlevel.wait_readable(changes.fileno())
                 changes.poll(0)
         self._is_over = True
@@ -135,7 +136,7 @@ class Sandbox:
             return False
 
     def _create(self) -> None:
-        options = self._options
+        workspace, options = self._workspace, self._options
         if not self._service.is_local:
             reason = (
                 f"a sandbox needs a Podman on this machine, which sees the mount; {self._service.address} is elsewhere"
@@ -145,11 +146,11 @@ class Sandbox:
             self._image,
             network=options.network or "none",
             pids_limit=options.pids_limit or PIDS_LIMIT,
-            mounts=[ContainerMount("bind", options.mountpoint, WORKDIR, read_only=options.read_only)],
+            mounts=[ContainerMount("bind", workspace.mountpoint, WORKDIR, read_only=workspace.read_only)],
             memory_bytes=options.memory_bytes,
-            options={**_OPTIONS, "hostname": _hostname(options)},
+            options={**_OPTIONS, "hostname": _hostname(workspace.name)},
         )
-        container = create_owned(self._service, spec, options.name)
+        container = create_owned(self._service, spec, workspace.name)
         try:
             self._check_sees_mount(container)
         except BaseException:
@@ -161,7 +162,7 @@ class Sandbox:
 
     def _check_sees_mount(self, container: Container) -> None:
         there = [mount for mount in mounts(container.inspect().pid) if mount.mountpoint == WORKDIR]
-        if not any(mount.workspace == self._options.name for mount in there):
+        if not any(mount.workspace == self._workspace.name for mount in there):
             reason = (
                 "the sandbox does not see the mount: Podman has a mount namespace of its own, to which new mounts do "
                 "not come; make the system's mounts shared (mount --make-rshared /), then restart its service"
@@ -176,6 +177,6 @@ class Sandbox:
             _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
 
 
-def _hostname(options: MountOptions) -> str:
+def _hostname(name: str) -> str:
     """What a prompt in there shows; a name of a workspace is one of a host as good as always (RFC 1123)."""
-    return re.sub("[^A-Za-z0-9-]+", "-", options.name).strip("-") or "sandbox"
+    return re.sub("[^A-Za-z0-9-]+", "-", name).strip("-") or "sandbox"

@@ -29,7 +29,7 @@ from vfsd.daemon.exec.commands import Commands
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import INVALID_PARAMS, METHODS
-from vfsd.wire.options import MountOptions
+from vfsd.wire.options import MountOptions, WorkspaceOptions
 
 
 class ToldKernel:
@@ -53,10 +53,10 @@ class FsDaemon(FakeDaemon):
     async def _serve(self, started: threading.Event) -> None:
         self.volume = MemoryVolume(max_bytes=40 << 20)
         self.kernel = ToldKernel(self.volume)
-        options = MountOptions(self.mountpoint, self.name, exec_on_host=self.on_host)
+        options = MountOptions.of(self.mountpoint, self.name, exec_on_host=self.on_host)
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         commands = Commands(self.name, runner=runner)
-        fs_methods = FsMethods(self.kernel, options, commands)  # type: ignore[arg-type]
+        fs_methods = FsMethods(self.kernel, options.workspace, commands)  # type: ignore[arg-type]
         methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
@@ -158,7 +158,7 @@ def test_help_is_help(command: str) -> None:
 
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
-    assert set(FsMethods(daemon.kernel, MountOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
+    assert set(FsMethods(daemon.kernel, WorkspaceOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
     assert fs.FS_METHODS.items() <= METHODS.items()
 
 
@@ -358,12 +358,12 @@ def test_mounting_with_on_host_is_what_allows_commands(workdir: Path, monkeypatc
 
     def launch(options: MountOptions) -> Ready:
         asked.append(options)
-        return Ready(options.name, options.mountpoint, "/run/x.sock", 42, "native")
+        return Ready(options.workspace.name, options.workspace.mountpoint, "/run/x.sock", 42, "native")
 
     monkeypatch.setattr("vfsd.client.launch.launch", launch)
     for args in (["mount", str(workdir / "m"), "--on-host"], ["mount", str(workdir / "m")]):
         assert CliRunner().invoke(cli, args).exit_code == 0
-    assert [options.exec_on_host for options in asked] == [True, False]
+    assert [options.commands.exec_on_host for options in asked] == [True, False]
 
 
 def test_words_of_a_command_arrive_as_they_are(able: FsDaemon) -> None:

@@ -26,7 +26,14 @@ def started(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Started:
 
     def answer(asked: MountOptions) -> Ready:
         options.append(asked)
-        return Ready(asked.name, asked.mountpoint, "/run/x.sock", 42, "native", recovered="the one before was dead")
+        return Ready(
+            asked.workspace.name,
+            asked.workspace.mountpoint,
+            "/run/x.sock",
+            42,
+            "native",
+            recovered="the one before was dead",
+        )
 
     def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
         ready(answer(asked))
@@ -46,7 +53,7 @@ def test_paths_become_absolute_and_the_name_comes_from_the_directory(started: St
     assert result.exit_code == 0
     assert result.stdout == f"workspace work is mounted at {workdir}/work (native engine)\n"
     assert "the one before was dead" in result.stderr
-    assert started == [MountOptions(f"{workdir}/work", "work", archive=f"{workdir}/old.zip")]
+    assert started == [MountOptions.of(f"{workdir}/work", "work", archive=f"{workdir}/old.zip")]
 
 
 @pytest.mark.parametrize(("words", "reason"), [(("",), "empty string"), (("/mnt", "-w", "n"), "--name")])
@@ -63,7 +70,7 @@ def test_every_option_reaches_the_daemon(started: Started) -> None:
     flags = ("--read-only", "--allow-other", "--log-format", "json", "--log-level", "debug")
     assert mount("/mnt", "--name", "n", "--engine", "pyfuse3", *limits, *flags).exit_code == 0
     assert started == [
-        MountOptions(
+        MountOptions.of(
             "/mnt",
             "n",
             engine="pyfuse3",
@@ -90,8 +97,12 @@ def test_a_container_is_chosen_with_its_podman_its_directory_its_transport_and_i
     assert mount("/mnt", "--backend", "image:alpine", *options).exit_code == 0
 
     (given,) = started
-    assert (str(given.backend), given.podman_url, given.workdir) == ("image:alpine", "ssh://me@there/sock", "/srv")
-    assert (given.transport, given.network) == ("agent", "web")
+    assert (str(given.workspace.backend), given.container.podman_url, given.container.workdir) == (
+        "image:alpine",
+        "ssh://me@there/sock",
+        "/srv",
+    )
+    assert (given.container.transport, given.container.network) == ("agent", "web")
 
 
 def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started: Started) -> None:
@@ -100,9 +111,17 @@ def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started:
     assert mount("/mnt", "--sandbox", "image:alpine", "--snapshot-each", *options).exit_code == 0
 
     (given,) = started
-    assert (str(given.backend), str(given.sandbox), given.snapshot_each) == ("memory", "image:alpine", True)
-    assert (given.podman_url, given.network, given.pids_limit) == ("unix:///p.sock", "web", 64)
-    assert given.memory_bytes == 2**30
+    assert (str(given.workspace.backend), str(given.commands.sandbox), given.commands.snapshot_each) == (
+        "memory",
+        "image:alpine",
+        True,
+    )
+    assert (given.container.podman_url, given.container.network, given.container.pids_limit) == (
+        "unix:///p.sock",
+        "web",
+        64,
+    )
+    assert given.container.memory_bytes == 2**30
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ async def fine(options: MountOptions, ready: Callable[[Ready], None]) -> None:
         "argv": sys.argv,
     }
     print(json.dumps(facts), flush=True)
-    ready(Ready(options.name, options.mountpoint, "/socket", os.getpid(), "fake", "a sentence"))
-    while not os.path.exists(str(options.archive)):
+    ready(Ready(options.workspace.name, options.workspace.mountpoint, "/socket", os.getpid(), "fake", "a sentence"))
+    while not os.path.exists(str(options.content.archive)):
         await trio.sleep(0.01)
 
 
@@ -44,11 +44,11 @@ async def hang(*, stubborn: bool) -> None:
 
 
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
-    match options.name:
+    match options.workspace.name:
         case "fine":
             await fine(options, ready)
         case "fails":
-            raise FileNotFoundError(errno.ENOENT, "there is no such place", options.mountpoint)
+            raise FileNotFoundError(errno.ENOENT, "there is no such place", options.workspace.mountpoint)
         case "refuses":
             raise ValueError("that makes no sense")
         case "crashes":
@@ -64,8 +64,8 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         case "waits":
             await hang(stubborn=False)
         case "mounts-and-hangs":
-            mount_options = set(pyfuse3.default_options) | {f"fsname=vfsd:{options.name}", "subtype=vfsd"}
-            pyfuse3.init(OneDirectory(), options.mountpoint, mount_options)
+            mount_options = set(pyfuse3.default_options) | {f"fsname=vfsd:{options.workspace.name}", "subtype=vfsd"}
+            pyfuse3.init(OneDirectory(), options.workspace.mountpoint, mount_options)
             await hang(stubborn=True)
 
 

@@ -40,7 +40,7 @@ def stop_file(tmp_path: Path) -> Iterator[str]:
 
 
 def options(name: str, stop_file: str = "/nonexistent", mountpoint: str = "/mnt/x") -> MountOptions:
-    return MountOptions(mountpoint=mountpoint, name=name, archive=stop_file)
+    return MountOptions.of(mountpoint=mountpoint, name=name, archive=stop_file)
 
 
 def start(name: str, stop_file: str = "/nonexistent", **arguments: Any) -> Ready:

@@ -21,13 +21,13 @@ def test_the_directory_is_made_absolute_from_where_the_caller_is(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directory)
-    assert str(mount_options("mnt", "host:served").backend) == f"host:{directory}/served"
-    assert str(mount_options("mnt", "host:./served/../served").backend) == f"host:{directory}/served"
+    assert str(mount_options("mnt", "host:served").workspace.backend) == f"host:{directory}/served"
+    assert str(mount_options("mnt", "host:./served/../served").workspace.backend) == f"host:{directory}/served"
 
 
 def test_a_colon_is_part_of_the_directorys_name(directory: Path) -> None:
     (directory / "a:b").mkdir()
-    assert str(mount_options(directory / "mnt", f"host:{directory}/a:b").backend) == f"host:{directory}/a:b"
+    assert str(mount_options(directory / "mnt", f"host:{directory}/a:b").workspace.backend) == f"host:{directory}/a:b"
 
 
 @pytest.mark.parametrize(("name", "error"), [("none", FileNotFoundError), ("file", NotADirectoryError)])
@@ -60,7 +60,8 @@ def test_a_mount_that_would_show_or_hide_itself_is_refused(
 def test_neighbours_whose_names_begin_alike_are_no_trouble(directory: Path) -> None:
     (directory / "served-mnt").mkdir()
     assert (
-        str(mount_options(directory / "served-mnt", f"host:{directory}/served").backend) == f"host:{directory}/served"
+        str(mount_options(directory / "served-mnt", f"host:{directory}/served").workspace.backend)
+        == f"host:{directory}/served"
     )
 
 

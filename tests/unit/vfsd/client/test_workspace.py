@@ -164,7 +164,7 @@ def test_attach_leaves_the_workspace_mounted_and_mount_does_not(
         assert ws.path == daemon.mountpoint
     assert daemon.unmounted
     assert daemon.ended  # its name and place are free again
-    assert launched == [MountOptions(daemon.mountpoint, "demo", max_bytes=10)]
+    assert launched == [MountOptions.of(daemon.mountpoint, "demo", max_bytes=10)]
 
 
 def test_the_end_of_the_block_unmounts_after_an_exception(daemon: FakeDaemon, launched: list[MountOptions]) -> None:

@@ -19,16 +19,16 @@ from protocol.backends.memory import MemoryVolume
 from vfsd.daemon.backends import Backend
 
 def open_toy(options, progress):
-    if options.max_bytes is not None:
+    if options.limits.max_bytes is not None:
         raise ValueError("toy has no limits")
     volume = MemoryVolume()
-    volume.setxattr(1, b"user.toy", options.backend.argument.encode(), 0)
+    volume.setxattr(1, b"user.toy", options.workspace.backend.argument.encode(), 0)
     return Backend(volume, cache_timeout_s=5.0)
 """
 
 
 def test_a_built_in_kind_is_opened() -> None:
-    backend = open_backend(MountOptions("/m", "m", max_bytes=1 << 20))
+    backend = open_backend(MountOptions.of("/m", "m", max_bytes=1 << 20))
     assert isinstance(backend.volume, MemoryVolume)
     assert backend.volume.capabilities.snapshots
 
@@ -48,7 +48,7 @@ def test_the_opener_of_an_entry_point_gets_the_options_and_its_backend_is_used(
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
     with pytest.raises(OSError, match=r"there is no backend 'tape': use one of memory, .*image:REF$") as caught:
-        open_backend(MountOptions("/m", "m", backend=BackendSpec("tape", "x")))
+        open_backend(MountOptions.of("/m", "m", backend=BackendSpec("tape", "x")))
     assert caught.value.errno == errno.EOPNOTSUPP
 
 

@@ -85,7 +85,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
 
     def answer(asked: MountOptions) -> Ready:
         options.append(asked)
-        return Ready(asked.name, asked.mountpoint, "/run/x.sock", 42, "native")
+        return Ready(asked.workspace.name, asked.workspace.mountpoint, "/run/x.sock", 42, "native")
 
     def foreground(asked: MountOptions, *, ready: Callable[[Ready], None]) -> None:
         ready(answer(asked))
