@@ -13,7 +13,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, check_alive, describe, error_record
-from vfsd.cli.common.values import SIZE, Seconds, is_text
+from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.wire.exec_messages import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
@@ -26,21 +26,6 @@ _FAILED: Final = 125
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
 _COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; as `vfsd fs exec` has it
-
-
-def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001
-    found = {}
-    for value in values:
-        name, equals, text = value.partition("=")
-        if not name:
-            raise click.BadParameter(f"{value!r} is not NAME=VALUE")
-        if equals:
-            found[name] = text
-        elif name in os.environ:
-            found[name] = os.environ[name]
-        if not is_text(name + found.get(name, "")):
-            raise click.BadParameter(f"{name!r} is not UTF-8")
-    return found
 
 
 @click.command(
@@ -64,7 +49,7 @@ def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ..
     "env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    callback=_variables,
+    callback=environment(inherit=True),
     help="Add to its environment; without a value, yours.",
 )
 @click.option("-u", "--user", metavar="USER[:GROUP]", help="Run it as this user of the container.")

@@ -18,18 +18,9 @@ import msgspec
 
 from protocol.tool_messages import Edit
 from vfsd.cli.common import output
-from vfsd.cli.common.app import (
-    INTERRUPTED,
-    NO_ARGUMENTS,
-    App,
-    Command,
-    SuggestingGroup,
-    describe,
-    json_option,
-    workspace_option,
-)
+from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe
 from vfsd.cli.common.output import base64_text, text_or_base64
-from vfsd.cli.common.values import SIZE, Seconds, is_text
+from vfsd.cli.common.values import SIZE, Seconds, environment
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
 from vfsd.machine.runtime import WorkspaceRecord
@@ -48,12 +39,8 @@ T = TypeVar("T")
 
 
 # -- the envelope -----------------------------------------------------------------------------------
-class Group(SuggestingGroup):
-    """A group whose answers, errors and wrong usage are envelopes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params += [workspace_option(), json_option()]
+class _EnvelopeGroup(Group):
+    """A group whose answers, errors and usage errors are printed as envelopes."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
@@ -62,9 +49,6 @@ class Group(SuggestingGroup):
             _refuse_usage(error)
 
     def invoke(self, ctx: click.Context) -> Any:
-        app = ctx.ensure_object(App)
-        app.workspace = ctx.params.pop("workspace") or app.workspace
-        ctx.params.pop("as_json")
         try:
             output.print_json({"ok": True, "data": super().invoke(ctx)})
         except click.UsageError as error:
@@ -75,11 +59,6 @@ class Group(SuggestingGroup):
             raise  # whoever read our output is gone
         except (OSError, ValueError, NotImplementedError) as error:
             _fail(describe(error), 1)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Examples"):
-            for line in _EXAMPLES.strip().splitlines():
-                formatter.write(" " * formatter.current_indent + line.strip() + "\n")
 
 
 def _refuse_usage(error: click.UsageError) -> NoReturn:
@@ -162,7 +141,7 @@ vfsd fs exec -- make test              # where commands can run: `vfsd exec --he
 """
 
 
-@click.group("fs", cls=Group)
+@click.group("fs", cls=_EnvelopeGroup, examples=_EXAMPLES)
 def fs_command() -> None:
     """Read, write, search and run, as an agent does; answers are JSON.
 
@@ -361,21 +340,14 @@ def rm_command(app: App, path: str, recursive: bool, escaped: bool) -> dict[str,
 
 
 # -- commands ---------------------------------------------------------------------------------------
-def _variables(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:  # noqa: ARG001
-    for value in values:
-        if "=" not in value or value.startswith("="):
-            raise click.BadParameter(f"{value!r} is not NAME=VALUE")
-        if not is_text(value):
-            raise click.BadParameter(f"{value!r} is not UTF-8")
-    return dict(value.split("=", 1) for value in values)
-
-
 @fs_command.command(
     "exec", cls=Command, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
 )
 @click.argument("argv", metavar="COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--cwd", default=".", metavar="PATH", help="Where to run it.")
-@click.option("--env", "env", multiple=True, metavar="NAME=VALUE", callback=_variables, help="Add to its environment.")
+@click.option(
+    "--env", "env", multiple=True, metavar="NAME=VALUE", callback=environment(inherit=False), help="Set a variable."
+)
 @click.option("--timeout", type=Seconds(min=0, min_open=True), default=120.0, show_default=True, metavar="SECONDS")
 @click.option("--output-limit", type=SIZE, default="256KiB", show_default=True, metavar="SIZE", help="Of each stream.")
 @click.option("--stdin", "with_stdin", is_flag=True, help="Give it standard input, up to 512 KiB; else it has none.")

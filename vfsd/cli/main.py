@@ -27,8 +27,7 @@ try:
         end_with_usage,
         error_record,
         guarded,
-        json_option,
-        workspace_option,
+        shared_options,
     )
 except KeyboardInterrupt:
     # These imports are most of a command's start: Ctrl-C then ends it as at any other moment, without a traceback.
@@ -137,7 +136,7 @@ def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
     ctx.obj = App(workspace=workspace, json=as_json)
 
 
-cli.params += [workspace_option(), json_option()]
+cli.params += shared_options()
 
 
 # Set, it lets the traceback of an unexpected exception through.

@@ -258,11 +258,9 @@ def _as_json(record: WorkspaceRecord) -> dict[str, str | int]:
 
 
 def _show_list(records: Sequence[WorkspaceRecord]) -> None:
-    if not records and output.on_terminal():
-        output.note("no workspace is running; `vfsd mount DIR` starts one")
-        return
     keys = ("name", "mountpoint", "backend", "state", "pid", "started_at")
-    output.table(_COLUMNS, [[_as_json(record)[key] for key in keys] for record in records])
+    rows = [[_as_json(record)[key] for key in keys] for record in records]
+    output.table(_COLUMNS, rows, empty="no workspace is running; `vfsd mount DIR` starts one")
 
 
 @click.command(

@@ -13,7 +13,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
-from vfsd.cli.common.changes import count_words, note_expired, show_changes, show_expired, show_problems, show_safety
+from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_problems, show_safety
 from vfsd.cli.common.names import complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
@@ -45,7 +45,7 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     record = app.call(app.requests.snapshot(name, tag=tag), label="taking a snapshot")
     app.emit(record, _say_snapshot)
     if not app.json:
-        note_expired(record.expired)
+        show_expired(record.expired, output.note)
     for paths, what in ((record.unreadable, "could not be read, and is not in it"), (record.unstable, _UNSTABLE)):
         if paths and not app.json:
             more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
@@ -101,14 +101,11 @@ def snapshots_command(app: App, no_changes: bool) -> None:
 
 
 def _show_snapshots(answer: messages.SnapshotsResult) -> None:
-    if not answer.snapshots and output.on_terminal():
-        output.note("no snapshots yet; `vfsd snapshot` takes one")
-        return
     rows = [
         (s.name, s.created_at, s.files, s.size_bytes, _signed(s.changes), s.kind, s.tag, _step(s.step))
         for s in answer.snapshots
     ]
-    output.table(_COLUMNS, rows)
+    output.table(_COLUMNS, rows, empty="no snapshots yet; `vfsd snapshot` takes one")
 
 
 def _step(step: int | None) -> str | None:

@@ -15,7 +15,7 @@ import click
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
-from vfsd.cli.common.app import INTERRUPTED, App, Command, SuggestingGroup, did_you_mean, json_option, workspace_option
+from vfsd.cli.common.app import INTERRUPTED, App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
 from vfsd.wire.messages import ProgressReport, wire_path
@@ -32,10 +32,6 @@ class _Command(Command):
         super().__init__(*args, **kwargs)
         self.params = [param for param in self.params if param.name != "workspace"]
 
-    def invoke(self, ctx: click.Context) -> Any:
-        ctx.params["workspace"] = None
-        return super().invoke(ctx)
-
 
 _store_option: Final = click.option(
     "--store",
@@ -45,26 +41,14 @@ _store_option: Final = click.option(
 )
 
 
-class _Group(SuggestingGroup):
-    """A group that takes -w and --json as every command does, though no workspace need be mounted."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params += [workspace_option(), json_option()]
-
-    def invoke(self, ctx: click.Context) -> Any:
-        app = ctx.ensure_object(App)
-        ctx.params.pop("workspace")
-        app.json = ctx.params.pop("as_json") or app.json
-        return super().invoke(ctx)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Examples"):
-            for line in ("vfsd store list", "vfsd store check", "vfsd store gc"):
-                formatter.write(" " * formatter.current_indent + line + "\n")
+_EXAMPLES: Final = """
+vfsd store list
+vfsd store check
+vfsd store gc
+"""
 
 
-@click.group("store", cls=_Group)
+@click.group("store", cls=Group, examples=_EXAMPLES)
 def store_command() -> None:
     """Look after the snapshots that are kept on disk.
 
@@ -160,10 +144,8 @@ def _show_list(answer: dict[str, Any]) -> None:
     rows = answer["snapshots"]
     if answer["damaged"]:
         output.note(f"not in this list: {len(answer['damaged']):,} damaged; `vfsd store check` names them")
-    if not rows and output.on_terminal():
-        output.note(f"no snapshots in {output.show_path(answer['store'])}")
-        return
-    output.table(_COLUMNS, [tuple(row.values()) for row in rows])
+    empty = f"no snapshots in {output.show_path(answer['store'])}"
+    output.table(_COLUMNS, [tuple(row.values()) for row in rows], empty=empty)
 
 
 # -- check ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
 from vfsd.cli.common.changes import count_words
 from vfsd.cli.common.names import complete_workspace
+from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import refuse_other_archives
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
@@ -162,11 +163,11 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str)
         except OSError as error:
             raise _still_mounted(record, error, "not exported") from None
         if answer.skipped:
-            lacks = f"{output.show_path(path)} lacks {_number(len(answer.skipped), 'path')} that no archive can hold"
+            lacks = f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that no archive can hold"
             advice = f"{record.name} is still mounted: `vfsd export` names them, `vfsd unmount --discard` drops them"
             raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
         if not app.json:
-            output.note(f"exported {_number(answer.files, 'file')} to {output.show_path(path)}")
+            output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
             return _call(app, record, messages.UnmountParams(lazy=how.lazy))
         except OSError as error:
@@ -230,16 +231,12 @@ def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
     since = f" since {output.show_time(found.saved_at)}" if found.saved_at else ""
     parts = []
     if found.files is not None:
-        parts.append(f"{_number(found.files, 'file')} ({output.human_size(found.size_bytes or 0)})")
+        parts.append(f"{counted(found.files, 'file')} ({output.human_size(found.size_bytes or 0)})")
     if found.changes is not None:
         parts.append(("at least " if found.truncated else "") + count_words(found.changes))
     if found.snapshots:
-        parts.append(_number(found.snapshots, "snapshot"))
+        parts.append(counted(found.snapshots, "snapshot"))
     return f"{record.name} holds changes{since} {what}: {', '.join(parts)}"
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _advice(record: WorkspaceRecord) -> str:
@@ -250,7 +247,7 @@ def _advice(record: WorkspaceRecord) -> str:
 def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, how: _How) -> None:
     output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
     if answer.snapshots and how.export is not None:
-        output.note(f"{_number(answer.snapshots, 'snapshot')} went with it: an archive has the live state only")
+        output.note(f"{counted(answer.snapshots, 'snapshot')} went with it: an archive has the live state only")
     if answer.changed_late and not how.discard:
         output.note("a program changed it while it was unmounted; that change is lost")
     if answer.holders:

@@ -1,4 +1,4 @@
-"""What every command shares: -w and --json, how its errors end, and its way to a workspace's daemon."""
+"""The base of every command: the options -w and --json, requests to the daemon, and error reports."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ __all__ = [
     "WORDS",
     "App",
     "Command",
+    "Group",
     "SuggestingGroup",
     "asks_for_json",
     "check_alive",
@@ -35,12 +36,11 @@ __all__ = [
     "end_with_usage",
     "error_record",
     "guarded",
-    "json_option",
-    "workspace_option",
+    "shared_options",
 ]
 
 T = TypeVar("T")
-INTERRUPTED: Final = 130  # what a shell says of a command that SIGINT ended: 128 + 2
+INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT: 128 + 2
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
 
 
@@ -50,13 +50,13 @@ class App:
 
     workspace: str | None = None
     json: bool = False
-    interrupted: str = "interrupted"  # what to say when Ctrl-C ends the command
-    signalled: Signalled | None = None  # the call that was completed after a signal
+    interrupted: str = "interrupted"  # the message when Ctrl-C ends the command
+    signalled: Signalled | None = None  # the last call that changes something, and the signal that arrived meanwhile
     _record: WorkspaceRecord | None = None
 
     def record(self) -> WorkspaceRecord:
-        """The workspace that -w, $VFSD_WORKSPACE or the current directory picks, or the only one."""
-        # Here and below: start-up; `vfsd --help` needs neither msgspec nor a socket.
+        """Return the workspace that -w, $VFSD_WORKSPACE or the current directory selects, else the only one running."""
+        # Here and below, start-up: `vfsd --help` needs neither msgspec nor a socket.
         from vfsd.client.mount_arguments import running_workspace  # noqa: PLC0415
 
         if self._record is None:
@@ -86,7 +86,7 @@ class App:
         from vfsd.client.connection import ControlClient  # noqa: PLC0415
 
         if self.signalled is not None and self.signalled.number is not None:
-            # Of a command that makes several calls: no further one after Ctrl-C.
+            # A command that makes several calls makes no further one after Ctrl-C.
             raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
         record = record or self.record()
         check_alive(record)
@@ -100,7 +100,7 @@ class App:
                     request.method, request.params, on_progress=on_progress, on_output=on_output or request.on_output
                 )
         except FileNotFoundError as error:
-            # With `of` the snapshot is another workspace's, whose names this daemon does not have.
+            # With `of` the snapshot belongs to another workspace, whose snapshots this daemon cannot list.
             if getattr(request.params, "of", None) is None:
                 from vfsd.cli.common.names import with_similar_snapshots  # noqa: PLC0415 start-up: an error has time
 
@@ -108,7 +108,7 @@ class App:
             raise
 
     def emit(self, answer: Any, show: Callable[[Any], None]) -> None:
-        """`answer` as the one JSON document, or as `show` prints it for people."""
+        """Print `answer` as one JSON document, or with `show`, for people."""
         if self.json:
             output.print_json(answer)
         else:
@@ -116,9 +116,9 @@ class App:
 
 
 def check_alive(record: WorkspaceRecord) -> None:
-    """ConnectionRefusedError, which says what to do, where nobody serves the workspace any more."""
+    """Raise ConnectionRefusedError, with advice, if the daemon of the workspace is dead."""
     if not record.alive:
-        advice = f"`vfsd unmount {record.name}` clears it away, `vfsd mount` at its place replaces it"
+        advice = f"`vfsd unmount {record.name}` removes the mount, `vfsd mount` at the same path replaces it"
         raise ConnectionRefusedError(
             errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.what_a_death_costs}; {advice}"
         )
@@ -131,57 +131,75 @@ def _complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: 
     return complete_workspace(ctx, param, incomplete)
 
 
-def workspace_option() -> click.Option:
-    """-w, on the group and on every command."""
-    return click.Option(
-        ["-w", "--workspace"],
-        metavar="NAME|PATH",
-        help="The workspace: its name, or a path in it.",
-        shell_complete=_complete_workspace,
-    )
+def shared_options() -> list[click.Parameter]:
+    """Return -w and --json, which every group and command takes."""
+    return [
+        click.Option(
+            ["-w", "--workspace"],
+            metavar="NAME|PATH",
+            help="The workspace: its name, or a path in it.",
+            shell_complete=_complete_workspace,
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."),
+    ]
 
 
-def json_option() -> click.Option:
-    """--json, on the group and on every command."""
-    return click.Option(["--json", "as_json"], is_flag=True, help="Answer with one JSON document.")
+def _take_shared_options(ctx: click.Context) -> App:
+    app = ctx.ensure_object(App)
+    app.workspace = ctx.params.pop("workspace", None) or app.workspace
+    app.json = ctx.params.pop("as_json") or app.json
+    return app
 
 
-class Command(click.Command):
-    """A command that takes -w and --json, and whose `examples` end its help.
+class _WithExamples(click.Command):
+    """A command that takes -w and --json, and whose help ends with `examples`."""
 
-    Parameters other than those named in `may_be_empty` are refused where they are an empty string.
+    def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+        self.params += shared_options()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples.strip().splitlines():
+                    formatter.write(" " * formatter.current_indent + line.strip() + "\n")
+
+
+class Command(_WithExamples):
+    """The class of all commands.
+
+    An empty string as an argument or as the value of an option is refused, except for the parameters named in
+    `may_be_empty`.
     """
 
     def __init__(
         self,
         *args: Any,
-        examples: str = "",
         may_be_empty: frozenset[str] = frozenset({"tag"}),
         interrupted: str = "interrupted",
         **kwargs: Any,
     ) -> None:
-        """`interrupted` says what has become of the work when Ctrl-C ends the command itself."""
+        """`interrupted` is the message when Ctrl-C ends the command: it says what became of the work."""
         super().__init__(*args, **kwargs)
         self.interrupted = interrupted
-        self.examples = examples
         self.may_be_empty = may_be_empty
-        self.params += [workspace_option(), json_option()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.ctx = error.ctx or ctx  # the parser does not give it where an option lacks its value
+            error.ctx = error.ctx or ctx  # the parser does not set it if an option lacks its value
             raise
         if not ctx.resilient_parsing:
             self._refuse_empty(ctx)
         return rest
 
     def _refuse_empty(self, ctx: click.Context) -> None:
-        """UsageError for an argument or option that is an empty string.
+        """Raise UsageError for an argument or option that is an empty string.
 
-        It is mostly a shell variable that is not set, and would mean much: as a PATH the whole workspace, as a
-        WORKSPACE the one that the current directory is in.
+        An empty string is usually an unset shell variable, and its meaning would be dangerous: as a PATH the whole
+        workspace, as a WORKSPACE the one that contains the current directory.
         """
         for param in self.params:
             value = ctx.params.get(param.name or "")
@@ -191,31 +209,23 @@ class Command(click.Command):
                 raise click.UsageError(f"{hint} is an empty string", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
-        app = ctx.ensure_object(App)
-        app.workspace = ctx.params.pop("workspace") or app.workspace
-        app.json = ctx.params.pop("as_json") or app.json
+        app = _take_shared_options(ctx)
         app.interrupted = self.interrupted
         try:
             return super().invoke(ctx)
         finally:
             signalled = app.signalled
             if signalled is not None and signalled.is_completed and not isinstance(sys.exception(), Interrupted):
-                # The answer is shown: the call was completed all the same.
+                # The call was completed despite the signal, and its answer has been printed.
                 output.note(completed(signalled))
                 ctx.exit(AFTER_SIGNAL + (signalled.number or 0))
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        if self.examples:
-            with formatter.section("Examples"):
-                for line in self.examples.strip().splitlines():
-                    formatter.write(" " * formatter.current_indent + line.strip() + "\n")
 
 
 # -- errors ---------------------------------------------------------------------------------------
 def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
-    """Return what `run` returns.  A failure or wrong usage ends the process with one line and status 1 or 2.
+    """Return the result of `run`.  A failure or wrong usage ends the process with one line and status 1 or 2.
 
-    Any other exception is a bug, and `main` reports it.
+    Any other exception is a bug, which `main` reports.
     """
     try:
         return run()
@@ -227,7 +237,7 @@ def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
         _report(error_record(OSError(errno.EINTR, app.interrupted)), app.interrupted, as_json=app.json)
         ctx.exit(INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output is gone: click ends the process quietly.  (The client raises other errors for its
+        # Nothing reads the output any more: click ends the process quietly.  (The client raises other errors for its
         # socket.)
         raise
     except (OSError, NotImplementedError, UnicodeEncodeError) as error:
@@ -238,13 +248,13 @@ def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
 
 def _fail(ctx: click.Context, error: Exception) -> NoReturn:
     _report(error_record(error), describe(error), as_json=ctx.ensure_object(App).json)
-    for note in getattr(error, "__notes__", ()):  # of a start that failed unexpectedly: the end of its log
+    for note in getattr(error, "__notes__", ()):  # the end of the log, if a daemon failed to start unexpectedly
         output.note(note)
     ctx.exit(1)
 
 
 def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
-    """End the process as click would, but with one line, and with --json a document."""
+    """End the process as click does, but with one line and, with --json, a document."""
     if isinstance(error, NO_ARGUMENTS):
         raise error  # `vfsd` alone, which prints the help
     message = _printable(error.format_message().rstrip("."))
@@ -256,7 +266,7 @@ def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
     raise click.exceptions.Exit(error.exit_code)
 
 
-# Newer versions of click than the oldest that we support raise this; the older ones print and exit.
+# Newer versions of click raise this; the oldest supported version prints the help and exits.
 NO_ARGUMENTS: Final[tuple[type[Exception], ...]] = tuple(
     getattr(click.exceptions, name) for name in ("NoArgsIsHelpError",) if hasattr(click.exceptions, name)
 )
@@ -265,24 +275,24 @@ NO_ARGUMENTS: Final[tuple[type[Exception], ...]] = tuple(
 def _report(record: dict[str, Any], line: str, *, as_json: bool) -> None:
     output.report(line)
     if as_json:
-        with contextlib.suppress(OSError):  # standard output may be what failed; the line has been written
+        with contextlib.suppress(OSError):  # standard output may be the stream that failed; the line has been written
             output.print_json({"error": record})
 
 
 def asks_for_json(words: Iterable[str]) -> bool:
-    """Whether the command line has --json, also where an option before it is wrong and nothing was parsed."""
+    """Return whether the command line has --json, even if a wrong option before it prevented parsing."""
     return "--json" in itertools.takewhile(lambda word: word != "--", words)
 
 
 def did_you_mean(word: str, possible: Iterable[str]) -> str:
-    """A clause that names the entries of `possible` that are spelled like `word`; empty where none is."""
+    """Return a clause that names the entries of `possible` spelled like `word`, or an empty string."""
     import difflib  # noqa: PLC0415 start-up: an error has time
 
     close = difflib.get_close_matches(word, list(possible), n=3)
     return f"; did you mean {' or '.join(output.show_path(name) for name in close)}?" if close else ""
 
 
-# What a newcomer tries as a command of its own.
+# Words that new users try as commands.
 _ELSEWHERE: Final = {
     "undo": "vfsd restore --undo",
     "redo": "vfsd restore --redo",
@@ -292,12 +302,12 @@ _ELSEWHERE: Final = {
 
 
 class SuggestingGroup(click.Group):
-    """A group that names the commands spelled like one that it does not have."""
+    """A group that suggests similar names for a command that does not exist."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # click looks for such names among the commands that it has imported: none, where they are imported lazily.
+        # click suggests only commands that are imported already: none, because they are imported lazily.
         name = args[0]
         if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             if ctx.parent is None and name in _ELSEWHERE:
@@ -306,22 +316,30 @@ class SuggestingGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class Group(_WithExamples, SuggestingGroup):
+    """The class of groups of commands below `vfsd`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        _take_shared_options(ctx)
+        return super().invoke(ctx)
+
+
 def error_record(error: Exception) -> dict[str, Any]:
-    """An error as --json has it; `errno` is the errno's name, and `facts` of the error come with it."""
+    """Return the JSON form of an error: its message, the name of its errno, its path, and its `facts`."""
     name = errno.errorcode.get(getattr(error, "errno", None) or 0)
     facts = getattr(error, "facts", {})
     return {"message": _printable(describe(error)), "errno": name, "path": _path(error), **facts}
 
 
 def describe(error: Exception) -> str:
-    """An error in one line, without Python's "[Errno 2]"."""
+    """Describe an error in one line, without Python's "[Errno 2]"."""
     from vfsd.client.connection import ControlError  # noqa: PLC0415 start-up: an error has time
 
-    if isinstance(error, UnicodeEncodeError):  # an argument that is not a path, on its way to the daemon
+    if isinstance(error, UnicodeEncodeError):  # an argument other than a path, for the daemon
         return f"not UTF-8: {_printable(error.object)!r}"
     if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
         return "the current directory was removed: change to another one, or give absolute paths"
-    # The daemon's text is whole, with the path as it stands on the wire.
+    # The daemon's message is complete, and contains the path as a wire path.
     if isinstance(error, ControlError) or not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     path = _path(error)
@@ -339,7 +357,7 @@ def _is_nowhere() -> bool:
 
 
 def _path(error: Exception) -> str | None:
-    """The path an error is about, printable."""
+    """Return the path that an error is about, in a printable form."""
     name = getattr(error, "filename", None)
     if name is None:
         return None
@@ -348,9 +366,9 @@ def _path(error: Exception) -> str | None:
 
 
 def _printable(text: str) -> str:
-    """`text` with bytes that are not UTF-8 as `\\xNN`: neither JSON nor every terminal takes them as they are."""
+    """Replace bytes that are not UTF-8 by `\\xNN`, because JSON and many terminals cannot represent them."""
     return _SURROGATE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}", text)
 
 
-# PEP 383: a byte that is no UTF-8, as os.fsdecode smuggles it into a str.
+# PEP 383: os.fsdecode maps each byte that is not UTF-8 to one of these surrogates.
 _SURROGATE: Final = re.compile("[\udc80-\udcff]")

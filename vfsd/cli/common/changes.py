@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -15,7 +15,6 @@ from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, Proble
 __all__ = [
     "LETTERS",
     "count_words",
-    "note_expired",
     "plain_change",
     "show_changes",
     "show_expired",
@@ -70,28 +69,17 @@ def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
     show_expired(expired)
 
 
-def show_expired(expired: Sequence[ExpiredRecord]) -> None:
-    """The snapshots that were dropped, a line each."""
+def show_expired(expired: Sequence[ExpiredRecord], show: Callable[[str], None] = output.say) -> None:
+    """Name the snapshots that the daemon dropped, one line each."""
     for record in expired:
-        output.say(_dropped(record))
-
-
-def note_expired(expired: Sequence[ExpiredRecord]) -> None:
-    """The same on standard error, for a command whose output is a value."""
-    for record in expired:
-        output.note(_dropped(record))
-
-
-def _dropped(record: ExpiredRecord) -> str:
-    return f"dropped {record.name}, taken {_age(record.created_at)} ago: {_REASONS[record.reason]}"
+        show(f"dropped {record.name}, taken {_age(record.created_at)} ago: {_REASONS[record.reason]}")
 
 
 def _age(created_at: str) -> str:
     seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created_at)).total_seconds()))
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            count = seconds // length
-            return f"{count:,} {unit}{'' if count == 1 else 's'}"
+            return output.counted(seconds // length, unit)
     return "less than a minute"
 
 
@@ -151,9 +139,9 @@ def _scaled(lines: int | None, most: int) -> int:
 
 def _last_line(totals: _Totals, counts: ChangeCounts) -> str:
     total = counts.added + counts.modified + counts.removed
-    words = [f" {total:,} path{'' if total == 1 else 's'} changed"]
+    words = [f" {output.counted(total, 'path')} changed"]
     if totals.added:
-        words.append(f"{totals.added:,} insertion{'' if totals.added == 1 else 's'}(+)")
+        words.append(f"{output.counted(totals.added, 'insertion')}(+)")
     if totals.removed:
-        words.append(f"{totals.removed:,} deletion{'' if totals.removed == 1 else 's'}(-)")
+        words.append(f"{output.counted(totals.removed, 'deletion')}(-)")
     return ", ".join(words)

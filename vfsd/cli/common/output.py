@@ -12,7 +12,7 @@ import codecs
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -142,11 +142,14 @@ def print_json(value: Any) -> None:
     click.echo(encoded.decode())
 
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
-    """Rows under headings on a terminal; one tab-separated line each in a pipe."""
+def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, empty: str) -> None:
+    """Print rows under headings on a terminal, or the note `empty`; in a pipe one tab-separated line each."""
     if not on_terminal():
         for row in rows:
             click.echo("\t".join(_plain(cell, column.kind) for cell, column in zip(row, columns, strict=True)))
+        return
+    if not rows:
+        note(empty)
         return
     from rich.table import Table  # noqa: PLC0415 start-up, see the module's docstring
     from rich.text import Text  # noqa: PLC0415 start-up

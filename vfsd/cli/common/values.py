@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -22,6 +23,7 @@ __all__ = [
     "Name",
     "Seconds",
     "Size",
+    "environment",
     "in_home",
     "is_text",
     "refuse_other_archives",
@@ -93,6 +95,25 @@ class Name(_TextType):
                 ctx,
             )
         return str(value)
+
+
+def environment(*, inherit: bool) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, str]]:
+    """Return a callback that parses NAME=VALUE; with `inherit`, also NAME, which has the value of the caller."""
+
+    def parse(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+        found = {}
+        for value in values:
+            name, equals, text = value.partition("=")
+            if not name or not (equals or inherit):
+                raise click.BadParameter(f"{value!r} is not NAME=VALUE")
+            if not equals and name not in os.environ:
+                continue
+            found[name] = text if equals else os.environ[name]
+            if not is_text(name + found[name]):
+                raise click.BadParameter(f"{name if inherit else value!r} is not UTF-8")
+        return found
+
+    return parse
 
 
 def refuse_other_archives(file: str) -> None:
