@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from protocol.backends.memory import MemoryVolume
+from protocol.backends.memory.inode import Inode
+from protocol.backends.memory.state import MemoryState
 from protocol.testing import MakeVolume, VolumeContract
-from protocol.volume import SnapshotableVolume, Volume
+from protocol.volume import SnapshotableVolume, SnapshotInfo, Volume
 
 
 class TestMemoryVolume(VolumeContract):
@@ -36,15 +38,16 @@ class TestMemoryVolumeWithSnapshots(TestMemoryVolume):
     def volume(self) -> Iterator[MakeVolume]:
         made: list[MemoryVolume] = []
 
-        class Snapshotting(MemoryVolume):
-            def getattr(self, inode: int):  # type: ignore[no-untyped-def]
-                self.take_snapshot(f"s{len(made)}-{self._state.log.serial}")
+        class Snapshotting(MemoryState):
+            def getattr(self, inode: int) -> Inode:
+                serial = self.log.serial + 1
+                self.open_epoch(SnapshotInfo(f"s{len(made)}-{serial}", serial, 0, 0, 0, 0))
                 return super().getattr(inode)
 
         def make(
             *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
         ) -> Volume:
-            volume = Snapshotting(max_bytes, max_inodes, clock=clock or time.time_ns, uid=0, gid=0)
+            volume = MemoryVolume(max_bytes, max_inodes, state=Snapshotting(clock or time.time_ns, 0, 0))
             made.append(volume)
             return volume
 

@@ -1,15 +1,19 @@
-"""Entries: making, removing and renaming the names in directories, as fs/namei.c and tmpfs do it."""
+"""DirectoryEntries: the calls that find, list, make, remove and rename the names in directories.
+
+See `protocol.volume.Volume` for each method.  Source: fs/namei.c, fs/libfs.c and mm/shmem.c.
+"""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import stat
-from typing import Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
-from protocol.backends.memory.base import Base, missing, shown
-from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
+from protocol.directory_cookies import DirectoryCookies
 from protocol.errors import os_error
 from protocol.volume import (
     NAME_MAX,
@@ -18,29 +22,98 @@ from protocol.volume import (
     RENAME_WHITEOUT,
     ROOT_INODE,
     Caller,
+    PlainEntry,
 )
 
-__all__ = ["Entries"]
+if TYPE_CHECKING:
+    from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.limits import MemoryLimits
+    from protocol.backends.memory.state import MemoryState
+
+__all__ = ["DirectoryEntries", "not_found"]
 
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
-_SLASH: Final = ord("/")  # bytes look for a number in a sixth of the time that they look for bytes in
-_KIND: Final = 0o170000  # S_IFMT as a mask: calling the function takes longer than what it is asked for
+_SLASH: Final = ord("/")  # searching bytes for a number takes a sixth of the time of searching for bytes
+_KIND: Final = 0o170000  # S_IFMT as a mask: stat.S_IFMT() takes longer than the rest of the check
 _REGULAR: Final = stat.S_IFREG
 _SET_GID: Final = stat.S_ISGID
-_MADE_OTHERWISE: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
+_NOT_FOR_MKNOD: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
 _RENAME_FLAGS: Final = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _DOTS: Final = frozenset({b".", b".."})
+_DOT_COOKIES: Final = ((1, b"."), (2, b".."))
 _SUPERUSER: Final = Caller(0, 0)
 
 
-class Entries(Base):
-    """The part of a `MemoryVolume` that changes directories.  See `protocol.volume.Volume` for each method."""
+class DirectoryEntries:
+    """The directory entries of `state`."""
 
-    # -- making and removing entries ---------------------------------------------------------------
+    __slots__ = ("_check_new_name", "_clock", "_inodes", "_ledger", "_limits", "_state")
+
+    def __init__(self, state: MemoryState, limits: MemoryLimits) -> None:
+        self._state = state
+        self._inodes = state.inodes
+        self._ledger = state.ledger
+        self._clock = state.clock
+        self._check_new_name = state.check_new_name
+        self._limits = limits
+
+    # -- finding and listing -----------------------------------------------------------------------
+    def find(self, parent: int, name: bytes) -> Inode | None:
+        """Look `name` up as `lookup` does, but return None if it does not exist.
+
+        The kernel looks up every name before it makes it, so absence must not cost an exception.
+        """
+        directory = self._inodes.get(parent)
+        if directory is None or directory.children is None:
+            directory = self._state.directory(parent)
+            assert directory.children is not None
+        number = directory.children.get(name)
+        if number is not None:
+            inode = self._inodes[number]
+        elif name == b".":
+            inode = directory
+        elif name == b"..":
+            inode = self._state.parent(directory)
+        elif len(name) > NAME_MAX:
+            raise not_found(name)
+        else:
+            return None
+        inode.lookups += 1
+        return inode
+
+    def entry_count(self, inode: int) -> int:
+        """Return how many names a directory has, without "." and ".."."""
+        return len(self._state.directory(inode).children or ())
+
+    def entries(self, inode: int, cookie: int) -> Iterator[PlainEntry]:
+        """List a directory as `readdir` does, with plain tuples, which take a third of the time of named ones."""
+        directory = self._state.directory(inode)
+        self._state.update_atime(directory)
+        if directory.cookies is None:
+            directory.cookies = DirectoryCookies(directory.children or ())
+        chunks = self._chunks(directory, directory.cookies, cookie)
+        return itertools.chain(self._dots(directory, cookie), itertools.chain.from_iterable(chunks))
+
+    def _dots(self, directory: Inode, cookie: int) -> Iterator[PlainEntry]:
+        for dot, name in _DOT_COOKIES:
+            if dot > cookie:
+                node = directory if dot == 1 else self._state.parent(directory)
+                yield name, node.inode, node.mode, dot
+
+    def _chunks(
+        self, directory: Inode, names_by_cookie: DirectoryCookies, cookie: int
+    ) -> Iterator[Iterator[PlainEntry]]:
+        children = directory.children
+        assert children is not None
+        for cookies, names in names_by_cookie.chunks(cookie):
+            numbers = [children[name] for name in names]
+            yield zip(names, numbers, self._state.modes(numbers), cookies, strict=True)
+
+    # -- making and removing -----------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
         kind = mode & _KIND or _REGULAR
-        if kind in _MADE_OTHERWISE:
+        if kind in _NOT_FOR_MKNOD:
             raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)
         node = self._new(directory, kind | (mode & 0o7777), caller)
@@ -65,20 +138,21 @@ class Entries(Base):
         return self._enter(directory, name, node)
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Inode:
-        self._check_writable()
-        directory = self._directory(parent)
-        self._check_room(0, 1)
-        self._require(SLACK_BYTES)
+        if self._state.read_only:
+            raise os_error(errno.EROFS)
+        directory = self._state.directory(parent)
+        self._limits.check_room(0, 1)
+        self._limits.require(SLACK_BYTES)
         node = self._new(directory, stat.S_IFREG | (mode & 0o7777), caller)
         node.lookups = 1
         return node
 
     def link(self, inode: int, parent: int, name: bytes) -> Inode:
-        node = self.getattr(inode)
+        node = self._state.getattr(inode)
         if node.is_dir:
             raise os_error(errno.EPERM)
         directory = self._room_for(parent, name, inodes=0)
-        node = self._changeable(node)
+        node = self._limits.changeable(node)
         node.ctime_ns = self._clock()
         return self._enter(directory, name, node)
 
@@ -113,14 +187,14 @@ class Entries(Base):
         if flags and (flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE)):
             raise os_error(errno.EINVAL)
         source, node = self._victim(parent, name)
-        target = self._directory(new_parent)
+        target = self._state.directory(new_parent)
         _check_name(new_name)
         assert target.children is not None
         number = target.children.get(new_name)
         victim = self._inodes[number] if number is not None else None
         if flags & RENAME_EXCHANGE:
             if victim is None:
-                raise missing(new_name)
+                raise not_found(new_name)
             self._check_not_below(node, target)
             self._check_not_below(victim, source)
             self._require_versions(node, victim, source, target)
@@ -129,7 +203,7 @@ class Entries(Base):
         if victim is not None and flags & RENAME_NOREPLACE:
             raise os_error(errno.EEXIST, shown(new_name))
         if target.nlink == 0:
-            raise missing(new_name)
+            raise not_found(new_name)
         if node.children is not None:
             self._check_not_below(node, target)
         if victim is node:
@@ -137,23 +211,23 @@ class Entries(Base):
         if victim is not None:
             self._check_replaceable(node, victim, new_name)
         if flags & RENAME_WHITEOUT and victim is None:
-            self._check_room(0, 1)
-        if self._ledger.metadata > self._checked_metadata or self._state.log.newest is not None:
+            self._limits.check_room(0, 1)
+        if self._ledger.metadata > self._limits.checked_metadata or self._state.log.newest is not None:
             self._require_versions(node, source, target)
         self._move(source, name, node, target, new_name, victim)
         if flags & RENAME_WHITEOUT:
             self._leave_whiteout(parent, name, caller)
 
     def _require_versions(self, *nodes: Inode) -> None:
-        """ENOSPC: no memory for the old versions of what a rename changes, and for a longer name."""
+        """Raise ENOSPC if there is no memory for the old versions of `nodes` and for a longer name."""
         state = self._state
-        if self._ledger.metadata > self._checked_metadata:
-            self._check_entry()
+        if self._ledger.metadata > self._limits.checked_metadata:
+            self._limits.check_entry()
         if state.log.newest is None:
             return
         needed = SLACK_BYTES
         needed += sum(version_bytes(node) for node in nodes if node.epoch != state.epoch)
-        self._require(needed)
+        self._limits.require(needed)
 
     def _check_not_below(self, node: Inode, directory: Inode) -> None:
         if node.children is None:
@@ -161,7 +235,7 @@ class Entries(Base):
         while directory.inode != ROOT_INODE:
             if directory is node:
                 raise os_error(errno.EINVAL)
-            directory = self._parent(directory)
+            directory = self._state.parent(directory)
 
     def _check_replaceable(self, node: Inode, victim: Inode, name: bytes) -> None:
         if victim.children is not None:
@@ -192,8 +266,8 @@ class Entries(Base):
         node.ctime_ns = now
 
     def _leave_whiteout(self, parent: int, name: bytes, caller: Caller) -> None:
-        """What overlayfs reads as "nothing here": a character device 0:0, which anybody may make."""
-        directory = self._directory(parent)
+        """Make a whiteout as overlayfs reads it: a character device 0:0, which needs no privilege."""
+        directory = self._state.directory(parent)
         self._enter(directory, name, self._new(directory, stat.S_IFCHR, caller)).lookups = 0
 
     def _exchange(self, a: Inode, a_name: bytes, a_node: Inode, b: Inode, b_name: bytes, b_node: Inode) -> None:
@@ -210,37 +284,40 @@ class Entries(Base):
 
     # -- helpers ---------------------------------------------------------------------------------------
     def _victim(self, parent: int, name: bytes) -> tuple[Inode, Inode]:
-        """The directory, and what `name` in it stands for, both about to change."""
-        if self.read_only:
+        """Return the directory and the inode that `name` in it stands for; both are about to change."""
+        if self._state.read_only:
             raise os_error(errno.EROFS)
-        directory = self._directory(parent)
+        directory = self._state.directory(parent)
         try:
             return directory, self._inodes[directory.children[name]]  # type: ignore[index]
         except KeyError:
-            raise missing(name) from None
+            raise not_found(name) from None
 
     def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
-        """The directory, after making sure that `name` can be made in it."""
-        if self.read_only:
+        """Return the directory after checking that `name` can be made in it."""
+        if self._state.read_only:
             raise os_error(errno.EROFS)
         directory = self._inodes.get(parent)
         if directory is None or directory.children is None:
-            directory = self._directory(parent)
+            directory = self._state.directory(parent)
             assert directory.children is not None
         if len(name) > NAME_MAX or not name or _SLASH in name or 0 in name:
             _check_name(name)
         if name in directory.children or name in _DOTS:
             raise os_error(errno.EEXIST, shown(name))
         if directory.nlink == 0:
-            raise missing(name)  # removed while it was open
-        if self.max_inodes is not None:
-            self._check_room(0, inodes)
-        if self._ledger.metadata > self._checked_metadata:
-            self._check_entry()
+            raise not_found(name)  # the directory was removed while it was open
+        limits = self._limits
+        if limits.max_inodes is not None:
+            limits.check_room(0, inodes)
+        if self._ledger.metadata > limits.checked_metadata:
+            limits.check_entry()
+        if self._check_new_name is not None:
+            self._check_new_name(directory, name)
         return directory
 
     def _new(self, directory: Inode, mode: int, caller: Caller) -> Inode:
-        """An inode that nobody can see yet, its mode by the umask or by the ACL that takes its place."""
+        """Make an inode without a name; the umask, or the default ACL instead of it, limits its mode."""
         if directory.xattrs is None:
             uid, gid, umask, _ = caller
             return self._state.create(mode & ~umask, uid, directory.gid if directory.mode & _SET_GID else gid)
@@ -250,7 +327,7 @@ class Entries(Base):
         return node
 
     def _enter(self, directory: Inode, name: bytes, node: Inode) -> Inode:
-        """Give `node` (owned) a name.  The directory gets its ctime: a new inode's times are all one, as on tmpfs."""
+        """Give `node` (owned) a name.  The directory's times become the ctime of `node`, as on tmpfs."""
         state = self._state
         if directory.epoch != state.epoch:
             directory = state.own(directory)
@@ -280,9 +357,19 @@ def _check_name(name: bytes) -> None:
 
 
 def _group(directory: Inode, caller: Caller) -> int:
-    """The group of what `caller` makes in `directory`."""
+    """Return the group of an inode that `caller` makes in `directory`."""
     return directory.gid if directory.mode & _SET_GID else caller.gid
 
 
 def _modified(directory: Inode, now_ns: int) -> None:
     directory.mtime_ns = directory.ctime_ns = now_ns
+
+
+def not_found(name: bytes) -> OSError:
+    """Return the error for an entry that does not exist, or whose name is too long to exist."""
+    return os_error(errno.ENAMETOOLONG if len(name) > NAME_MAX else errno.ENOENT, shown(name))
+
+
+def shown(name: bytes) -> str:
+    """Return a name as an error message can show it."""
+    return name.decode("utf-8", "backslashreplace")

@@ -1,9 +1,9 @@
 """Inode: one file, directory, symlink or special file, in one of its versions.
 
-An `Inode` is at once what the volume works on and what an engine is shown (`protocol.volume.Attributes`).
-Versions: the first change after a snapshot works on a clone, stamped with the new epoch; the old version
-goes into the undo log and is not changed any more.  `children` is the exception: all versions of a
-directory share one dict, and its entries are undone one by one (see `undo`).
+The volume works on an `Inode`, and an engine reads it as `protocol.volume.Attributes`.  Versions: the first change
+after a snapshot works on a clone, stamped with the new epoch; the old version goes into the undo log and is not changed
+any more.  `children` is the exception: all versions of a directory share one dict, and its entries are undone one by
+one (see `undo`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ from protocol.backends.memory.content import PAGE_BYTES, Content
 if TYPE_CHECKING:
     from protocol.directory_cookies import DirectoryCookies
 
-__all__ = ["DIRECTORY_BASE_BYTES", "DIRECTORY_ENTRY_BYTES", "Inode", "Link"]
+__all__ = [
+    "DIRECTORY_BASE_BYTES",
+    "DIRECTORY_ENTRY_BYTES",
+    "Inode",
+    "Link",
+    "Links",
+    "with_link",
+    "without_link",
+]
 
 Link = tuple[int, bytes]  # directory, name
+Links = tuple[Link, ...] | dict[Link, None]  # a dict (as an ordered set) beyond _TUPLE_LINKS names
 
-# What tmpfs says a directory's size is (BOGO_DIRENT_SIZE, include/linux/shmem_fs.h).
+# The size that tmpfs shows for a directory (BOGO_DIRENT_SIZE, include/linux/shmem_fs.h).
 DIRECTORY_ENTRY_BYTES: Final = 20
 DIRECTORY_BASE_BYTES: Final = 40
 _SECTORS_PER_PAGE: Final = PAGE_BYTES // 512
-_SHORT_SYMLINK_BYTES: Final = 128  # shorter ones take no page in tmpfs (mm/shmem.c)
+_SHORT_SYMLINK_BYTES: Final = 128  # shorter targets take no page in tmpfs (mm/shmem.c)
+_TUPLE_LINKS: Final = 16
 
 
 class Inode:
     """One version of an inode.
 
-    `links` are the names it has (directory, name): usually one.  `lookups`, `generation` and `listing`
-    belong to the live inode, not to its versions, and are handed on from clone to clone; so is
-    `atime_ns`, which a snapshot does not keep: else every read after a snapshot would make a version.
+    `links` are its names.  `lookups`, `generation`, `cookies` and `atime_ns` belong to the live inode, not to its
+    versions, and pass from clone to clone.  `atime_ns` does so because otherwise every read after a snapshot would make
+    a version.
     """
 
     __slots__ = (
@@ -41,13 +51,13 @@ class Inode:
         "born",
         "children",
         "content",
+        "cookies",
         "ctime_ns",
         "epoch",
         "generation",
         "gid",
         "inode",
         "links",
-        "listing",
         "lookups",
         "mode",
         "mtime_ns",
@@ -71,17 +81,18 @@ class Inode:
         self.epoch = self.born = epoch
         self.generation = 0
         self.lookups = 0
-        self.links: tuple[Link, ...] = ()
+        self.links: Links = ()
         self.content: Content | None = None
         self.children: dict[bytes, int] | None = None
-        self.listing: DirectoryCookies | None = None
+        self.cookies: DirectoryCookies | None = None
         self.target: bytes | None = None
         self.xattrs: dict[bytes, bytes] | None = None
 
     def clone(self, epoch: int) -> Inode:
-        """A version for `epoch`.  From here on the receiver must not be changed.
+        """Return a version for `epoch`.  From now on the original must not be changed.
 
-        Versions share their dict of attributes, which is replaced and never changed; the ledger has to know of it.
+        Both versions share the dict of extended attributes, which is replaced and never changed; the caller adds the
+        new holder to the ledger.
         """
         twin = self.__class__.__new__(self.__class__)
         twin.inode = self.inode
@@ -99,10 +110,10 @@ class Inode:
         twin.born = self.born
         twin.generation = self.generation
         twin.lookups = self.lookups
-        twin.links = self.links
+        twin.links = self.links if isinstance(self.links, tuple) else self.links.copy()
         twin.content = self.content.share() if self.content is not None else None
         twin.children = self.children
-        twin.listing = self.listing
+        twin.cookies = self.cookies
         twin.target = self.target
         twin.xattrs = self.xattrs
         return twin
@@ -126,18 +137,23 @@ class Inode:
     def is_file(self) -> bool:
         return stat.S_ISREG(self.mode)
 
+    @property
+    def parent_link(self) -> Link:
+        """The only name of a directory, or the first name of a file."""
+        return next(iter(self.links))
+
     def same_content(self, other: Inode) -> bool:
-        """Whether both versions read the same: bytes, target."""
+        """Return whether both versions have the same bytes or target."""
         if self.size != other.size or self.target != other.target:
             return self.is_dir and other.is_dir
         if self.content is other.content:
             return True
         mine, theirs = self.content or Content(), other.content or Content()
-        # What is more than a Content knows how to compare itself with one.
+        # A subclass of Content can compare itself with a Content, but not the reverse.
         return mine.same_as(theirs) if type(theirs) is Content else theirs.same_as(mine)
 
     def same_metadata(self, other: Inode) -> bool:
-        """Whether both versions show the same attributes, times of reading apart."""
+        """Return whether both versions have the same attributes except for access times."""
         return (
             self.mode == other.mode
             and self.uid == other.uid
@@ -148,3 +164,27 @@ class Inode:
             and self.size == other.size
             and (self.xattrs or {}) == (other.xattrs or {})
         )
+
+
+def with_link(links: Links, link: Link) -> Links:
+    """Return `links` with `link` added; a dict is changed in place, so its inode must be owned.
+
+    A tuple takes less memory for a few names; the dict keeps adding and removing one of many names O(1).
+    """
+    if isinstance(links, tuple):
+        if len(links) < _TUPLE_LINKS:
+            return (*links, link)
+        links = dict.fromkeys(links)
+    links[link] = None
+    return links
+
+
+def without_link(links: Links, link: Link) -> Links:
+    """Return `links` with `link` removed; a dict is changed in place, so its inode must be owned."""
+    if isinstance(links, tuple):
+        if len(links) == 1:
+            return ()
+        at = links.index(link)
+        return links[:at] + links[at + 1 :]
+    del links[link]
+    return links

@@ -82,8 +82,8 @@ def _check_directory(state: MemoryState, directory: Inode) -> None:
     else:
         assert not children, "a removed directory with entries"
     assert directory.size == DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children), directory.inode
-    if directory.listing is not None:
-        listed = list(directory.listing.after(0))
+    if directory.cookies is not None:
+        listed = list(directory.cookies.after(0))
         assert sorted(name for _, name in listed) == sorted(children)
         assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))
 

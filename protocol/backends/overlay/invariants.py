@@ -87,7 +87,7 @@ def _check_directory(state: OverlayState, known: dict[int, Inode], directory: In
         assert not children, "a removed directory with entries"
     if not isinstance(directory, OverlayInode) or directory.size != directory.lower.size:
         assert directory.size == DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children), directory.inode
-    if directory.listing is not None:
-        listed = list(directory.listing.after(0))
+    if directory.cookies is not None:
+        listed = list(directory.cookies.after(0))
         assert sorted(name for _, name in listed) == sorted(children)
         assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))

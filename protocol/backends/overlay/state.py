@@ -60,6 +60,7 @@ class OverlayState(MemoryState):
         self.lower = lower
         self.path_filter = path_filter
         self.lock = threading.RLock()
+        self.check_new_name = self._check_new_name
         self._waiting: dict[int, tuple[_Place, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
         self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
@@ -210,6 +211,10 @@ class OverlayState(MemoryState):
         except KeyError:  # another thread has just made it
             return self.table[number].mode
 
+    def modes(self, numbers: list[int]) -> list[int]:
+        """See `MemoryState.modes`; looks at nothing below."""
+        return list(map(self.kind, numbers))
+
     def known_kind(self, number: int) -> Inode | None:
         """The inode, if it was looked at."""
         return self.table.known(number)
@@ -231,8 +236,8 @@ class OverlayState(MemoryState):
                 continue
             counted = _counted_size(live.children)
             del live.children[name]
-            if live.listing is not None:
-                live.listing.remove(name)
+            if live.cookies is not None:
+                live.cookies.remove(name)
             for version in self.versions(directory):
                 version.nlink -= is_directory
                 if version.size == counted:
@@ -388,6 +393,11 @@ class OverlayState(MemoryState):
         _count_entries(old)
         _count_entries(new)
         super().move_entry(old, old_name, new, new_name, inode)
+
+    def _check_new_name(self, directory: Inode, name: bytes) -> None:
+        """EPERM where `name` would be hidden as a directory or as a file: which of them is made is not known yet."""
+        self.check_name(directory, name, is_directory=True)
+        self.check_name(directory, name, is_directory=False)
 
     def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
         """EPERM where `name` in `directory` is hidden: it would get in the way of what is below."""

@@ -27,14 +27,14 @@ import logging
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from protocol.adapters.path_filter import PathFilter
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.history.converge import Converger
-from protocol.backends.memory.history.snapshots import count_changes, restore_epoch
+from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
 from protocol.backends.overlay.apply_run import OverlayApply
@@ -47,7 +47,6 @@ from protocol.backends.overlay.view import OverlayTree
 from protocol.volume import CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.history.undo import Epoch, PreInodes
     from protocol.backends.overlay.apply import Applied
     from protocol.volume import Buffer
 
@@ -60,13 +59,13 @@ _SUPERUSER: Final = Caller(0, 0)
 _LOOKED_AT: Final = 1000  # files at a time: some milliseconds
 
 
-def _locked(method: Callable[Concatenate[OverlayVolume, P], T]) -> Callable[Concatenate[OverlayVolume, P], T]:
-    """Hold the state's lock: a view's thread may be looking below."""
+def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Callable[P, T]:
+    """Hold `lock`, the state's, during each call: a view's thread may be looking below."""
 
     @functools.wraps(method)
-    def call(self: OverlayVolume, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._lock:
-            return method(self, *args, **kwargs)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return method(*args, **kwargs)
 
     return call
 
@@ -98,6 +97,7 @@ class OverlayVolume(MemoryVolume):
         self._overlay = OverlayState(clock, self.lower, PathFilter(include, exclude))
         self._lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
+        self._bind()
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[CacheInvalidation], None] | None = None
         self.changed_below = 0
@@ -111,56 +111,39 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             check(self._overlay)
 
-    # -- what changes the state --------------------------------------------------------------------
-    forget = _locked(MemoryVolume.forget)
-    setattr = _locked(MemoryVolume.setattr)
-    mknod = _locked(MemoryVolume.mknod)
-    mkdir = _locked(MemoryVolume.mkdir)
-    symlink = _locked(MemoryVolume.symlink)
-    link = _locked(MemoryVolume.link)
-    unlink = _locked(MemoryVolume.unlink)
-    rmdir = _locked(MemoryVolume.rmdir)
-    tmpfile = _locked(MemoryVolume.tmpfile)
-    setxattr = _locked(MemoryVolume.setxattr)
-    removexattr = _locked(MemoryVolume.removexattr)
-    take_snapshot = _locked(MemoryVolume.take_snapshot)
-    drop_snapshot = _locked(MemoryVolume.drop_snapshot)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Epoch]:
-        with self._lock, super()._transaction() as epoch:
-            yield epoch
-
-    @contextmanager
-    def _view(self, target: Epoch | None) -> Iterator[SnapshotTree]:
-        view = super()._view(target)
-        with self._lock:
-            tree = view.__enter__()
-        try:
-            yield tree
-        finally:
-            with self._lock:
-                view.__exit__(None, None, None)
-
-    def _tree(self, epoch: Epoch, pinned: Epoch) -> SnapshotTree:
-        return OverlayTree(self, self._overlay, epoch, pinned)
+    def _bind(self) -> None:
+        """Replace the memory volume's methods that read below, and hold the lock in those that change the state."""
+        self._memory_find, self.find = self.find, self._find
+        self._memory_read_pieces, self.read_pieces = self.read_pieces, self._read_pieces
+        self._memory_seek, self.seek = self.seek, self._seek
+        self._memory_write, self.write = self.write, self._write
+        self._memory_fallocate, self.fallocate = self.fallocate, self._fallocate
+        self._memory_rename, self.rename = self.rename, self._rename
+        self.forget = _locked(self._lock, self.forget)
+        self.setattr = _locked(self._lock, self.setattr)
+        self.mknod = _locked(self._lock, self.mknod)
+        self.mkdir = _locked(self._lock, self.mkdir)
+        self.symlink = _locked(self._lock, self.symlink)
+        self.link = _locked(self._lock, self.link)
+        self.unlink = _locked(self._lock, self.unlink)
+        self.rmdir = _locked(self._lock, self.rmdir)
+        self.tmpfile = _locked(self._lock, self.tmpfile)
+        self.setxattr = _locked(self._lock, self.setxattr)
+        self.removexattr = _locked(self._lock, self.removexattr)
+        self._history.make_tree = functools.partial(OverlayTree, self, self._overlay)
+        self._history.starts_empty = False
 
     # -- the state below -------------------------------------------------------------------------
     @contextmanager
     def base_tree(self) -> Iterator[SnapshotTree]:
         """The state below, as it was first looked at: what `diff` compares with."""
-        with self._view(self._base) as tree:
+        with self._history.view(self._base) as tree:
             yield tree
-
-    def mark(self) -> int:
-        """See `MemoryVolume.mark`."""
-        with self._lock:
-            return super().mark()
 
     def discard(self, paths: Sequence[bytes] = ()) -> CacheInvalidation:
         """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
         with self._lock:
-            return self._restore_epoch(self._base, paths)
+            return self._history.restore_epoch(self._base, paths)
 
     @property
     def apply_interrupted(self) -> bool:
@@ -207,12 +190,8 @@ class OverlayVolume(MemoryVolume):
             state.log.close(self._base)
             self._base = base
 
-    def _first_counts(self, name: str, before: PreInodes, later: PreInodes) -> tuple[int, int, int]:
-        del name
-        return count_changes(self._state, before, later)
-
     # -- looking -----------------------------------------------------------------------------------
-    def find(self, parent: int, name: bytes) -> Inode | None:
+    def _find(self, parent: int, name: bytes) -> Inode | None:
         number = self._children(parent).get(name)
         if number is not None:
             known = self._overlay.table.known(number)
@@ -224,36 +203,33 @@ class OverlayVolume(MemoryVolume):
                 and known.content is not None
             ):
                 self._overlay.refresh(number)
-        return super().find(parent, name)
+        return self._memory_find(parent, name)
 
     def _children(self, parent: int) -> dict[bytes, int]:
-        children = self._directory(parent).children
+        children = self._overlay.directory(parent).children
         assert children is not None
         return children
 
-    def _modes(self, numbers: list[int]) -> list[int]:
-        return list(map(self._overlay.kind, numbers))
-
     # -- content -----------------------------------------------------------------------------------
-    def read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
+    def _read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
         if inode in self._untold:
             raise ChangedBelowError(b"")
         try:
-            return super().read_pieces(inode, offset, size)
+            return self._memory_read_pieces(inode, offset, size)
         except ChangedBelowError as error:
             self._follow(inode, error)
-            return super().read_pieces(inode, offset, size)
+            return self._memory_read_pieces(inode, offset, size)
 
-    def seek(self, inode: int, offset: int, whence: int) -> int:
-        return self._following(inode, super().seek, inode, offset, whence)
+    def _seek(self, inode: int, offset: int, whence: int) -> int:
+        return self._following(inode, self._memory_seek, inode, offset, whence)
 
-    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
+    def _write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         with self._lock:
-            return self._following(inode, super().write, inode, offset, data, kill_privileges=kill_privileges)
+            return self._following(inode, self._memory_write, inode, offset, data, kill_privileges=kill_privileges)
 
-    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
+    def _fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
         with self._lock:
-            self._following(inode, super().fallocate, inode, mode, offset, length)
+            self._following(inode, self._memory_fallocate, inode, mode, offset, length)
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
         with self._lock:
@@ -318,7 +294,7 @@ class OverlayVolume(MemoryVolume):
             self.look_again(number, file.path)
 
     def _coherence_of(self, number: int) -> CacheInvalidation:
-        node = self._inodes[number]
+        node = self._overlay.inodes[number]
         path = self._state.path(node)
         paths = {} if path is None else {number: path}
         return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
@@ -328,22 +304,15 @@ class OverlayVolume(MemoryVolume):
         self._untold.difference_update(change.inode for change in coherence.inodes)
 
     # -- names ---------------------------------------------------------------------------------------
-    def _room_for(self, parent: int, name: bytes, inodes: int = 1) -> Inode:
-        directory = super()._room_for(parent, name, inodes)
-        # Whether a directory or a file is about to be made is not known here: refused if either would be hidden.
-        self._overlay.check_name(directory, name, is_directory=True)
-        self._overlay.check_name(directory, name, is_directory=False)
-        return directory
-
-    @_locked
-    def rename(
+    def _rename(
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = _SUPERUSER
     ) -> None:
-        if self._overlay.path_filter:
-            number = self._children(parent).get(name, 0)
-            is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
-            self._overlay.check_name(self._directory(new_parent), new_name, is_directory=is_directory)
-        super().rename(parent, name, new_parent, new_name, flags, caller)
+        with self._lock:
+            if self._overlay.path_filter:
+                number = self._children(parent).get(name, 0)
+                is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
+                self._overlay.check_name(self._overlay.directory(new_parent), new_name, is_directory=is_directory)
+            self._memory_rename(parent, name, new_parent, new_name, flags, caller)
 
 
 def _outermost(paths: Sequence[bytes]) -> list[bytes]:

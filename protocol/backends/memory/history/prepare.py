@@ -34,7 +34,7 @@ from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.inode import Inode, Link
+    from protocol.backends.memory.inode import Inode, Links
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
@@ -63,7 +63,7 @@ class Preparation(Converger):
         self._numbers: list[range] = []  # of the inodes on the islands
         self._counted = (0, 0, 0)  # files, directories and bytes on the islands
         self._moving = self._view.inodes_for(state) if self._view is not None else None
-        self._moved: list[tuple[Inode, tuple[Link, ...], int]] = []  # tops that were taken over, links and nlink before
+        self._moved: list[tuple[Inode, Links, int]] = []  # tops that were taken over, links and nlink before
 
     def steps(self) -> Iterator[int]:
         """Build the islands; each step gives the number of entries that it was for.  ENOSPC.
@@ -169,7 +169,7 @@ class Preparation(Converger):
                 below = prefix + name
                 same = self._same.get(below)
                 # The first change after a view was opened puts another version in its place.
-                if same is not None and inodes.get(same.inode) is same and same.links[0] == (directory, name):
+                if same is not None and inodes.get(same.inode) is same and same.parent_link == (directory, name):
                     continue
                 if below not in self._tops:
                     waiting.append(below)

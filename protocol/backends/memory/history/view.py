@@ -136,7 +136,7 @@ class SnapshotTree:
             parent = self.version(directory)
             if parent is None or not parent.links:
                 return None
-            directory, name = parent.links[0]
+            directory, name = parent.parent_link
             names.append(name)
         return b"/".join(reversed(names))
 

@@ -7,7 +7,7 @@ import os
 import stat
 import tracemalloc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +26,24 @@ MEGABYTE = 1 << 20
 class CountingVolume(MemoryVolume):
     """Knows how many lookups are out."""
 
-    out = 0
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.out = 0
+        for name in ("lookup", "mknod", "mkdir", "symlink", "link"):
+            setattr(self, name, self._counting(getattr(self, name)))
+        self._forget, self.forget = self.forget, self._forget_counted
 
-    def _counted(self, made: Any) -> Any:
-        self.out += 1
-        return made
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            made = call(*arguments)
+            self.out += 1
+            return made
 
-    def lookup(self, *arguments: Any) -> Any:
-        return self._counted(super().lookup(*arguments))
+        return counted
 
-    def mknod(self, *arguments: Any) -> Any:
-        return self._counted(super().mknod(*arguments))
-
-    def mkdir(self, *arguments: Any) -> Any:
-        return self._counted(super().mkdir(*arguments))
-
-    def symlink(self, *arguments: Any) -> Any:
-        return self._counted(super().symlink(*arguments))
-
-    def link(self, *arguments: Any) -> Any:
-        return self._counted(super().link(*arguments))
-
-    def forget(self, inode: int, count: int) -> None:
+    def _forget_counted(self, inode: int, count: int) -> None:
         self.out -= count
-        super().forget(inode, count)
+        self._forget(inode, count)
 
 
 @pytest.fixture
@@ -262,8 +256,12 @@ def test_a_search_through_a_symlink_names_files_as_they_were_asked_for(
 class RemoteVolume(MemoryVolume):
     """One whose answers must be awaited."""
 
-    async def getattr(self, inode: int) -> Any:  # type: ignore[override]
-        return super().getattr(inode)
+    def __init__(self) -> None:
+        super().__init__()
+        self.getattr = self._getattr_later  # type: ignore[assignment]
+
+    async def _getattr_later(self, inode: int) -> Any:
+        return self._state.getattr(inode)
 
 
 def test_a_volume_that_makes_its_callers_wait_is_refused() -> None:

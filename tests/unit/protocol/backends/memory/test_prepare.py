@@ -208,7 +208,7 @@ def test_what_does_not_fit_leaves_nothing(staging: Staging) -> None:
     live = made(1, 12, max_inodes=30)
     before = state(live)
     with MemoryVolume().tree() as _, made(5001, 300).tree() as tree, staging.tree(live, tree) as staged:
-        live.max_inodes = len(before) + 2
+        live._limits.max_inodes = len(before) + 2
         preparation = live.preparation(staged, replace=False)
         with live.tree(), pytest.raises(OSError, match="No space"):
             prepare_and_put(live, preparation)
