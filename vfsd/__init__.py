@@ -24,8 +24,8 @@ __version__: Final = "0.1.0"
 
 # Imported when they are first used: `import vfsd`, which the command line begins with, costs nothing.
 _EXPORTS: Final = {
-    "AsyncWorkspace": "vfsd.workspace",
-    "Workspace": "vfsd.workspace",
+    "AsyncWorkspace": "vfsd.client.workspace",
+    "Workspace": "vfsd.client.workspace",
     "Applied": "vfsd.client.results",
     "Change": "vfsd.client.results",
     "Counts": "vfsd.client.results",
