@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 
 FILES_PER_DIRECTORY = 100
 FILE_BYTES = 1024
@@ -100,7 +100,7 @@ class Ours:
         self._count += safety
         wanted = f"{self._count - safety}"
         name = f"{self._count}" if safety else None
-        done = self._store.restore("bench", wanted, self._target, safety=name)
+        done = self._store.restore("bench", self._target, RestoreRequest(wanted, safety=name))
         assert not done.problems
         if safety:
             self._store.drop("bench", f"{self._count}")

@@ -1,14 +1,24 @@
-"""Opening what lies beneath a directory, and nothing else: no symlink is followed, no ".." leads out.
+"""Safe access below a host directory: no symlink is followed, and no ".." or concurrent rename leads outside.
 
-Source: openat2(2).
+`open_beneath` has the kernel resolve the whole path below a directory descriptor (openat2(2)).  `RootDirectory` adds
+a cache of the descriptors of subdirectories.
+
+A directory descriptor follows a directory that another program moves out of the tree.  So code that keeps one uses
+it for RECHECK_S at most, and then opens or checks its path again.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from typing import Final
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, TypeAlias
 
+from protocol.errors import os_error
 from protocol.linux.syscalls import (
     RESOLVE_BENEATH,
     RESOLVE_NO_MAGICLINKS,
@@ -17,83 +27,201 @@ from protocol.linux.syscalls import (
     openat2,
 )
 
-__all__ = ["Handle", "open_beneath", "proc_path"]
+__all__ = [
+    "RECHECK_S",
+    "TEMPORARY_PREFIX",
+    "DirectoryReference",
+    "Handle",
+    "HandleCache",
+    "RootDirectory",
+    "open_beneath",
+    "open_to_read",
+    "proc_path",
+]
 
+DirectoryReference: TypeAlias = int | str | bytes  # a descriptor, or a path
+
+RECHECK_S: Final = 0.5
+# The names of the files that a restore writes before it renames them into place.  They are never part of a state.
+TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 _PATH_MAX: Final = 4096  # with its NUL, linux/limits.h
 _RESOLVE: Final = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
-# Kernels before 5.6 have no openat2, and some sandboxes refuse what they do not know.  EAGAIN: a rename anywhere
-# meanwhile, which the kernel cannot tell from an escape by "..".
-_OTHERWISE: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EAGAIN})
+# Kernels before 5.6 have no openat2, and some sandboxes refuse system calls that they do not know.  EAGAIN: another
+# process renamed something meanwhile, which the kernel cannot tell from an escape by "..".
+_FALLBACK: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EAGAIN})
+_O_SAFE: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_O_STEP: Final = os.O_PATH | os.O_DIRECTORY
+# The file may have become a FIFO or a device: opening it must neither wait nor take a terminal.
+_O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _O_SAFE
 
 
 class Handle:
-    """A descriptor that is closed when nobody refers to it any more: so a cache may drop what a thread still reads."""
+    """A descriptor that is closed with its last reference, so a cache may drop one that a thread still reads."""
 
     __slots__ = ("fd",)
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
+    def close(self) -> None:
+        """Close the descriptor now."""
+        descriptor, self.fd = self.fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def __del__(self) -> None:
-        os.close(self.fd)
+        self.close()
+
+
+class HandleCache:
+    """The `most` handles used last, by key, each with the time when it was put.  Any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[object, tuple[Handle, float]] = OrderedDict()
+
+    def get(self, key: object, newest_s: float | None = None) -> Handle | None:
+        """The handle of `key`, unless it was put before `newest_s` (of time.monotonic())."""
+        with self._lock:
+            found = self._handles.get(key)
+            if found is None or (newest_s is not None and found[1] < newest_s):
+                return None
+            self._handles.move_to_end(key)
+            return found[0]
+
+    def put(self, key: object, handle: Handle) -> None:
+        """Keep `handle`; drop the one used longest ago if there are too many."""
+        with self._lock:
+            dropped = [self._handles.pop(key, None)]
+            self._handles[key] = (handle, time.monotonic())
+            if len(self._handles) > self._most:
+                dropped.append(self._handles.popitem(last=False)[1])
+        del dropped  # closes them, outside the lock
+
+    def drop(self, key: object) -> None:
+        """Forget the handle of `key`."""
+        with self._lock:
+            dropped = self._handles.pop(key, None)
+        del dropped
+
+    def clear(self) -> None:
+        """Forget all handles."""
+        with self._lock:
+            dropped, self._handles = self._handles, OrderedDict()
+        del dropped
+
+
+class RootDirectory:
+    """A host directory and what lies below it.  Paths are bytes relative to it; b"" is the directory itself.
+
+    `same_mount` refuses other mounts below it (EXDEV).  `kept` is how many descriptors of subdirectories are cached.
+    Code that removes or renames a directory calls `forget_directories` afterwards.
+    """
+
+    def __init__(self, directory: DirectoryReference, *, same_mount: bool = False, kept: int = 1) -> None:
+        """Open the directory.  A descriptor (also an O_PATH one) stays the caller's.  OSError."""
+        if isinstance(directory, int):
+            self._root = Handle(os.open(".", _O_DIRECTORY, dir_fd=directory))
+        else:
+            self._root = Handle(os.open(directory, _O_DIRECTORY))
+        self._same_mount = same_mount
+        self._directories = HandleCache(kept)
+
+    @property
+    def fd(self) -> int:
+        """A readable descriptor of the directory itself."""
+        return self._root.fd
+
+    def __enter__(self) -> RootDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._directories.clear()
+        self._root.close()
+
+    def forget_directories(self) -> None:
+        """Close the cached descriptors of subdirectories."""
+        self._directories.clear()
+
+    def open(self, path: bytes, flags: int) -> int:
+        """Open `path` from the root; as `open_beneath`."""
+        return open_beneath(self._root.fd, path or b".", flags, same_mount=self._same_mount)
+
+    def directory(self, path: bytes) -> Handle:
+        """An O_PATH descriptor of a directory, opened at most RECHECK_S ago."""
+        if not path:
+            return self._root
+        handle = self._directories.get(path, time.monotonic() - RECHECK_S)
+        if handle is None:
+            handle = Handle(self.open(path, _O_STEP))
+            self._directories.put(path, handle)
+        return handle
+
+    def parent(self, path: bytes) -> tuple[Handle, bytes]:
+        """The directory that `path` is in, and its name there (b"." for the root)."""
+        above, _, name = path.rpartition(b"/")
+        return self.directory(above), name or b"."
 
 
 def proc_path(descriptor: int) -> bytes:
-    """A path of the very inode that a descriptor is open on, for calls that take no descriptor, or none of O_PATH."""
+    """The path in /proc of the inode that a descriptor is open on, for calls that take no (O_PATH) descriptor."""
     return b"/proc/self/fd/%d" % descriptor
 
 
-def open_beneath(directory: int, path: bytes, flags: int, *, same_mount: bool = False) -> int:
-    """A descriptor of `path`, relative to the directory of descriptor `directory`.  ELOOP, EXDEV, as open(2).
+def open_to_read(directory: int, name: bytes) -> int:
+    """Open the file `name` of a directory to read it, without moving its atime where that is allowed."""
+    try:
+        return os.open(name, _O_READ | os.O_NOATIME, dir_fd=directory)
+    except PermissionError:  # O_NOATIME is for the owner and for root
+        return os.open(name, _O_READ, dir_fd=directory)
 
-    `path` has no ".." and no empty component; none of its components is a symlink (but with O_PATH the last one may
-    be: then the descriptor is the symlink's own).  With `same_mount` what another mount has there is refused (EXDEV),
-    as far as the kernel knows how.
+
+def open_beneath(directory: int, path: bytes, flags: int, *, same_mount: bool = False) -> int:
+    """Open `path` relative to the directory descriptor `directory`.  ELOOP, EXDEV, and as open(2).
+
+    `path` has no ".." and no empty component.  No component may be a symlink, except the last one with O_PATH: then
+    the descriptor is of the symlink itself.  `same_mount` refuses another mount (EXDEV) where the kernel has openat2.
     """
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    flags |= _O_SAFE
     if len(path) >= _PATH_MAX:
-        return _in_hops(directory, path, flags, same_mount=same_mount)
+        return _open_in_steps(directory, list(_pieces(path)), flags, partial(open_beneath, same_mount=same_mount))
     try:
         return openat2(directory, path, flags, _RESOLVE | RESOLVE_NO_XDEV if same_mount else _RESOLVE)
     except OSError as error:
-        if error.errno not in _OTHERWISE:
+        if error.errno not in _FALLBACK:
             raise
-    return _one_by_one(directory, path, flags)
+    return _open_in_steps(directory, path.split(b"/"), flags, _open_name)
 
 
-def _in_hops(directory: int, path: bytes, flags: int, *, same_mount: bool) -> int:
-    """`open_beneath` of a path that is too long for one system call: by directories on the way."""
+def _open_name(directory: int, name: bytes, flags: int) -> int:
+    return os.open(name, flags | _O_SAFE, dir_fd=directory)
+
+
+def _pieces(path: bytes) -> Iterator[bytes]:
+    """Cut a path into relative paths that are short enough for one system call.  ENAMETOOLONG."""
+    while len(path) >= _PATH_MAX:
+        cut = path.rfind(b"/", 0, _PATH_MAX - 1)
+        if cut <= 0:
+            raise os_error(errno.ENAMETOOLONG, path.decode("utf-8", "backslashreplace"))
+        yield path[:cut]
+        path = path[cut + 1 :]
+    yield path
+
+
+def _open_in_steps(
+    directory: int, steps: Sequence[bytes], flags: int, open_step: Callable[[int, bytes, int], int]
+) -> int:
+    """Open each step in the directory of the step before; the last one with `flags`."""
     at = directory
     try:
-        while len(path) >= _PATH_MAX:
-            cut = path.rfind(b"/", 0, _PATH_MAX - 1)
-            if cut <= 0:
-                break  # a component that no file system has: the kernel says so
-            below = open_beneath(at, path[:cut], os.O_PATH | os.O_DIRECTORY, same_mount=same_mount)
-            if at != directory:
-                os.close(at)
-            at, path = below, path[cut + 1 :]
-        try:
-            return openat2(at, path, flags, _RESOLVE | RESOLVE_NO_XDEV if same_mount else _RESOLVE)
-        except OSError as error:
-            if error.errno not in _OTHERWISE:
-                raise
-        return _one_by_one(at, path, flags)
-    finally:
-        if at != directory:
-            os.close(at)
-
-
-def _one_by_one(directory: int, path: bytes, flags: int) -> int:
-    *above, name = path.split(b"/")
-    at = directory
-    try:
-        for part in above:
-            below = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        for step in steps[:-1]:
+            below = open_step(at, step, _O_STEP)
             if at != directory:
                 os.close(at)
             at = below
-        return os.open(name, flags, dir_fd=at)
+        return open_step(at, steps[-1], flags)
     finally:
         if at != directory:
             os.close(at)

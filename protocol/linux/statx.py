@@ -1,7 +1,7 @@
-"""statx(2) of all names of a directory at once, as one run of bytes that can be compared with an earlier one.
+"""statx(2) of all names of a directory in one call, as one run of bytes that can be compared with an earlier one.
 
-The walk over a tree of which nothing has changed is the cost of most snapshots, and most of that cost is
-os.stat's result: twenty objects for each file, of which none is needed where the bytes are what they were.
+The walk over an unchanged tree is the cost of most snapshots, and most of the walk's cost is os.stat's result: twenty
+objects for each file, none of which is needed if the bytes are the same as before.
 
 Source: statx(2), include/uapi/linux/stat.h.
 """
@@ -23,11 +23,12 @@ from protocol.errors import os_error
 __all__ = [
     "RECORD_BYTES",
     "StatxResult",
-    "differing",
-    "key_of",
-    "links_of",
-    "seen_at",
-    "seen_of_descriptor",
+    "birth_ns",
+    "change_key",
+    "differing_records",
+    "link_count",
+    "result_at",
+    "statx_descriptor",
     "statx_names",
 ]
 
@@ -36,20 +37,22 @@ _AT_SYMLINK_NOFOLLOW: Final = 0x100
 _AT_NO_AUTOMOUNT: Final = 0x800
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_BASIC_STATS: Final = 0x7FF
+_STATX_BTIME: Final = 0x800
 _FLAGS: Final = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT
 # nlink, uid, gid, mode, inode, size | atime, birth | ctime, mtime | rdev, dev
 _FIELDS: Final = struct.Struct("<16xIIIH2xQQ16x32xqI4xqI4xIIII")
+_BIRTH: Final = struct.Struct("=I76xqI")  # stx_mask, stx_btime
 _KEY: Final = slice(16, 48)  # nlink to size
 _KEY_TIMES: Final = slice(96, 128)  # ctime and mtime
 _SECOND: Final = 1_000_000_000
 
-# Neither argtypes nor errno: preparing for both is half of what such a call costs.  Where it fails, os.lstat says why.
+# No argtypes and no use_errno: preparing for both is half of the cost of a call.  After a failure, os.lstat raises.
 _statx = ctypes.CDLL(None).statx
-_AT_ONCE: Final = 256
+_BATCH: Final = 256
 
 
 class StatxResult(NamedTuple):
-    """What statx showed of one inode."""
+    """The stat data of one inode."""
 
     nlink: int
     uid: int
@@ -64,49 +67,66 @@ class StatxResult(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Where the kernel puts records: one for each thread."""
+    """A buffer per thread, in which the kernel puts the records."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(RECORD_BYTES * _AT_ONCE)
-        self.places = [ctypes.byref(self.buffer, RECORD_BYTES * index) for index in range(_AT_ONCE)]
+        self.buffer = ctypes.create_string_buffer(RECORD_BYTES * _BATCH)
+        self.records = [ctypes.byref(self.buffer, RECORD_BYTES * index) for index in range(_BATCH)]
 
 
 _scratch: Final = _Scratch()
 
 
 def statx_names(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
-    """The records of `names`, RECORD_BYTES each, and the indexes of those that are gone (their records are void)."""
-    if len(names) <= _AT_ONCE:
-        return _some(directory, names)
+    """The records of `names`, RECORD_BYTES each, and the indexes of missing names (whose records are void)."""
+    if len(names) <= _BATCH:
+        return _statx_batch(directory, names)
     parts: list[bytes] = []
-    gone: list[int] = []
-    for start in range(0, len(names), _AT_ONCE):
-        records, lacking = _some(directory, names[start : start + _AT_ONCE])
+    missing: list[int] = []
+    for start in range(0, len(names), _BATCH):
+        records, missing_here = _statx_batch(directory, names[start : start + _BATCH])
         parts.append(records)
-        gone += (start + index for index in lacking)
-    return b"".join(parts), gone
+        missing += (start + index for index in missing_here)
+    return b"".join(parts), missing
 
 
-def _some(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
+def _statx_batch(directory: int, names: Sequence[bytes]) -> tuple[bytes, list[int]]:
     scratch = _scratch
-    # No bytecode between the calls.  Each answers 0 or -1.
-    failed = sum(map(_statx, repeat(directory), names, repeat(_FLAGS), repeat(_STATX_BASIC_STATS), scratch.places))
-    gone = _lacking(directory, names) if failed else []
-    return ctypes.string_at(scratch.buffer, RECORD_BYTES * len(names)), gone
+    # No bytecode between the calls.  Each returns 0 or -1.
+    failed = sum(map(_statx, repeat(directory), names, repeat(_FLAGS), repeat(_STATX_BASIC_STATS), scratch.records))
+    missing = _missing(directory, names) if failed else []
+    return ctypes.string_at(scratch.buffer, RECORD_BYTES * len(names)), missing
 
 
-def _lacking(directory: int, names: Sequence[bytes]) -> list[int]:
-    gone: list[int] = []
-    for index, (name, place) in enumerate(zip(names, _scratch.places, strict=False)):
-        if _statx(directory, name, _FLAGS, _STATX_BASIC_STATS, place):
-            gone.append(index)
+def _missing(directory: int, names: Sequence[bytes]) -> list[int]:
+    """The indexes of the names that do not exist.  OSError if statx failed for another reason."""
+    missing: list[int] = []
+    for index, (name, record) in enumerate(zip(names, _scratch.records, strict=False)):
+        if _statx(directory, name, _FLAGS, _STATX_BASIC_STATS, record):
+            missing.append(index)
             with contextlib.suppress(FileNotFoundError):
-                os.lstat(name, dir_fd=directory)  # else this says what is wrong
-    return gone
+                os.lstat(name, dir_fd=directory)  # raises the other reason
+    return missing
 
 
-def seen_at(records: bytes, index: int) -> StatxResult:
-    """One record, taken apart."""
+def statx_descriptor(descriptor: int) -> bytes:
+    """The record of the inode of a descriptor (also an O_PATH one)."""
+    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BASIC_STATS, _scratch.records[0]):
+        os.fstat(descriptor)
+        raise os_error(errno.EIO)
+    return ctypes.string_at(_scratch.buffer, RECORD_BYTES)
+
+
+def birth_ns(descriptor: int) -> int:
+    """When the inode of a descriptor (also an O_PATH one) was made, in nanoseconds since the epoch; 0: unknown."""
+    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BTIME, _scratch.records[0]):
+        return 0
+    mask, seconds, nanoseconds = _BIRTH.unpack_from(_scratch.buffer)
+    return int(seconds) * _SECOND + int(nanoseconds) if mask & _STATX_BTIME else 0
+
+
+def result_at(records: bytes, index: int) -> StatxResult:
+    """Decode one record."""
     nlink, uid, gid, mode, inode, size, cs, cn, ms, mn, rmajor, rminor, major, minor = _FIELDS.unpack_from(
         records, index * RECORD_BYTES
     )
@@ -116,14 +136,19 @@ def seen_at(records: bytes, index: int) -> StatxResult:
     )  # fmt: skip
 
 
-def key_of(records: bytes, index: int = 0) -> bytes:
-    """What of a record changes whenever the inode does, and with the inode."""
+def change_key(records: bytes, index: int = 0) -> bytes:
+    """The bytes of a record that differ between inodes, and after every change of an inode."""
     record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
     return record[_KEY] + record[_KEY_TIMES]
 
 
-def differing(records: bytes, others: bytes) -> list[int]:
-    """The indexes at which two runs of records of one length differ, found by halves: few of many do."""
+def link_count(key: bytes) -> int:
+    """The link count in a `change_key`."""
+    return int.from_bytes(key[:4], "little")
+
+
+def differing_records(records: bytes, others: bytes) -> list[int]:
+    """The indexes at which two runs of equally many records differ.  Bisects, because few of many differ."""
     found: list[int] = []
     pending = [(0, len(records) // RECORD_BYTES)]
     while pending:
@@ -137,16 +162,3 @@ def differing(records: bytes, others: bytes) -> list[int]:
             middle = (low + high) // 2
             pending += ((low, middle), (middle, high))
     return found
-
-
-def links_of(key: bytes) -> int:
-    """The link count of a `key_of`."""
-    return int.from_bytes(key[:4], "little")
-
-
-def seen_of_descriptor(descriptor: int) -> bytes:
-    """The record of the inode that a descriptor (also an O_PATH one) is open on."""
-    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BASIC_STATS, _scratch.places[0]):
-        os.fstat(descriptor)
-        raise os_error(errno.EIO)
-    return ctypes.string_at(_scratch.buffer, RECORD_BYTES)

@@ -1,6 +1,6 @@
-"""The system calls that Python's os lacks: openat2, renameat2, fallocate, statx.
+"""System calls that Python's os module lacks: openat2, renameat2, fallocate, syncfs.  (For statx see `statx`.)
 
-Source: the man pages of section 2; include/uapi/linux/openat2.h, linux/stat.h.  The numbers of system calls
+Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
 above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
 """
 
@@ -19,7 +19,6 @@ __all__ = [
     "RESOLVE_NO_MAGICLINKS",
     "RESOLVE_NO_SYMLINKS",
     "RESOLVE_NO_XDEV",
-    "birth_ns",
     "fallocate",
     "openat2",
     "renameat2",
@@ -36,13 +35,6 @@ RESOLVE_IN_ROOT: Final = 0x10
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2: Final = 437
 _OPEN_HOW: Final = struct.Struct("=QQQ")  # flags, mode, resolve
-_AT_EMPTY_PATH: Final = 0x1000
-_STATX_BTIME: Final = 0x800
-_STATX_BYTES: Final = 256
-_STATX_MASK: Final = struct.Struct("=I")
-_STATX_BTIME_AT: Final = 80
-_STATX_TIME: Final = struct.Struct("=qI")
-_SECOND: Final = 1_000_000_000
 _OFFSET_MAX: Final = (1 << 63) - 1
 
 _syscall = ctypes.CFUNCTYPE(
@@ -60,7 +52,6 @@ _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 _lseek = _LIBC.lseek64 if hasattr(_LIBC, "lseek64") else _LIBC.lseek
 _lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
 _lseek.restype = ctypes.c_int64
-_LIBC.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p]
 _hows: Final[dict[tuple[int, int], bytes]] = {}
 
 
@@ -99,17 +90,6 @@ def seek_hole(descriptor: int, offset: int) -> int:
 def syncfs(descriptor: int) -> None:
     """syncfs(2): have all that was written to the file system of a descriptor on its disk."""
     _check(_LIBC.syncfs(descriptor))
-
-
-def birth_ns(descriptor: int) -> int:
-    """When the inode of an open (or O_PATH) descriptor was made, in nanoseconds since the epoch; 0: not known."""
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    if _LIBC.statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer):
-        return 0
-    if not _STATX_MASK.unpack_from(buffer)[0] & _STATX_BTIME:
-        return 0
-    seconds, nanoseconds = _STATX_TIME.unpack_from(buffer, _STATX_BTIME_AT)
-    return int(seconds) * _SECOND + int(nanoseconds)
 
 
 def _check(result: int) -> None:

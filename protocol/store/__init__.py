@@ -1,12 +1,12 @@
 """The snapshot store: states of host directories and other trees, each content kept once."""
 
 from protocol.store.directory.source import DirectorySource, Source, TreeSource
-from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget, Target
+from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import STORE_VARIABLE, default_directory
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.records import StoredSnapshot
 from protocol.store.journal import Interrupted
-from protocol.store.restore import Problem, RestoredChanges
+from protocol.store.restore import Problem, RestoredChanges, RestoreRequest
 from protocol.store.store import Store
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 
@@ -21,11 +21,11 @@ __all__ = [
     "GarbageReport",
     "Interrupted",
     "Problem",
+    "RestoreRequest",
     "RestoredChanges",
     "Source",
     "Store",
     "StoredSnapshot",
-    "Target",
     "TreeSource",
     "default_directory",
 ]

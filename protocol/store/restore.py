@@ -13,12 +13,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from protocol.diff.tree_diff import Change, ChangeKind, outermost
 from protocol.errors import os_error
-from protocol.store.directory.target import ChangedMeanwhileError, Target
+from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, entry_of
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from protocol.store.trees import MerkleTree
     from protocol.tree import TreeEntry
 
-__all__ = ["Plan", "Problem", "RestoredChanges", "Step", "apply", "plan"]
+__all__ = ["Plan", "Problem", "RestoreRequest", "RestoredChanges", "Step", "apply", "plan"]
 
 _MISSING: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
 
@@ -41,6 +42,22 @@ class Problem:
 
     path: bytes
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Restore `paths` (empty: everything) from `snapshot`.
+
+    `safety` is the name of a new snapshot of the state before the restore, tagged `safety_tag`; None: do not take one.
+    Without `remove`, entries that the snapshot lacks stay.
+    """
+
+    snapshot: str
+    paths: tuple[bytes, ...] = ()
+    _: KW_ONLY
+    safety: str | None
+    safety_tag: str | None = None
+    remove: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +98,16 @@ class Plan:
     problems: list[Problem]
 
     def changes(self) -> list[Change]:
-        """As changes, in the order of `protocol.diff.tree_diff.changes`."""
-        return [_change(step) for step in self._all_steps() if step.kind is not None]
+        """The changes in the order of `protocol.diff.tree_diff.changes`, for which a directory's mtime is no change."""
+        return [_change(step, step.kind) for step in self._all_steps() if step.kind is not None]
+
+    def touched(self) -> list[Change]:
+        """The directories of which the restore sets only the mtime, as "metadata" changes."""
+        return [
+            _change(step, "metadata")
+            for step in self._all_steps()
+            if step.kind is None and step.old and step.new and step.old.mtime_ns != step.new.mtime_ns
+        ]
 
     def count(self) -> int:
         """How many changes there are."""
@@ -96,10 +121,9 @@ class Plan:
             pending += reversed(step.below)
 
 
-def _change(step: Step) -> Change:
-    assert step.kind is not None
+def _change(step: Step, kind: ChangeKind) -> Change:
     old = None if step.old is None else entry_of(step.old, step.path)
-    return Change(step.path, step.kind, old, step.entry())
+    return Change(step.path, kind, old, step.entry())
 
 
 # -- what there is to do ---------------------------------------------------------------------------
@@ -272,23 +296,9 @@ def _row(tree: MerkleTree, path: bytes) -> Row | None:
 
 
 # -- doing it --------------------------------------------------------------------------------------
-class _StoredContent:
-    """The content of a file to be put."""
-
-    def __init__(self, blobs: Blobs, digest: bytes) -> None:
-        self._blobs = blobs
-        self._digest = digest
-
-    def small(self) -> bytes | None:
-        return self._blobs.small(self._digest) if self._digest else b""
-
-    def copy_large(self, target: int, size: int) -> None:
-        self._blobs.large.copy(self._digest, size, target)
-
-
 def apply(
     todo: Plan,
-    target: Target,
+    target: DirectoryTarget,
     live: MerkleTree,
     wanted: MerkleTree,
     blobs: Blobs,
@@ -305,7 +315,7 @@ def apply(
 class _Run:
     def __init__(
         self,
-        target: Target,
+        target: DirectoryTarget,
         live: MerkleTree,
         wanted: MerkleTree,
         blobs: Blobs,
@@ -336,7 +346,7 @@ class _Run:
         except DamagedError as error:
             self.problems.append(Problem(step.path, _left(error)))
         except ChangedMeanwhileError:
-            self.problems.append(Problem(step.path, "was changed while it was to be restored: left as it is"))
+            self.problems.append(Problem(step.path, "changed since the restore began: left as it is"))
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
             self.problems.append(Problem(step.path, f"{error.strerror}: left as it is"))
         except OSError as error:
@@ -389,7 +399,7 @@ class _Run:
         elif (other := self._other_name(step.path, new)) is not None:
             lacking = self._target.put_link(entry, other, expected)
         elif new.is_file:
-            lacking = self._target.put_file(entry, _StoredContent(self._blobs, new.content), expected)
+            lacking = self._target.put_file(entry, partial(self._blobs.copy, new.content, entry.size), expected)
         else:
             lacking = self._target.put_special(entry, expected)
         self._note(step.path, lacking)

@@ -19,21 +19,31 @@ from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["Contents", "MerkleTree", "ReadRows", "merkle_changes"]
+__all__ = ["Contents", "MerkleTree", "ReadRows", "content_key", "merkle_changes", "path_key"]
 
 _LISTINGS_KEPT: Final = 64
 
 
 class Contents(Protocol):
-    """Where the content of a tree's files is read."""
+    """Reads file contents by key: a store's `Blobs` by digest, a `Source` by path."""
 
-    def read(self, path: bytes, row: Row, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a file."""
+    def read(self, key: bytes, /, offset: int, size: int) -> bytes:
+        """Up to `size` bytes of a content."""
         ...
 
-    def chunks(self, path: bytes, row: Row, size: int) -> Iterator[bytes]:
-        """The content of a file."""
+    def chunks(self, key: bytes, /, size: int) -> Iterator[bytes]:
+        """A content, in chunks."""
         ...
+
+
+def content_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
+    """The key of a file in `Blobs`."""
+    return row.content
+
+
+def path_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
+    """The key of a file in a `Source`."""
+    return path
 
 
 @runtime_checkable
@@ -45,12 +55,19 @@ class _HasRoot(Protocol):
 
 
 class MerkleTree:
-    """A tree of listings, of which `read_listing` gives the rows."""
+    """A tree of listings.  `read_listing` decodes a listing; `contents` reads a file by the key that `key` returns."""
 
-    def __init__(self, root: Row, read_listing: Callable[[bytes], list[Row]], contents: Contents) -> None:
+    def __init__(
+        self,
+        root: Row,
+        read_listing: Callable[[bytes], list[Row]],
+        contents: Contents,
+        key: Callable[[bytes, Row], bytes],
+    ) -> None:
         self.root = root
         self._read_listing = read_listing
         self._contents = contents
+        self._key = key
         self._listings: OrderedDict[bytes, dict[bytes, Row]] = OrderedDict()
 
     def rows(self, digest: bytes) -> list[Row]:
@@ -107,12 +124,12 @@ class MerkleTree:
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         try:
-            return self._contents.read(path, self._file(path), offset, size)
+            return self._contents.read(self._key(path, self._file(path)), offset, size)
         except DamagedError as error:
             raise error.at(_shown(path)) from None
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        return _naming(path, self._contents.chunks(path, self._file(path), size))
+        return _naming(path, self._contents.chunks(self._key(path, self._file(path)), size))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         if not isinstance(other, _HasRoot):

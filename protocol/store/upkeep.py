@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.layout import NO_SPACE, read_regular, sync_directory, write_atomically
+from protocol.store.format.layout import GENERATION, NO_SPACE, read_regular, sync_directory, write_atomically
 from protocol.store.format.objects import fed_from_file
-from protocol.store.format.packs import GENERATION, MORE, DamagedError, PackWriter
+from protocol.store.format.packs import MORE, DamagedError, PackWriter
 from protocol.store.format.records import Record, read_record, workspace_and_serial
 from protocol.store.format.rows import Row, decode_listing
 

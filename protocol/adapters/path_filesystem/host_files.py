@@ -1,8 +1,8 @@
-"""HostFiles: the files below a directory of the host, by directory descriptors.
+"""HostFiles: the files below a host directory, reached through directory descriptors.
 
-Names are looked up with openat(2) in descriptors, never followed: O_PATH | O_NOFOLLOW.  A node is opened
-for its content through /proc/self/fd, which leads to the same file whatever became of its name.
-The root is opened anew by each call: a descriptor kept would keep a mount from being unmounted.
+Names are opened one by one below their directory (`protocol.linux.beneath`).  The content of a node is opened through
+/proc/self/fd, which leads to the same file even if it was renamed.  `top` opens the root anew for each call, because
+a descriptor that stays open would keep a mount from being unmounted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 from protocol.adapters.path_filesystem.files import Status
+from protocol.linux.beneath import open_beneath, proc_path
 
 __all__ = ["HostFile", "HostFiles"]
 
 _PIECE_BYTES: Final = 1 << 20  # read at once: os.pread allocates what it is asked for before it reads
-_NODE: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
@@ -34,7 +34,7 @@ class HostFiles:
         return os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def child(self, node: int, name: bytes) -> int:
-        return os.open(name, _NODE, dir_fd=node)
+        return open_beneath(node, name, os.O_PATH)
 
     def release(self, node: int) -> None:
         os.close(node)
@@ -61,8 +61,8 @@ class HostFiles:
         if stat.S_ISLNK(os.fstat(node).st_mode):
             return found  # user attributes are for files and directories only, xattr(7)
         try:
-            for name in os.listxattr(_path(node)):
-                found[os.fsencode(name)] = os.getxattr(_path(node), name)
+            for name in os.listxattr(proc_path(node)):
+                found[os.fsencode(name)] = os.getxattr(proc_path(node), name)
         except OSError as error:
             # ENODATA: one was removed meanwhile, or is for the eyes of others (security.*).
             if error.errno not in {errno.EOPNOTSUPP, errno.ENODATA, errno.ENOSYS}:
@@ -72,7 +72,7 @@ class HostFiles:
     # -- content -----------------------------------------------------------------------------
     def open(self, node: int, mode: Literal["read", "append"]) -> HostFile:
         how = os.O_RDONLY if mode == "read" else os.O_WRONLY | os.O_APPEND
-        file = HostFile(os.open(_path(node), how | _FILE))
+        file = HostFile(os.open(proc_path(node), how | _FILE))
         os.close(node)
         return file
 
@@ -88,7 +88,7 @@ class HostFiles:
         os.symlink(target, name, dir_fd=node)
 
     def link(self, source: int, node: int, name: bytes) -> None:
-        os.link(_path(source), name, dst_dir_fd=node, follow_symlinks=True)
+        os.link(proc_path(source), name, dst_dir_fd=node, follow_symlinks=True)
 
     def mknod(self, node: int, name: bytes, mode: int, rdev: int) -> None:
         os.mknod(name, mode, rdev, dir_fd=node)
@@ -104,22 +104,22 @@ class HostFiles:
 
     # -- attributes --------------------------------------------------------------------------
     def set_mode(self, node: int, mode: int) -> None:
-        os.chmod(_path(node), stat.S_IMODE(mode))
+        os.chmod(proc_path(node), stat.S_IMODE(mode))
 
     def set_owner(self, node: int, uid: int, gid: int) -> None:
-        os.chown(_path(node), uid, gid)
+        os.chown(proc_path(node), uid, gid)
 
     def set_mtime(self, node: int, mtime_ns: int) -> None:
-        os.utime(_path(node), ns=(os.fstat(node).st_atime_ns, mtime_ns))
+        os.utime(proc_path(node), ns=(os.fstat(node).st_atime_ns, mtime_ns))
 
     def set_xattrs(self, node: int, xattrs: Mapping[bytes, bytes]) -> None:
         present = self.xattrs(node)
         for name in present:
             if name not in xattrs:
-                os.removexattr(_path(node), name)
+                os.removexattr(proc_path(node), name)
         for name, value in xattrs.items():
             if present.get(name) != value:
-                os.setxattr(_path(node), name, value)
+                os.setxattr(proc_path(node), name, value)
 
 
 class HostFile:
@@ -151,10 +151,6 @@ class HostFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _path(node: int) -> str:
-    return f"/proc/self/fd/{node}"
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -19,14 +19,13 @@ from typing import Final, TypeAlias
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.nodes import HostInode, HostInodeTable
 from protocol.diff.tree_diff import Change
+from protocol.linux.beneath import TEMPORARY_PREFIX
 from protocol.volume import CacheInvalidation, EntryChange, InodeChange
 
 __all__ = ["Beside"]
 
 # Numbers that no inode has, for what lost a name of which the kernel knew no inode.
 _FIRST_UNKNOWN: Final = 1 << 60
-# What a restore calls new files until they are whole (protocol.store.directory.scan.TEMPORARY_PREFIX, which is above).
-_TEMPORARY_PREFIX: Final = b".vfsd-restore-"
 
 _Places: TypeAlias = Mapping[tuple[HostInode, bytes], list[HostInode]]
 
@@ -140,7 +139,7 @@ class _Found:
         """The names that somebody who listed a directory meanwhile has seen, and that are gone by now."""
         paths = {parent: path for path, parents in self._directories.items() for parent in parents}
         for (parent, name), known in self._places.items():
-            if name.startswith(_TEMPORARY_PREFIX) and parent in paths and known:
+            if name.startswith(TEMPORARY_PREFIX) and parent in paths and known:
                 path = b"/".join(filter(None, (paths[parent], name)))
                 self._look(parent, paths[parent], name, Change(path, "removed", None, None))
 

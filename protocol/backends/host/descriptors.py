@@ -23,11 +23,10 @@ from typing import Final
 from protocol.backends.host.closing import Closing
 from protocol.backends.host.nodes import HostInode, HostInodeTable
 from protocol.errors import os_error
-from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.beneath import RECHECK_S, open_beneath, proc_path
 
 __all__ = ["Descriptors"]
 
-RECHECK_S: Final = 0.5
 _ANY_EXECUTE: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _FEWEST: Final = 16
 _MOST: Final = 8192

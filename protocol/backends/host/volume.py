@@ -32,6 +32,7 @@ from protocol.backends.host.scan import Scan
 from protocol.errors import os_error
 from protocol.linux import posix_acl, syscalls
 from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.statx import birth_ns
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -479,7 +480,7 @@ class HostVolume:
     def _birth(self, node: HostInode) -> int:
         try:
             with self._descriptors.of(node) as descriptor:
-                return syscalls.birth_ns(descriptor)
+                return birth_ns(descriptor)
         except OSError:
             return 0
 

@@ -1,8 +1,6 @@
 """Lower: the directory below an overlay, read and never changed.
 
-Nothing leads outside: every path is opened beneath the descriptor of the root (see `protocol.linux.beneath`),
-and a directory's descriptor is used for RECHECK_S at most before it is opened anew, so that one which somebody
-moved out of the tree is not followed for long.
+Nothing leads outside: every path is opened beneath the root (`protocol.linux.beneath.RootDirectory`).
 
 What a file was when it was first looked at is its `Identity`.  A read asks for it once more after the bytes have
 come: where it differs they are thrown away (`ChangedBelowError`), so what is handed out is of one version.  What
@@ -18,13 +16,10 @@ import errno
 import os
 import resource
 import stat
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from protocol.linux.beneath import Handle, open_beneath, proc_path
+from protocol.linux.beneath import Handle, HandleCache, RootDirectory, open_to_read, proc_path
 from protocol.linux.syscalls import seek_hole
 
 __all__ = [
@@ -42,14 +37,12 @@ __all__ = [
 
 Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
-RECHECK_S: Final = 0.5
 VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
 RESERVED: Final = b".vfsd-apply"  # of the root's names, the one that `apply` keeps its journal under (see `journal`)
 KEPT_BYTES: Final = 256 * 1024  # of a file to be replaced below: smaller ones are kept whole, others open
 _DIRECTORIES_KEPT: Final = 64
 _FEWEST_FILES: Final = 16
 _MOST_FILES: Final = 512
-_O_FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
 
 
@@ -83,54 +76,16 @@ def is_gone(error: OSError) -> bool:
     return error.errno in VANISHED
 
 
-class _Handles:
-    """The descriptors used last, by path; of each the time when it was opened."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[object, tuple[Handle, float]] = OrderedDict()
-
-    def get(self, key: object, newest_s: float | None = None) -> Handle | None:
-        with self._lock:
-            found = self._handles.get(key)
-            if found is None:
-                return None
-            if newest_s is not None and found[1] < newest_s:
-                return None
-            self._handles.move_to_end(key)
-            return found[0]
-
-    def put(self, key: object, handle: Handle) -> None:
-        with self._lock:
-            dropped = [self._handles.pop(key, None)]
-            self._handles[key] = (handle, time.monotonic())
-            if len(self._handles) > self._most:
-                dropped.append(self._handles.popitem(last=False)[1])
-        del dropped  # closed without the lock
-
-    def drop(self, key: object) -> None:
-        with self._lock:
-            dropped = self._handles.pop(key, None)
-        del dropped
-
-    def clear(self) -> None:
-        with self._lock:
-            dropped, self._handles = self._handles, OrderedDict()
-        del dropped
-
-
 class Lower:
     """The directory `root` and what is in it.  Paths are bytes relative to it, b"" is itself."""
 
     def __init__(self, root: str | bytes) -> None:
         """OSError where `root` is no directory that can be read."""
         self.root = os.fsencode(os.path.abspath(root))
-        self._root = Handle(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._below = RootDirectory(self.root, kept=_DIRECTORIES_KEPT)
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
-        self._files = _Handles(most)
-        self._directories = _Handles(_DIRECTORIES_KEPT)
+        self._files = HandleCache(most)
         self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of which `apply` itself moves the ctime now
         self.scans = 0  # directories read: what tests and statistics want to know
 
@@ -140,31 +95,21 @@ class Lower:
 
     def directory(self, path: bytes) -> Handle:
         """An O_PATH descriptor of a directory."""
-        if not path:
-            return self._root
-        handle = self._directories.get(path, time.monotonic() - RECHECK_S)
-        if handle is None:
-            handle = Handle(open_beneath(self._root.fd, path, os.O_PATH | os.O_DIRECTORY))
-            self._directories.put(path, handle)
-        return handle
-
-    def _place(self, path: bytes) -> tuple[Handle, bytes]:
-        above, _, name = path.rpartition(b"/")
-        return self.directory(above), name or b"."
+        return self._below.directory(path)
 
     def stat(self, path: bytes) -> os.stat_result:
         """lstat(2)."""
-        handle, name = self._place(path)
+        handle, name = self._below.parent(path)
         return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
 
     def readlink(self, path: bytes) -> bytes:
         """readlink(2)."""
-        handle, name = self._place(path)
+        handle, name = self._below.parent(path)
         return os.readlink(name, dir_fd=handle.fd)
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
         """The extended attributes, those that may be read; None for none."""
-        handle, name = self._place(path)
+        handle, name = self._below.parent(path)
         place = proc_path(handle.fd) + b"/" + name
         try:
             names = os.listxattr(place, follow_symlinks=False)
@@ -204,9 +149,9 @@ class Lower:
         """A descriptor of a regular file, to be read; not necessarily of the one that is expected."""
         handle = self._files.get(file)
         if handle is None:
-            directory, name = self._place(file.path)
+            directory, name = self._below.parent(file.path)
             try:
-                handle = Handle(_open_quietly(name, directory.fd))
+                handle = Handle(open_to_read(directory.fd, name))
             except OSError as error:
                 if is_gone(error):
                     raise ChangedBelowError(file.path) from None
@@ -221,16 +166,7 @@ class Lower:
     def close(self) -> None:
         """Let go of all descriptors but the root's."""
         self._files.clear()
-        self._directories.clear()
-
-
-def _open_quietly(name: bytes, directory: int) -> int:
-    """Without a new atime where that is allowed: to the owner, and to root."""
-    flags = _O_FILE | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(name, flags | os.O_NOATIME, dir_fd=directory)
-    except PermissionError:
-        return os.open(name, flags, dir_fd=directory)
+        self._below.forget_directories()
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from protocol.linux.beneath import open_beneath
+from protocol.linux.beneath import TEMPORARY_PREFIX, open_beneath
 from protocol.linux.statx import (
     RECORD_BYTES,
     StatxResult,
-    differing,
-    key_of,
-    seen_at,
-    seen_of_descriptor,
+    change_key,
+    differing_records,
+    result_at,
+    statx_descriptor,
     statx_names,
 )
 from protocol.store.directory.statcache import CachedDirectory, is_racy
@@ -46,9 +46,8 @@ from protocol.store.format.rows import (
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import StatCache
 
-__all__ = ["TEMPORARY_PREFIX", "FileProgress", "Scanned", "Unreadable", "no_progress", "scan"]
+__all__ = ["FileProgress", "Scanned", "Unreadable", "no_progress", "scan"]
 
-TEMPORARY_PREFIX: Final = b".vfsd-restore-"  # what a restore leaves when it is killed; never part of a state
 _TOLD_EVERY: Final = 512
 _TRIES: Final = 5
 _FRAMES: Final = 12_000  # of Python, for directories below directories: 2,000 are a path of PATH_MAX
@@ -133,8 +132,8 @@ class _Walk:
         """The row of a directory, and what to remember of it and all below."""
         now_ns = time.time_ns()
         left: list[bytes] = []
-        own_record = seen_of_descriptor(descriptor)
-        own = key_of(own_record)
+        own_record = statx_descriptor(descriptor)
+        own = change_key(own_record)
         if cached is not None and own == cached.own and not cached.listed_racy:
             names = cached.names
         else:
@@ -156,7 +155,7 @@ class _Walk:
             if row is not None and row.name == name and self.holds(cached):
                 self.links.update(cached.links)
                 return row, cached
-        seen = seen_at(own_record, 0)
+        seen = result_at(own_record, 0)
         listing = _Listing(self, descriptor, path, names, records, cached, now_ns)
         listing.take()
         made = listing.finish(own, listed_racy=bool(left) or is_racy(seen.ctime_ns, now_ns))
@@ -269,7 +268,7 @@ class _Listing:
                 return
             if self._is_as_cached and not cached.children:
                 racy = {bisect.bisect_left(self._names, name) for name in cached.racy}
-                for at in sorted(racy.union(differing(self._records, cached.records))):
+                for at in sorted(racy.union(differing_records(self._records, cached.records))):
                     self._again(at, self._names[at], cached, at)
             else:
                 was = self._places_before(cached)
@@ -288,7 +287,7 @@ class _Listing:
     def _is_unchanged(self, at: int, cached: CachedDirectory, was: int) -> bool:
         now = self._records[at * RECORD_BYTES : (at + 1) * RECORD_BYTES]
         before = cached.records[was * RECORD_BYTES : (was + 1) * RECORD_BYTES]
-        return now == before or key_of(now) == key_of(before)
+        return now == before or change_key(now) == change_key(before)
 
     def _again(self, at: int, name: bytes, cached: CachedDirectory, was: int | None) -> None:
         """A name of a directory of which the store has the old listing."""
@@ -319,7 +318,7 @@ class _Listing:
 
     def _subdirectory(self, at: int, name: bytes, child: CachedDirectory) -> None:
         """A directory that was one before."""
-        seen = seen_at(self._records, at)
+        seen = result_at(self._records, at)
         if not stat.S_ISDIR(seen.mode):
             return self._take(at, name)
         old = child.row
@@ -342,7 +341,7 @@ class _Listing:
 
     def _take(self, at: int, name: bytes) -> None:
         """Read a name anew; again where it became something else while it was read."""
-        seen = seen_at(self._records, at)
+        seen = result_at(self._records, at)
         for _ in range(_TRIES):
             self._take_as(name, seen)
             if self._rows[name] is not None:
@@ -350,7 +349,7 @@ class _Listing:
             record, gone = statx_names(self._descriptor, [name])
             if gone:
                 return
-            seen = seen_at(record, 0)
+            seen = result_at(record, 0)
             self._racy.add(name)  # its record is that of what was there before
 
     def _take_as(self, name: bytes, seen: StatxResult) -> None:

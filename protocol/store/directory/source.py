@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.errors import os_error
-from protocol.linux.beneath import open_beneath
+from protocol.linux.beneath import DirectoryReference, RootDirectory
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectorySource", "Source", "TreeSource"]
 
-_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
-DirectoryReference = int | str | bytes
 
 
 class Source(Protocol):
@@ -56,17 +54,9 @@ class DirectorySource:
     def __init__(self, place: DirectoryReference) -> None:
         self._place = place
 
-    @contextmanager
-    def opened(self) -> Iterator[int]:
-        """A readable descriptor."""
-        if isinstance(self._place, int):
-            descriptor = os.open(".", _O_DIRECTORY, dir_fd=self._place)
-        else:
-            descriptor = os.open(self._place, _O_DIRECTORY)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def opened(self) -> RootDirectory:
+        """The directory, opened anew."""
+        return RootDirectory(self._place)
 
     @property
     def identity(self) -> tuple[int, int] | None:
@@ -80,12 +70,12 @@ class DirectorySource:
         progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
         with self.opened() as root:
-            return scan(root, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+            return scan(root.fd, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
 
     @contextmanager
     def _file(self, path: bytes) -> Iterator[int]:
         with self.opened() as root:
-            descriptor = open_beneath(root, path, _O_READ)
+            descriptor = root.open(path, _O_READ)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise os_error(errno.EINVAL, os.fsdecode(path))

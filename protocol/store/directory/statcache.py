@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from protocol.linux.statx import RECORD_BYTES, key_of
+from protocol.linux.statx import RECORD_BYTES, change_key
 from protocol.store.format.layout import open_regular, read_regular, write_atomically
 from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
@@ -89,7 +89,7 @@ class CachedDirectory:
         return not self.children and not self.racy
 
     def key_at(self, path: bytes) -> bytes | None:
-        """What `key_of` gave for the entry at `path`, below this directory; None where there was none."""
+        """What `change_key` gave for the entry at `path`, below this directory; None where there was none."""
         directory, rest = self, path
         while b"/" in rest:
             name, _, rest = rest.partition(b"/")
@@ -100,7 +100,7 @@ class CachedDirectory:
         at = bisect.bisect_left(directory.names, rest)
         if at == len(directory.names) or directory.names[at] != rest:
             return None
-        return key_of(directory.records, at)
+        return change_key(directory.records, at)
 
     def rows(self) -> dict[bytes, Row]:
         """Its rows by name."""

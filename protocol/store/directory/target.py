@@ -1,11 +1,12 @@
-"""Targets: where a state can be put: a host directory, changed path by path, each in one step.
+"""DirectoryTarget: changes a host directory path by path, each path in one step.
 
-A file is written under a name of its own beside its place, gets its metadata, and is renamed over it.  Before something
-is replaced or removed it must still be what was seen when the state was taken in: what was changed since is
-left alone (`ChangedMeanwhileError`), since no snapshot has it.
+Atomicity: a file is written under a temporary name in its directory, gets its metadata, and is renamed into place.
 
-`sync` makes all changes durable; the caller drops its journal after that.  Power that fails before leaves the journal,
-and the same restore, run again, repairs files that did not reach the disk.
+No lost changes: before an entry is replaced or removed, its stat data must equal what the scan recorded.  An entry
+that changed since is in no snapshot; it is left alone (ChangedMeanwhileError).
+
+Durability: after `sync`, all changes since `opened` are on disk.  The caller removes its journal only then, so if power
+fails earlier, the journal is there and the same restore, run again, repairs files that did not reach the disk.
 """
 
 from __future__ import annotations
@@ -14,340 +15,265 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from protocol.linux.beneath import open_beneath, proc_path
-from protocol.linux.statx import key_of, links_of, seen_at, seen_of_descriptor, statx_names
+from protocol.linux.beneath import TEMPORARY_PREFIX, Handle, RootDirectory, open_beneath, proc_path
+from protocol.linux.statx import change_key, link_count, result_at, statx_descriptor, statx_names
 from protocol.linux.syscalls import renameat2
-from protocol.store.directory.scan import TEMPORARY_PREFIX
 from protocol.store.directory.source import DirectorySource, Source
-from protocol.store.durable import Unsynced
+from protocol.store.durable import UnsyncedChanges
 from protocol.store.format.leaves import read_xattrs
-from protocol.store.format.objects import put
 from protocol.volume import RENAME_NOREPLACE
 
 if TYPE_CHECKING:
-    from protocol.store.directory.source import DirectoryReference
+    from protocol.linux.beneath import DirectoryReference
     from protocol.tree import TreeEntry
 
-__all__ = ["ChangedMeanwhileError", "ContentSource", "DirectoryTarget", "Target"]
+__all__ = ["ChangedMeanwhileError", "DirectoryTarget"]
 
-_RECHECK_S: Final = 0.5  # for how long a directory's descriptor is used before its place is looked at again
 _O_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777
 _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
-_MAY_CHANGE: Final = 0o300  # to the owner of a directory
-_NOTHING_TO_REMEMBER: Final = contextlib.nullcontext()
+_OWNER_MAY_CHANGE: Final = 0o300  # write and search a directory
 _ACCESS_ACL: Final = b"system.posix_acl_access"
 
 
 class ChangedMeanwhileError(OSError):
-    """What is at a path is not what was seen there a moment ago (EBUSY); it was left alone."""
+    """The entry at a path is not the one that the scan saw (EBUSY); it was left alone."""
 
     def __init__(self, path: bytes) -> None:
-        super().__init__(errno.EBUSY, "changed while it was to be restored", os.fsdecode(path))
-
-
-class ContentSource(Protocol):
-    """What a file is to have, compared with its digest before it is returned.  DamagedError."""
-
-    def small(self) -> bytes | None:
-        """All of it, where it is not large."""
-        ...
-
-    def copy_large(self, target: int, size: int) -> None:
-        """Make `target`, an empty file open for reading and writing, a large content of `size` bytes."""
-        ...
-
-
-class Target(Protocol):
-    """Where a state can be put.  Every method makes one change, or raises OSError and makes none.
-
-    `expected` is what the entry there was seen as (`Source.scan` remembers it; None: there is nothing, or it is not
-    known).  What cannot be set of an entry's metadata is returned, in words, and is no error.
-    """
-
-    @property
-    def source(self) -> Source:
-        """What is there now."""
-        ...
-
-    def opened(self, token: str) -> contextlib.AbstractContextManager[None]:
-        """For the length of the changes; `token` makes the names of temporary files its own."""
-        ...
-
-    def put_file(self, entry: TreeEntry, content: ContentSource, expected: bytes | None) -> list[str]:
-        """A regular file, in place of what is no directory."""
-        ...
-
-    def put_special(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
-        """A symlink, fifo, socket or device."""
-        ...
-
-    def put_link(self, entry: TreeEntry, other: bytes, expected: bytes | None) -> list[str]:
-        """A further name of the file at `other`."""
-        ...
-
-    def make_directory(self, entry: TreeEntry) -> None:
-        """A directory where nothing is; its metadata comes with `set_metadata`, when what is below it is done."""
-        ...
-
-    def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
-        """Of what is there already."""
-        ...
-
-    def remove(self, path: bytes, expected: bytes | None, *, directory: bool) -> None:
-        """A name; a directory must be empty."""
-        ...
-
-    def sync(self) -> None:
-        """Make all changes since `opened` durable; within its block."""
-        ...
-
-    def clean(self, leftovers: Iterable[bytes], token: str) -> None:
-        """Remove the temporary files among `leftovers` that a restore of that token has left."""
-        ...
+        super().__init__(errno.EBUSY, "changed since the restore began", os.fsdecode(path))
 
 
 class DirectoryTarget:
-    """A directory of the host: a path, or a descriptor that stays the caller's."""
+    """A host directory, given by a path or by a descriptor that stays the caller's.
 
-    def __init__(self, place: DirectoryReference) -> None:
-        self._source = DirectorySource(place)
-        self._root = -1
-        self._prefix = b""
+    Every method makes one change, or raises OSError and makes none.  `expected` is the `change_key` that the scan
+    recorded for the entry (None: there was none).  Parts of an entry's metadata that cannot be set are no error;
+    they are returned as sentences.
+    """
+
+    def __init__(self, directory: DirectoryReference) -> None:
+        self._directory = directory
+        self._source = DirectorySource(directory)
+        self._root: RootDirectory
+        self._temporary_prefix = b""
         self._count = 0
-        self._near: tuple[bytes, int, float] | None = None  # a directory's path, its descriptor, opened when
-        self._renewed: dict[int, bytes] = {}  # what inodes of several names are, after this restore changed them itself
-        self._unlocked: dict[bytes, int] = {}  # directories without write permission, and the mode that they had
-        self._unsynced = Unsynced()
+        self._own_changes: dict[int, bytes] = {}  # by inode number, `change_key` after this restore changed a hard link
+        self._unlocked: dict[bytes, int] = {}  # directories that were made writable, and the mode before
+        self._unsynced = UnsyncedChanges()
 
     @property
     def source(self) -> Source:
+        """The present state."""
         return self._source
 
     @contextlib.contextmanager
     def opened(self, token: str) -> Iterator[None]:
-        with self._source.opened() as root:
-            self._root = root
-            self._prefix = TEMPORARY_PREFIX + token.encode() + b"-"
-            self._renewed = {}
+        """Allow changes inside the block.  `token` makes the names of temporary files unique."""
+        with RootDirectory(self._directory, same_mount=True) as self._root:
+            self._temporary_prefix = _temporary_prefix(token)
+            self._own_changes = {}
             self._unlocked = {}
-            self._unsynced = Unsynced()
+            self._unsynced = UnsyncedChanges()
             try:
                 yield
             finally:
-                self._leave()
                 self._lock_again()
-                self._root = -1
 
-    # -- places --------------------------------------------------------------------------------
-    def _parent(self, path: bytes) -> tuple[int, bytes]:
-        above, _, name = path.rpartition(b"/")
-        near = self._near
-        if near is not None and near[0] == above and time.monotonic() - near[2] < _RECHECK_S:
-            return near[1], name
-        self._leave()
-        descriptor = self._open_directory(above)
-        self._unlock(above, descriptor)
-        self._near = (above, descriptor, time.monotonic())
-        return descriptor, name
-
-    def _open_directory(self, path: bytes) -> int:
-        return open_beneath(self._root, path or b".", _O_DIRECTORY, same_mount=True)
+    # -- read-only directories -------------------------------------------------------------------
+    def _parent(self, path: bytes) -> tuple[int, bytes, Handle]:
+        """The directory that `path` is in, writable; the name there; the handle, which keeps the descriptor open."""
+        handle, name = self._root.parent(path)
+        self._unlock(path.rpartition(b"/")[0], handle.fd)
+        return handle.fd, name, handle
 
     def _unlock(self, path: bytes, descriptor: int) -> None:
-        """Allow the owner to change what is in a directory that he made read-only, as Go's module cache is."""
+        """Let the owner change the entries of a directory that is read-only, as those of Go's module cache are."""
+        if not os.geteuid():
+            return
         seen = os.fstat(descriptor)
-        if seen.st_uid == os.geteuid() != 0 and seen.st_mode & _MAY_CHANGE != _MAY_CHANGE:
-            os.fchmod(descriptor, stat.S_IMODE(seen.st_mode) | _MAY_CHANGE)
+        if seen.st_uid == os.geteuid() and seen.st_mode & _OWNER_MAY_CHANGE != _OWNER_MAY_CHANGE:
+            os.chmod(proc_path(descriptor), stat.S_IMODE(seen.st_mode) | _OWNER_MAY_CHANGE)
             self._unlocked.setdefault(path, stat.S_IMODE(seen.st_mode))
 
     def _lock_again(self) -> None:
-        """Those that have got no mode since, and are there."""
+        """Set the modes back of unlocked directories that still exist and got no other mode since."""
         for path, mode in self._unlocked.items():
             with contextlib.suppress(OSError):
-                descriptor = self._open_directory(path)
-                try:
-                    if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode | _MAY_CHANGE:
-                        os.fchmod(descriptor, mode)
-                finally:
-                    os.close(descriptor)
+                handle = self._root.directory(path)
+                if stat.S_IMODE(os.fstat(handle.fd).st_mode) == mode | _OWNER_MAY_CHANGE:
+                    os.chmod(proc_path(handle.fd), mode)
 
-    def _leave(self) -> None:
-        if self._near is not None:
-            os.close(self._near[1])
-            self._near = None
-
+    # -- changes of others, and own ones ---------------------------------------------------------
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:
-        """Raise where something else is there than what was seen."""
-        records, gone = statx_names(directory, [name])
-        if gone:
-            if expected is not None:
+        """ChangedMeanwhileError unless the entry is the expected one."""
+        records, missing = statx_names(directory, [name])
+        if missing or expected is None:
+            if not missing or expected is not None:
                 raise ChangedMeanwhileError(path)
-            return
-        if expected is None:
-            raise ChangedMeanwhileError(path)
-        now = key_of(records)
-        if now == expected:
-            return
-        # Of a file of several names, we have changed another.
-        if self._renewed.get(seen_at(records, 0).inode) != now:
+        elif not self._is_expected(records, expected):
             raise ChangedMeanwhileError(path)
 
-    def _changed_by_us(self, descriptor: int) -> None:
-        record = seen_of_descriptor(descriptor)
-        self._renewed[seen_at(record, 0).inode] = key_of(record)
+    def _is_expected(self, record: bytes, expected: bytes) -> bool:
+        """Whether an entry is as the scan saw it, or as this restore left it through another of its names."""
+        key = change_key(record)
+        return key == expected or self._own_changes.get(result_at(record, 0).inode) == key
 
-    # -- putting -------------------------------------------------------------------------------
-    def put_file(self, entry: TreeEntry, content: ContentSource, expected: bytes | None) -> list[str]:
-        directory, name = self._parent(entry.path)
-        temporary = self._temporary()
-        descriptor = os.open(temporary, _O_CREATE, 0o600, dir_fd=directory)
+    def _note_own_change(self, descriptor: int) -> None:
+        record = statx_descriptor(descriptor)
+        self._own_changes[result_at(record, 0).inode] = change_key(record)
+
+    @contextlib.contextmanager
+    def _taking_name(self, directory: int, name: bytes, expected: bytes | None) -> Iterator[None]:
+        """Note the change that the loss of a name makes to the other names of the file."""
+        if expected is None or link_count(expected) == 1:
+            yield
+            return
+        descriptor = os.open(name, _O_PATH, dir_fd=directory)
         try:
+            yield
+            self._note_own_change(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # -- one change each -------------------------------------------------------------------------
+    def put_file(self, entry: TreeEntry, fill: Callable[[int], None], expected: bytes | None) -> list[str]:
+        """Put a regular file in place of nothing or of what is no directory; `fill` writes it to a descriptor."""
+        directory, name, _handle = self._parent(entry.path)
+        with self._temporary(directory) as temporary:
+            descriptor = os.open(temporary, _O_CREATE, 0o600, dir_fd=directory)
             try:
-                _fill(descriptor, content, entry.size)
-                lacking = _apply(descriptor, entry)
+                fill(descriptor)
+                problems = _set_metadata(descriptor, entry)
                 self._unsynced.file(descriptor)
             finally:
                 os.close(descriptor)
             self._place(directory, temporary, name, entry.path, expected)
-        except BaseException:
-            _unlink(temporary, directory)
-            raise
-        return lacking
+        return problems
 
     def put_special(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
-        directory, name = self._parent(entry.path)
-        temporary = self._temporary()
-        if entry.is_symlink:
-            os.symlink(entry.target, temporary, dir_fd=directory)
-        else:
-            os.mknod(temporary, stat.S_IFMT(entry.mode) | 0o600, entry.rdev, dir_fd=directory)
-        try:
+        """Put a symlink, FIFO, socket or device."""
+        directory, name, _handle = self._parent(entry.path)
+        with self._temporary(directory) as temporary:
+            if entry.is_symlink:
+                os.symlink(entry.target, temporary, dir_fd=directory)
+            else:
+                os.mknod(temporary, stat.S_IFMT(entry.mode) | 0o600, entry.rdev, dir_fd=directory)
             descriptor = os.open(temporary, _O_PATH, dir_fd=directory)
             try:
-                lacking = _apply(proc_path(descriptor), entry, descriptor)
+                problems = _set_metadata(descriptor, entry)
             finally:
                 os.close(descriptor)
             self._place(directory, temporary, name, entry.path, expected)
-        except BaseException:
-            _unlink(temporary, directory)
-            raise
-        return lacking
+        return problems
 
     def put_link(self, entry: TreeEntry, other: bytes, expected: bytes | None) -> list[str]:
-        source = open_beneath(self._root, other, os.O_PATH, same_mount=True)
+        """Put a further name of the file at `other`."""
+        source = self._root.open(other, os.O_PATH)
         try:
-            directory, name = self._parent(entry.path)
-            temporary = self._temporary()
-            os.link(proc_path(source), temporary, dst_dir_fd=directory, follow_symlinks=True)
-            try:
-                lacking = _apply(proc_path(source), entry, source)
-                self._unsynced.file_by_path_descriptor(source)
-                self._changed_by_us(source)
-                self._place(directory, temporary, name, entry.path, expected)
-            finally:
-                _unlink(temporary, directory)  # rename(2) of two names of one file leaves both
-                self._changed_by_us(source)
+            directory, name, _handle = self._parent(entry.path)
+            with self._temporary(directory) as temporary:
+                os.link(proc_path(source), temporary, dst_dir_fd=directory, follow_symlinks=True)
+                problems = _set_metadata(source, entry)
+                self._unsynced.file_of_path_descriptor(source)
+                self._note_own_change(source)
+                try:
+                    self._place(directory, temporary, name, entry.path, expected)
+                finally:
+                    _unlink(temporary, directory)  # a rename onto another name of the same file does nothing
+                    self._note_own_change(source)
         finally:
             os.close(source)
-        return lacking
+        return problems
 
-    def _temporary(self) -> bytes:
+    def make_directory(self, entry: TreeEntry) -> None:
+        """Make a directory where nothing is.  Call `set_metadata` when the entries below it are done."""
+        directory, name, _handle = self._parent(entry.path)
+        os.mkdir(name, 0o700, dir_fd=directory)
+        self._unsynced.directory(entry.path.rpartition(b"/")[0])
+
+    def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
+        """Give an existing entry of the same type the metadata of `entry`."""
+        if entry.is_dir:
+            self._unlocked.pop(entry.path, None)
+            self._unsynced.directory(entry.path)
+        if not entry.path:
+            return _set_metadata(self._root.fd, entry)
+        directory, name, _handle = self._parent(entry.path)
+        descriptor = open_beneath(directory, name, os.O_PATH, same_mount=True)
+        try:
+            record = statx_descriptor(descriptor)
+            seen = result_at(record, 0)
+            if stat.S_IFMT(seen.mode) != stat.S_IFMT(entry.mode):
+                raise ChangedMeanwhileError(entry.path)
+            if not entry.is_dir and expected is not None and not self._is_expected(record, expected):
+                raise ChangedMeanwhileError(entry.path)
+            problems = _set_metadata(descriptor, entry)
+            if not entry.is_dir:
+                self._unsynced.file_of_path_descriptor(descriptor)
+            if seen.nlink > 1:
+                self._note_own_change(descriptor)
+            return problems
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: bytes, expected: bytes | None, *, directory: bool) -> None:
+        """Remove an entry; a directory must be empty."""
+        parent, name, _handle = self._parent(path)
+        self._unsynced.directory(path.rpartition(b"/")[0])
+        if directory:
+            os.rmdir(name, dir_fd=parent)
+            self._root.forget_directories()
+            self._unlocked.pop(path, None)
+            return
+        self._check(parent, name, path, expected)
+        with self._taking_name(parent, name, expected):
+            os.unlink(name, dir_fd=parent)
+
+    def sync(self) -> None:
+        """Make all changes since `opened` durable; call it inside the block."""
+        self._unsynced.sync(self._root)
+
+    def remove_leftovers(self, leftovers: Iterable[bytes], token: str) -> None:
+        """Remove the temporary files among `leftovers` that an interrupted restore with `token` left."""
+        prefix = _temporary_prefix(token)
+        with RootDirectory(self._directory) as root:
+            for path in leftovers:
+                if path.rpartition(b"/")[2].startswith(prefix):
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        handle, name = root.parent(path)
+                        os.unlink(name, dir_fd=handle.fd)
+
+    # -- renaming into place ---------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _temporary(self, directory: int) -> Iterator[bytes]:
+        """A name for a new file; the file is removed if the block fails."""
         self._count += 1
-        return self._prefix + b"%d" % self._count
+        name = self._temporary_prefix + b"%d" % self._count
+        try:
+            yield name
+        except BaseException:
+            _unlink(name, directory)
+            raise
 
     def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
         self._unsynced.directory(path.rpartition(b"/")[0])
         if expected is None and _renamed_to_new(directory, temporary, name, path):
             return
         self._check(directory, name, path, expected)
-        with self._loses_a_name(directory, name, expected):
+        with self._taking_name(directory, name, expected):
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
 
-    def _loses_a_name(
-        self, directory: int, name: bytes, expected: bytes | None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Remember what becomes of a file that has other names."""
-        if expected is None or links_of(expected) == 1:
-            return _NOTHING_TO_REMEMBER
-        return self._remembered(directory, name)
 
-    @contextlib.contextmanager
-    def _remembered(self, directory: int, name: bytes) -> Iterator[None]:
-        descriptor = os.open(name, _O_PATH, dir_fd=directory)
-        try:
-            yield
-            self._changed_by_us(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def make_directory(self, entry: TreeEntry) -> None:
-        directory, name = self._parent(entry.path)
-        os.mkdir(name, 0o700, dir_fd=directory)
-        self._unsynced.directory(entry.path.rpartition(b"/")[0])
-
-    def set_metadata(self, entry: TreeEntry, expected: bytes | None) -> list[str]:
-        if entry.is_dir:
-            self._unlocked.pop(entry.path, None)
-            self._unsynced.directory(entry.path)
-        if not entry.path:
-            return _apply(self._root, entry)
-        directory, name = self._parent(entry.path)
-        descriptor = open_beneath(directory, name, os.O_PATH, same_mount=True)
-        try:
-            record = seen_of_descriptor(descriptor)
-            seen = seen_at(record, 0)
-            if stat.S_IFMT(seen.mode) != stat.S_IFMT(entry.mode):
-                raise ChangedMeanwhileError(entry.path)
-            as_expected = entry.is_dir or expected is None or key_of(record) == expected
-            if not as_expected and self._renewed.get(seen.inode) != key_of(record):
-                raise ChangedMeanwhileError(entry.path)
-            lacking = _apply(proc_path(descriptor), entry, descriptor)
-            if not entry.is_dir:
-                self._unsynced.file_by_path_descriptor(descriptor)
-            if seen.nlink > 1:
-                self._changed_by_us(descriptor)
-            return lacking
-        finally:
-            os.close(descriptor)
-
-    def remove(self, path: bytes, expected: bytes | None, *, directory: bool) -> None:
-        parent, name = self._parent(path)
-        self._unsynced.directory(path.rpartition(b"/")[0])
-        if directory:
-            os.rmdir(name, dir_fd=parent)
-            self._unlocked.pop(path, None)
-            return
-        self._check(parent, name, path, expected)
-        with self._loses_a_name(parent, name, expected):
-            os.unlink(name, dir_fd=parent)
-
-    def sync(self) -> None:
-        self._unsynced.sync(self._root, self._open_directory)
-
-    def clean(self, leftovers: Iterable[bytes], token: str) -> None:
-        prefix = TEMPORARY_PREFIX + token.encode() + b"-"
-        with self._source.opened() as root:
-            for path in leftovers:
-                above, _, name = path.rpartition(b"/")
-                if not name.startswith(prefix):
-                    continue
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    directory = open_beneath(root, above or b".", _O_DIRECTORY)
-                    try:
-                        os.unlink(name, dir_fd=directory)
-                    finally:
-                        os.close(directory)
+def _temporary_prefix(token: str) -> bytes:
+    return TEMPORARY_PREFIX + token.encode() + b"-"
 
 
 def _renamed_to_new(directory: int, temporary: bytes, name: bytes, path: bytes) -> bool:
-    """Rename where nothing is; False where the file system cannot do that in one step."""
+    """Rename, if `name` does not exist, in one step; False if the file system has no such step."""
     try:
         renameat2(directory, temporary, directory, name, RENAME_NOREPLACE)
     except FileExistsError:
@@ -364,49 +290,45 @@ def _unlink(name: bytes, directory: int) -> None:
         os.unlink(name, dir_fd=directory)
 
 
-def _fill(target: int, content: ContentSource, size: int) -> None:
-    small = content.small()
-    if small is not None:
-        put(target, memoryview(small), 0)
-        return
-    content.copy_large(target, size)
-
-
-def _apply(at: int | bytes, entry: TreeEntry, descriptor: int | None = None) -> list[str]:
-    """Give an inode, by a descriptor or its /proc path, the metadata of `entry`; what could not be set, in words."""
-    lacking: list[str] = []
+def _set_metadata(descriptor: int, entry: TreeEntry) -> list[str]:
+    """Give the inode of a (O_PATH) descriptor the metadata of `entry`; return what could not be set, in words."""
+    path = proc_path(descriptor)
+    problems: list[str] = []
     mode = entry.mode & _PERMISSIONS
-    seen = os.fstat(at if isinstance(at, int) else descriptor)  # type: ignore[arg-type]
-    if (seen.st_uid, seen.st_gid) != (entry.uid, entry.gid):
+    seen = os.fstat(descriptor)
+    changes_owner = (seen.st_uid, seen.st_gid) != (entry.uid, entry.gid)
+    if changes_owner:
         try:
-            os.chown(at, entry.uid, entry.gid)
+            os.chown(path, entry.uid, entry.gid)
         except OSError as error:
-            lacking.append(f"owner {entry.uid}:{entry.gid}: {error.strerror}")
-            mode &= ~_SET_ID_BITS  # they would lend the rights of whoever restores
-        seen = None  # type: ignore[assignment]  # a chown takes set-id bits away
-    if not entry.is_symlink and (seen is None or (seen.st_mode ^ mode) & _PERMISSIONS):
-        os.chmod(at, mode)
-    _apply_xattrs(at, entry, mode, lacking)
-    os.utime(at, ns=(entry.mtime_ns if seen is None else seen.st_atime_ns, entry.mtime_ns))
-    return lacking
+            problems.append(f"owner {entry.uid}:{entry.gid}: {error.strerror}")
+            mode &= ~_SET_ID_BITS  # they would lend the rights of the user who restores
+    # A chown clears set-id bits.
+    if not entry.is_symlink and (changes_owner or (seen.st_mode ^ mode) & _PERMISSIONS):
+        os.chmod(path, mode)
+    _set_xattrs(path, entry, mode, problems)
+    os.utime(path, ns=(entry.mtime_ns if changes_owner else seen.st_atime_ns, entry.mtime_ns))
+    return problems
 
 
-def _apply_xattrs(at: int | bytes, entry: TreeEntry, mode: int, lacking: list[str]) -> None:
-    there = dict(read_xattrs(at))
+def _set_xattrs(path: bytes, entry: TreeEntry, mode: int, problems: list[str]) -> None:
+    present = dict(read_xattrs(path))
     wanted = entry.xattrs
-    if there == wanted:
-        return
-    for name in there.keys() - wanted.keys():
-        _attempt(lambda name=name: os.removexattr(at, name), name, lacking)  # type: ignore[misc]
+    for name in present.keys() - wanted.keys():
+        with _reporting(name, problems):
+            os.removexattr(path, name)
     for name, value in wanted.items():
-        if there.get(name) != value:
-            _attempt(lambda name=name, value=value: os.setxattr(at, name, value), name, lacking)  # type: ignore[misc]
-    if _ACCESS_ACL in there and _ACCESS_ACL not in wanted:
-        os.chmod(at, mode)  # without it the group's bits are what its mask was
+        if present.get(name) != value:
+            with _reporting(name, problems):
+                os.setxattr(path, name, value)
+    if _ACCESS_ACL in present and _ACCESS_ACL not in wanted:
+        os.chmod(path, mode)  # without the ACL, the mode's group bits are what the ACL's mask was
 
 
-def _attempt(change: Callable[[], None], name: bytes, lacking: list[str]) -> None:
+@contextlib.contextmanager
+def _reporting(name: bytes, problems: list[str]) -> Iterator[None]:
+    """Add an OSError of the block to `problems`."""
     try:
-        change()
+        yield
     except OSError as error:
-        lacking.append(f"{os.fsdecode(name)}: {error.strerror}")
+        problems.append(f"{os.fsdecode(name)}: {error.strerror}")

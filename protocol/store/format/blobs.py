@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.objects import NewObjects, Objects, fed_from_file
+from protocol.store.format.objects import NewObjects, Objects, fed_from_file, put
 from protocol.store.format.packs import MORE, DamagedError, Packs, PackWriter
 from protocol.store.format.rows import Row, decode_listing
 from protocol.store.format.verified import VerifiedObjects
@@ -96,6 +96,17 @@ class Blobs:
             return
         for at in range(0, len(data), size):
             yield data[at : at + size]
+
+    def copy(self, digest: bytes, size: int, target: int) -> None:
+        """Write a content of `size` bytes, compared with its digest, to an empty file.  DamagedError.
+
+        `target` is open for reading and writing.  After DamagedError its content is undefined.
+        """
+        data = self.small(digest) if digest else b""
+        if data is None:
+            self.large.copy(digest, size, target)
+        else:
+            put(target, memoryview(data), 0)
 
     def verify(self, digest: bytes) -> None:
         """Compare a content with its digest.  DamagedError."""

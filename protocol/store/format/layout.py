@@ -29,6 +29,7 @@ from protocol.errors import os_error
 
 __all__ = [
     "FORMAT",
+    "GENERATION",
     "NO_SPACE",
     "STORE_VARIABLE",
     "Layout",
@@ -42,6 +43,7 @@ __all__ = [
 
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
+GENERATION: Final = "generation"  # the file with the number of garbage collections
 _WORKSPACE_ID_DIGITS: Final = 24
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -147,8 +149,15 @@ class Layout:
         self._counting = threading.Lock()
 
     def exists(self) -> bool:
-        """Whether there is a store, of a format that is known here.  EINVAL where it is another."""
+        """Whether there is a store.  EINVAL if it has an unknown format; ESTALE if it was there before and is gone."""
         if self._checked:
+            if not os.path.exists(self._format):
+                raise OSError(
+                    errno.ESTALE,
+                    "the snapshot store is gone, with all its snapshots: mount its disk again, or restart with another "
+                    "directory in $VFSD_STORE_DIR",
+                    self.directory,
+                )
             return True
         try:
             found = read_regular(self._format, 100).decode("utf-8", "replace")

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from protocol.linux.beneath import proc_path
-from protocol.linux.statx import StatxResult, seen_at, seen_of_descriptor
+from protocol.linux.beneath import open_to_read, proc_path
+from protocol.linux.statx import StatxResult, result_at, statx_descriptor
 from protocol.store.directory.statcache import is_racy
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
@@ -25,7 +25,6 @@ __all__ = ["DENIED", "GONE", "Leaves", "VanishedError", "read_xattrs"]
 
 _TRIES: Final = 5
 _TICK_S: Final = 0.005
-_O_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE})
@@ -56,7 +55,7 @@ class Leaves:
                 raise VanishedError from None
             raise
         try:
-            now = seen_at(seen_of_descriptor(descriptor), 0)
+            now = result_at(statx_descriptor(descriptor), 0)
             if stat.S_IFMT(now.mode) != stat.S_IFMT(seen.mode):
                 raise VanishedError
             target = os.readlink(b"", dir_fd=descriptor) if stat.S_ISLNK(now.mode) else b""
@@ -64,16 +63,9 @@ class Leaves:
         finally:
             os.close(descriptor)
 
-    def _open(self, parent: int, name: bytes) -> int:
-        try:
-            return os.open(name, _O_READ | os.O_NOATIME, dir_fd=parent)
-        except PermissionError:
-            # O_NOATIME is for the owner.
-            return os.open(name, _O_READ, dir_fd=parent)
-
     def _file(self, parent: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
         try:
-            descriptor = self._open(parent, name)
+            descriptor = open_to_read(parent, name)
         except OSError as error:
             if error.errno in DENIED:
                 self._deny(path, error)
@@ -104,7 +96,7 @@ class Leaves:
                 return _row(name, before, size, digest, xattrs, 0), before
             if not stat.S_ISREG(after.st_mode):
                 raise VanishedError
-            before = seen_at(seen_of_descriptor(descriptor), 0)
+            before = result_at(statx_descriptor(descriptor), 0)
         self.unstable.append(path)
         if size < 0:
             digest, size = self._last_resort(descriptor, before.size)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from protocol.store.directory.statcache import is_racy
 from protocol.store.format.digests import DIGEST_BYTES
 from protocol.store.format.fanout import FanOut
-from protocol.store.format.layout import open_regular, read_regular
+from protocol.store.format.layout import GENERATION, open_regular, read_regular
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["GENERATION", "MORE", "BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs"]
+__all__ = ["MORE", "BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs"]
 
 MORE: Final = "`vfsd store check` lists all damage"
 _MAGIC: Final = b"vfsdpak1"
@@ -42,7 +42,6 @@ _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record of
 _END: Final = b"vfsdend1"
 _BUFFER_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 16 << 10  # of a pack: index and record of most of them
-GENERATION: Final = "generation"  # how often garbage was collected
 # A table is ten times as fast as the index of a pack, and takes five times the memory.
 _SMALL_PACK: Final = 16 << 10  # entries
 _MOST_IN_TABLE: Final = 64 << 10

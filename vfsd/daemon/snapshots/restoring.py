@@ -39,18 +39,17 @@ class Restoring:
     `changes` are what it is about to make; before there are any, nobody waiting any more ends it.
     """
 
-    def __init__(self, volume: Changeable, watch: CallObserver, touched: Callable[[], list[Change]]) -> None:
+    def __init__(self, volume: Changeable, watch: CallObserver) -> None:
         self.changes: list[Change] = []
         self._volume = volume
         self._watch = watch
-        self._touched = touched
         self._is_planned = False
         self._loop = trio.lowlevel.current_trio_token()
 
-    def planned(self, found: Sequence[Change]) -> None:
-        """The store is about to make `found`.  Its thread."""
+    def planned(self, found: Sequence[Change], touched: Sequence[Change]) -> None:
+        """The store is about to make `found`, and to set the mtimes of the directories `touched`.  Its thread."""
         self._watch.commit()
-        self.changes = [*found, *self._touched()]
+        self.changes = [*found, *touched]
         trio.from_thread.run(self._hold, [change.path for change in found], trio_token=self._loop)
         self._is_planned = True
 

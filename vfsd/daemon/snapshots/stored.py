@@ -34,9 +34,18 @@ from typing import Final, ParamSpec, TypeVar
 
 import trio
 
-from protocol.diff.tree_diff import Change, DiffCounts, changes, count
+from protocol.diff.tree_diff import DiffCounts, changes, count
 from protocol.errors import SnapshotNotFoundError
-from protocol.store import DamagedError, RestoredChanges, Source, Store, StoredSnapshot, Target, TreeSource
+from protocol.store import (
+    DirectoryTarget,
+    RestoredChanges,
+    RestoreRequest,
+    Source,
+    Store,
+    StoredSnapshot,
+    TreeSource,
+)
+from protocol.store.restore import Plan
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -90,7 +99,7 @@ class Stored:
     store: Store
     key: str
     source: Source
-    target: Target
+    target: DirectoryTarget
 
 
 def interrupted(stored: Stored) -> Interrupted | None:
@@ -255,10 +264,11 @@ class StoreSnapshots:
         step = await _in_thread(
             StepRun, self._store, self._key, todo, safety, resumes=resumes, is_half_done=half_done is not None
         )
-        run = Restoring(self._volume, watch, functools.partial(self._touched, safety, name))
+        run = Restoring(self._volume, watch)
 
-        def planned(found: Sequence[Change]) -> None:
-            run.planned(found)
+        def planned(plan: Plan) -> None:
+            found = plan.changes()
+            run.planned(found, plan.touched())
             if found or todo.to is not None:
                 step.begin()
 
@@ -266,12 +276,8 @@ class StoreSnapshots:
             done: RestoredChanges = await _in_thread(
                 self._store.restore,
                 self._key,
-                name,
                 self._target,
-                paths,
-                safety=safety,
-                safety_tag=step.tag,
-                remove=todo.remove,
+                RestoreRequest(name, tuple(paths), safety=safety, safety_tag=step.tag, remove=todo.remove),
                 planned=planned,
                 progress=run.tell,
             )
@@ -322,23 +328,6 @@ class StoreSnapshots:
         log_expired(gone)
         return gone
 
-    def _touched(self, safety: str, name: str) -> list[Change]:
-        """What the kernel must be told of beside the changes: directories of which only the times differ."""
-        found: list[Change] = []
-        with self._store.tree(self._key, safety) as old, self._store.tree(self._key, name) as new:
-            try:
-                touched = new.touched(old) or ()
-            except DamagedError:  # the restore names it; the kernel asks for such times anew before long
-                return found
-            for path in touched:
-                try:
-                    before, after = old.entry(path), new.entry(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-                if before.is_dir and after.is_dir:
-                    found.append(Change(path, "metadata", before, after))
-        return found
-
     async def _put_back(self, step: StepRun, error: BaseException, *, may_put_back: bool) -> None:
         """After a restore that failed: the state before, and no safety snapshot for what did not happen.
 
@@ -349,7 +338,9 @@ class StoreSnapshots:
             if may_put_back:
                 half_done = await self.interrupted()
                 if half_done is not None and half_done.safety == safety:
-                    done = await _in_thread(self._store.restore, self._key, safety, self._target, safety=None)
+                    done = await _in_thread(
+                        self._store.restore, self._key, self._target, RestoreRequest(safety, safety=None)
+                    )
                     _raise_problem(done)
                 await _in_thread(step.revert)
                 await self._drop_if_there(safety)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 
 _WATCHED = frozenset({"posix", "fcntl"})
 _NO_SYSTEM_CALLS = frozenset({"fspath", "makedev"})
@@ -25,7 +25,7 @@ def work(order: dict[str, Any]) -> None:
         if order["do"] == "take":
             store.take("w", order["name"], DirectorySource(order["root"]))
         elif order["do"] == "restore":
-            store.restore("w", order["name"], DirectoryTarget(order["root"]), safety=order["safety"])
+            store.restore("w", DirectoryTarget(order["root"]), RestoreRequest(order["name"], safety=order["safety"]))
         else:
             store.collect_garbage()
 

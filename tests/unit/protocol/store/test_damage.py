@@ -15,7 +15,7 @@ import pytest
 from protocol.archive import open_archive, write_archive
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes
-from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Store
+from protocol.store import DamagedError, DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store.format import verified as verified_module
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES
@@ -72,7 +72,7 @@ class Scene:
     def reset(self) -> None:
         """Make the directory what "late" is, from the store, which is whole again."""
         with self.store() as store:
-            assert store.restore("w", "late", DirectoryTarget(self.root), safety=None).problems == ()
+            assert store.restore("w", DirectoryTarget(self.root), RestoreRequest("late", safety=None)).problems == ()
             assert differences(state_of(self.root), self.late) == []
 
 
@@ -105,7 +105,7 @@ def restores_right_or_says_so(scene: Scene, paths: tuple[bytes, ...] = ()) -> No
     before = state_of(scene.root)
     with scene.store() as store:
         try:
-            done = store.restore("w", "early", DirectoryTarget(scene.root), paths, safety=None)
+            done = store.restore("w", DirectoryTarget(scene.root), RestoreRequest("early", tuple(paths), safety=None))
         except OSError:
             assert differences(state_of(scene.root), before) == []
             return
@@ -287,7 +287,7 @@ def test_a_damaged_large_file_is_named_and_the_file_there_stays_as_it_is(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     with replaced(path, bytes(data)), scene.store() as store:
-        done = store.restore("w", "early", DirectoryTarget(scene.root), safety=None)
+        done = store.restore("w", DirectoryTarget(scene.root), RestoreRequest("early", safety=None))
 
         now = state_of(scene.root)
         assert [problem.path for problem in done.problems] == [b"larger"]
@@ -307,7 +307,7 @@ def object_of(scene: Scene, content: bytes) -> Path:
 def test_a_directory_that_a_damaged_file_is_to_replace_stays(scene: Scene) -> None:
     path = object_of(scene, scene.early.files[b"was a file"][5])
     with replaced(path, path.read_bytes()[:-1] + b"?"), scene.store() as store:
-        done = store.restore("w", "early", DirectoryTarget(scene.root), safety=None)
+        done = store.restore("w", DirectoryTarget(scene.root), RestoreRequest("early", safety=None))
 
     assert [problem.path for problem in done.problems] == [b"was a file"]
     assert (scene.root / "was a file" / "precious").read_bytes() == b"only here" * 10
@@ -357,7 +357,7 @@ def test_a_hole_of_a_terabyte_is_verified_and_restored_without_being_read(tmp_pa
     with Store(tmp_path / "store") as store:
         store.take("w", "s", DirectorySource(root))
         (root / "sparse").unlink()
-        assert store.restore("w", "s", DirectoryTarget(root), safety=None).problems == ()
+        assert store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None)).problems == ()
         with store.tree("w", "s") as tree:
             assert tree.read(b"sparse", 0, 12) == b"beginning\0\0\0"
             assert tree.read(b"sparse", (1 << 40) - 4, 12) == bytes(4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store import durable as durable_module
 from protocol.store.directory import target as target_module
 from protocol.store.format.blobs import LARGE_BYTES
@@ -130,7 +130,7 @@ def test_all_changes_are_on_the_disk_before_the_journal_goes(
     (root / "made" / "since").write_bytes(b"x")
     disk.is_watched = True
 
-    done = store.restore("w", "s", DirectoryTarget(root), safety="safe")
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
 
     assert done.problems == ()
     assert state_of(root) == expected
@@ -149,7 +149,7 @@ def test_removals_and_metadata_and_links_are_on_the_disk_too(store: Store, root:
     (root / "new").write_bytes(b"x")
 
     disk.is_watched = True
-    store.restore("w", "s", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
     assert disk.lost_when_journal_went == set()
     assert os.stat(root / "file").st_nlink == 2
@@ -169,12 +169,12 @@ def test_a_restore_whose_changes_cannot_be_synced_keeps_its_journal(
     with monkeypatch.context() as patched:
         patched.setattr(durable_module, "syncfs", syncfs)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            store.restore("w", "s", DirectoryTarget(root), safety="safe")
+            store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
 
     found = store.interrupted("w")
     assert found is not None
     assert (found.snapshot, found.safety) == ("s", "safe")
-    store.restore("w", "s", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
     assert store.interrupted("w") is None
 
 

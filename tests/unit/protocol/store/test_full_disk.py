@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store.format.blobs import LARGE_BYTES
 from tests.support.host_directories import mounted_tmpfs
 from tests.unit.protocol.store.states import differences, state_of, state_of_tree
@@ -86,13 +86,13 @@ def test_a_restore_onto_a_full_disk_tears_nothing_and_is_finished_later(
         changed = state_of(root)
         with filled(small, left_bytes):
             with pytest.raises(OSError, match="No space left on device") as caught:
-                store.restore("w", "s", DirectoryTarget(root), safety="safe")
+                store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
             assert os.fsdecode(caught.value.filename) in {os.fsdecode(path) for path in wanted.files}
             now = state_of(root)
             for path in now.files:
                 assert now.files[path][5] in {wanted.files[path][5], changed.files[path][5]}, path
             assert store.interrupted("w") is not None
-        assert store.restore("w", "s", DirectoryTarget(root), safety="safe-2").problems == ()
+        assert store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe-2")).problems == ()
         assert differences(state_of(root), wanted) == []
         assert store.interrupted("w") is None
 
@@ -105,10 +105,10 @@ def test_a_restore_whose_safety_snapshot_does_not_fit_changes_nothing(small: Pat
         changed = state_of(root)
         with filled(small):
             with pytest.raises(OSError, match="for the snapshot store"):
-                store.restore("w", "s", DirectoryTarget(root), safety="safe")
+                store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
             assert differences(state_of(root), changed) == []
             assert store.interrupted("w") is None
-        store.restore("w", "s", DirectoryTarget(root), safety="safe")
+        store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
         assert (root / "file").read_bytes() == b"before"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.store.directory.scan import TEMPORARY_PREFIX
+from protocol.linux.beneath import TEMPORARY_PREFIX
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from tests.unit.protocol.store.states import Chaos, State, differences, state_of, state_of_tree
 
 POINTS = 60
@@ -174,10 +174,10 @@ def test_a_restore_that_was_killed_is_finished_or_undone_by_the_next_one(
         assert_nothing_torn(root, scene)
         assert_whole(store, "safe", scene.late)
         if number % 2:
-            store.restore("w", found.snapshot, DirectoryTarget(root), found.paths, safety="safe-2")
+            store.restore("w", DirectoryTarget(root), RestoreRequest(found.snapshot, found.paths, safety="safe-2"))
             assert_same(state_of(root), scene.early)
         else:
-            store.restore("w", found.safety or "", DirectoryTarget(root), safety=None)
+            store.restore("w", DirectoryTarget(root), RestoreRequest(found.safety or "", safety=None))
             assert_same(state_of(root), scene.late)
         assert store.interrupted("w") is None
         assert leftovers(root) == []

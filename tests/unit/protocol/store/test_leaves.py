@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.linux.statx import StatxResult, seen_at, statx_names
+from protocol.linux.statx import StatxResult, result_at, statx_names
 from protocol.store.directory.scan import scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, Digesting
@@ -28,7 +28,7 @@ class Directory:
         self.sink = Digesting(Blobs(Layout(os.fspath(root.parent / "store"))))
 
     def seen(self, name: bytes) -> StatxResult:
-        return seen_at(statx_names(self.descriptor, [name])[0], 0)
+        return result_at(statx_names(self.descriptor, [name])[0], 0)
 
 
 @pytest.fixture

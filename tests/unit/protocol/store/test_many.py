@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store.format import packs as packs_module
 from protocol.store.format.packs import Pack, Packs, PackWriter
 from protocol.store.format.records import Record, encode_record, pack_name
@@ -118,7 +118,7 @@ def test_snapshots_and_restores_and_collections_work_among_many(crowded: Store, 
     crowded.take("w", "s", DirectorySource(root))
     expected = state_of(root)
     (root / "file").write_bytes(b"changed")
-    crowded.restore("w", "s", DirectoryTarget(root), safety="safe")
+    crowded.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="safe"))
     assert state_of(root) == expected
     for number in range(1, many + 1, 10):
         crowded.drop("other-0", f"s-{number}")

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotNotFoundError
-from protocol.store import DirectorySource, DirectoryTarget, Store, TreeSource
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource
 from protocol.store.format.blobs import LARGE_BYTES
+from protocol.store.restore import Plan
 from tests.support.trees import DictTree
 from tests.unit.protocol.store.states import Chaos, differences, state_of
 
@@ -45,7 +46,7 @@ def test_any_state_comes_back_whole_and_can_be_undone(seed: int, rounds: list[tu
             if anew:
                 store = Store(first.directory)
 
-            done = store.restore("w", f"{wanted}", target, safety=f"safety-{number}")
+            done = store.restore("w", target, RestoreRequest(f"{wanted}", safety=f"safety-{number}"))
 
             assert done.problems == ()
             assert differences(state_of(root), states[wanted]) == []
@@ -57,7 +58,7 @@ def test_any_state_comes_back_whole_and_can_be_undone(seed: int, rounds: list[tu
             assert found <= told
             assert {kind for _, kind in told - found} <= {"metadata"}
             if after % 2:
-                store.restore("w", f"safety-{number}", target, safety=None)
+                store.restore("w", target, RestoreRequest(f"safety-{number}", safety=None))
                 assert state_of(root) == left
         assert store.check().damages == ()
 
@@ -73,7 +74,7 @@ def test_only_what_differs_is_touched(store: Store, root: Path) -> None:
     inodes = {name: os.stat(root / name).st_ino for name in ("same", "mode")}
     ctime_ns = os.stat(root / "same").st_ctime_ns
 
-    done = store.restore("w", "s", DirectoryTarget(root), safety="before")
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="before"))
 
     assert [(change.path, change.kind) for change in done.changes] == [
         (b"changed", "modified"), (b"gone", "added"), (b"made", "removed"), (b"mode", "metadata"),
@@ -90,12 +91,27 @@ def test_what_is_about_to_be_changed_is_told_before(store: Store, root: Path) ->
     (root / "file").write_bytes(b"new")
     told: list[tuple[list[bytes], bytes]] = []
 
-    store.restore(
-        "w", "s", DirectoryTarget(root), safety=None,
-        planned=lambda found: told.append(([change.path for change in found], (root / "file").read_bytes())),
-    )  # fmt: skip
+    def planned(plan: Plan) -> None:
+        told.append(([change.path for change in plan.changes()], (root / "file").read_bytes()))
+
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None), planned=planned)
 
     assert told == [([b"file"], b"new")]
+
+
+def test_a_plan_reports_directories_of_which_only_the_mtime_changes(store: Store, root: Path) -> None:
+    (root / "d").mkdir()
+    os.utime(root / "d", ns=(0, 10**18))
+    take(store, root, "s")
+    root_mtime_ns = os.stat(root).st_mtime_ns
+    (root / "d" / "made").write_bytes(b"x")
+    plans: list[Plan] = []
+
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None), planned=plans.append)
+
+    assert [(change.path, change.kind) for change in done.changes] == [(b"d/made", "removed")]
+    assert [(change.path, change.kind) for change in plans[0].touched()] == [(b"d", "metadata")]
+    assert (os.stat(root / "d").st_mtime_ns, os.stat(root).st_mtime_ns) == (10**18, root_mtime_ns)
 
 
 def test_paths_alone_come_back(store: Store, root: Path) -> None:
@@ -107,12 +123,12 @@ def test_paths_alone_come_back(store: Store, root: Path) -> None:
         (root / path).unlink()
     (root / "a" / "b").rmdir()
 
-    store.restore("w", "s", DirectoryTarget(root), [b"a/b/file"], safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", (b"a/b/file",), safety=None))
 
     assert (root / "a" / "b" / "file").read_bytes() == b"old"
     assert not (root / "a" / "other").exists()
     with pytest.raises(FileNotFoundError):
-        store.restore("w", "s", DirectoryTarget(root), [b"never"], safety=None)
+        store.restore("w", DirectoryTarget(root), RestoreRequest("s", (b"never",), safety=None))
     assert store.interrupted("w") is None
 
 
@@ -120,7 +136,7 @@ def test_without_removal_what_is_there_stays(store: Store, root: Path) -> None:
     (root / "mine").write_bytes(b"mine")
     store.take("w", "archive", TreeSource(DictTree({b"file": b"new", b"directory/file": b"new"})))
 
-    store.restore("w", "archive", DirectoryTarget(root), safety=None, remove=False)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("archive", safety=None, remove=False))
 
     assert (root / "mine").read_bytes() == b"mine"
     assert (root / "directory" / "file").read_bytes() == b"new"
@@ -137,7 +153,7 @@ def test_large_and_sparse_files_come_back(store: Store, root: Path) -> None:
     (root / "large").write_bytes(b"")
     (root / "sparse").unlink()
 
-    store.restore("w", "s", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
     assert (root / "large").read_bytes() == content
     seen = os.stat(root / "sparse")
@@ -152,7 +168,7 @@ def test_who_has_a_file_open_keeps_what_he_reads(store: Store, root: Path) -> No
     take(store, root, "s")
     (root / "file").write_bytes(b"other")
     with open(root / "file", "rb") as reader:
-        store.restore("w", "s", DirectoryTarget(root), safety=None)
+        store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
         assert reader.read() == b"other"
     assert (root / "file").read_bytes() == b"first"
 
@@ -170,7 +186,7 @@ def test_what_is_changed_while_it_is_restored_is_left_and_named(store: Store, ro
         (root / "b").write_bytes(b"newer, and in no snapshot")
         (root / "made" / "precious").write_bytes(b"in no snapshot")
 
-    done = store.restore("w", "s", DirectoryTarget(root), safety="before", planned=interfere)
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="before"), planned=interfere)
 
     assert [problem.path for problem in done.problems] == [b"b", b"made"]
     assert (root / "b").read_bytes() == b"newer, and in no snapshot"
@@ -187,7 +203,7 @@ def test_a_link_outside_the_directory_is_not_written_through(store: Store, root:
     os.chmod(outside, 0o600)
     before = os.stat(outside)
 
-    store.restore("w", "s", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
     assert os.stat(outside).st_mode == before.st_mode
     assert os.stat(root / "file").st_mode & 0o777 == 0o644
@@ -206,7 +222,7 @@ def test_directories_swapped_for_symlinks_lead_nowhere(store: Store, root: Path,
         os.rename(root / "directory", tmp_path / "moved")
         os.symlink(outside, root / "directory")
 
-    done = store.restore("w", "s", DirectoryTarget(root), safety=None, planned=swap)
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None), planned=swap)
 
     assert (outside / "file").read_bytes() == b"not ours"
     assert os.listdir(outside) == ["file"]
@@ -241,7 +257,7 @@ def test_renames_that_race_a_restore_let_nothing_out(store: Store, root: Path, t
         thread = threading.Thread(target=race)
         thread.start()
         try:
-            store.restore("w", "s", DirectoryTarget(root), safety=None)
+            store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
         except OSError:
             pass  # it may find nothing where the directory was
         finally:
@@ -273,21 +289,21 @@ def test_a_restore_that_fails_half_way_says_so_until_it_is_finished(store: Store
             raise Full
 
     with pytest.raises(Full):
-        store.restore("w", "s", DirectoryTarget(root), safety="before", progress=fail_at_five)
+        store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="before"), progress=fail_at_five)
     found = store.interrupted("w")
     assert found is not None
     assert (found.snapshot, found.safety, found.paths) == ("s", "before", ())
     # Another path's restore does not end it.
-    store.restore("w", "s", DirectoryTarget(root), [b"9"], safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", (b"9",), safety=None))
     assert store.interrupted("w") is not None
-    store.restore("w", "before", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("before", safety=None))
     assert store.interrupted("w") is None
     assert {(root / f"{number}").read_bytes() for number in range(10)} == {b"new"}
 
 
 def test_a_snapshot_that_is_not_there_is_not_restored(store: Store, root: Path) -> None:
     with pytest.raises(SnapshotNotFoundError):
-        store.restore("w", "s", DirectoryTarget(root), safety="before")
+        store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety="before"))
     assert store.snapshots("w") == []
 
 
@@ -296,7 +312,7 @@ def test_a_device_comes_back(store: Store, root: Path) -> None:
     take(store, root, "s")
     (root / "null").unlink()
 
-    store.restore("w", "s", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
     assert os.stat(root / "null").st_rdev == os.makedev(1, 3)
 
@@ -328,12 +344,14 @@ def test_what_is_in_read_only_directories_comes_back_without_being_root(tmp_path
             (root / "gone" / "file").write_bytes(b"file")
             (root / "gone").chmod(0o555)
 
-            done = store.restore("w", "before", DirectoryTarget(root), [b"cache/deep/file"], safety=None)
+            done = store.restore(
+                "w", DirectoryTarget(root), RestoreRequest("before", (b"cache/deep/file",), safety=None)
+            )
             assert done.problems == ()
             assert (root / "cache" / "deep" / "file").read_bytes() == b"was"
             assert (root / "cache" / "deep").stat().st_mode & 0o777 == 0o555
 
-            done = store.restore("w", "before", DirectoryTarget(root), safety=None)
+            done = store.restore("w", DirectoryTarget(root), RestoreRequest("before", safety=None))
             assert done.problems == ()
             assert state_of(root) == before
     finally:
@@ -353,7 +371,7 @@ def test_a_foreign_program_that_set_its_user_comes_back_without_that_where_its_o
         raise PermissionError(errno.EPERM, "not yours to give away")
 
     monkeypatch.setattr(os, "chown", refuse)
-    done = store.restore("w", "s", DirectoryTarget(root), safety=None)
+    done = store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
 
     assert (root / "program").stat().st_mode & 0o7777 == 0o755
     assert "owner 1234:1234" in str(done.problems)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
-from protocol.store import DirectorySource, DirectoryTarget, Store, TreeSource, default_directory
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource, default_directory
 from protocol.store.directory.statcache import is_racy
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
@@ -319,7 +319,7 @@ def test_directories_far_below_others_are_kept_and_come_back(store: Store, root:
 
     assert (info.files, info.directories) == (1, depth)
     shutil.rmtree(root / "d")
-    store.restore("w", "deep", DirectoryTarget(root), safety=None)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("deep", safety=None))
     assert store.take("w", "again", DirectorySource(root)).directories == depth
 
 
@@ -393,3 +393,20 @@ def test_directories_that_nest_too_deep_are_left_out_and_named(store: Store, roo
     info = store.take("w", "s", DirectorySource(root), unreadable="skip")
     assert [path.count(b"/") for path in info.unreadable] == [1_700]
     shutil.rmtree(root / "d")
+
+
+def test_a_store_whose_disk_is_gone_is_an_error_not_an_empty_store(store: Store, root: Path, tmp_path: Path) -> None:
+    store.take("w", "s", DirectorySource(root))
+    os.rename(store.directory, tmp_path / "unmounted")
+
+    for call in (
+        lambda: store.snapshots("w"),
+        lambda: store.interrupted("w"),
+        lambda: store.take("w", "t", DirectorySource(root)),
+    ):
+        with pytest.raises(OSError, match="the snapshot store is gone") as caught:
+            call()
+        assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, store.directory)
+
+    os.rename(tmp_path / "unmounted", store.directory)
+    assert [info.name for info in store.snapshots("w")] == ["s"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.store import DamagedError, DirectorySource, DirectoryTarget, Store
+from protocol.store import DamagedError, DirectorySource, DirectoryTarget, RestoreRequest, Store
 from protocol.store.format.blobs import LARGE_BYTES
 from tests.unit.protocol.store.states import state_of, state_of_tree
 
@@ -106,7 +106,7 @@ def test_a_damaged_content_is_not_restored_as_if_it_were_whole(kept: Store, root
     os.unlink(large(kept))
     (root / "large").unlink()
 
-    done = kept.restore("host:/w", "first", DirectoryTarget(root), safety=None)
+    done = kept.restore("host:/w", DirectoryTarget(root), RestoreRequest("first", safety=None))
 
     assert [problem.path for problem in done.problems] == [b"large"]
     assert "is gone" in done.problems[0].reason
@@ -118,7 +118,7 @@ def test_a_small_content_that_is_not_what_was_stored_is_not_restored(kept: Store
     flip(packs(kept)[0], 10)
     (root / "directory" / "file").unlink()
 
-    done = Store(kept.directory).restore("host:/w", "first", DirectoryTarget(root), safety=None)
+    done = Store(kept.directory).restore("host:/w", DirectoryTarget(root), RestoreRequest("first", safety=None))
 
     assert [problem.path for problem in done.problems] == [b"directory/file"]
     assert not (root / "directory" / "file").exists()
@@ -181,7 +181,7 @@ def test_a_restore_that_goes_on_is_not_said_to_be_interrupted(store: Store, root
             with Store(store.directory) as other:
                 found.append(other.check().interrupted)
 
-    store.restore("w", "before", DirectoryTarget(root), safety=None, progress=look)
+    store.restore("w", DirectoryTarget(root), RestoreRequest("before", safety=None), progress=look)
     assert set(found) == {()}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 from vfsd.cli.main import cli
 
 
@@ -162,7 +162,7 @@ def test_a_snapshot_that_an_interrupted_restore_needs_is_not_dropped(
     with monkeypatch.context() as patched:
         patched.setattr(DirectoryTarget, "sync", sync)
         with pytest.raises(OSError, match="the disk failed"):
-            store.restore("host:/srv/x", "first", DirectoryTarget(tmp_path / "root"), safety="safe")
+            store.restore("host:/srv/x", DirectoryTarget(tmp_path / "root"), RestoreRequest("first", safety="safe"))
 
     for name in ("first", "safe"):
         result = run("drop", "host:/srv/x", name)
