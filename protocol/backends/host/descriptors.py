@@ -1,12 +1,11 @@
-"""Descriptors: the open files behind nodes, few of them at a time, each proved to be the node's inode.
+"""Descriptors: a bounded number of open descriptors of nodes, each verified to be of the node's inode.
 
-How nothing leads outside: a node is opened from its parent's descriptor by one name, never through a symlink and
-never into another mount (`open_beneath`), and what was opened must have the node's (st_dev, st_ino), or it is
-closed again.  What is then done to an inode goes by the descriptor: by itself, or by its link in /proc/self/fd,
-which leads to that inode whatever its names have become.
+Safety: a node is opened from its parent's descriptor by one name, through no symlink and into no other mount
+(`open_beneath`).  The opened inode must have the node's (st_dev, st_ino), else it is closed again.  Operations on an
+inode use the descriptor, or its link in /proc/self/fd, which leads to that inode even if its names changed.
 
-A directory's descriptor goes where the directory goes, so that one moved out of the tree by somebody else
-would lead outside.  So it is used for RECHECK_S at most before its place is looked at again, and those above it.
+A directory descriptor follows a directory that another program moves out of the tree.  So it is used for RECHECK_S
+at most before its dentry, and the dentries above it, are checked again.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Final
 
-from protocol.backends.host.closing import Closing
-from protocol.backends.host.nodes import HostInode, HostInodeTable
+from protocol.backends.host.background_close import BackgroundCloser
+from protocol.backends.host.inode_table import HostInode, HostInodeTable
 from protocol.errors import os_error
 from protocol.linux.beneath import RECHECK_S, open_beneath, proc_path
 
@@ -34,38 +33,38 @@ _MOST_PINS: Final = 65536
 _UNLIMITED: Final = 1 << 20
 _SPARE: Final = 64  # for everything else that the process has open
 _O_PATH_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY
-# A file may have become a fifo or a device since: to open it must neither wait nor take a terminal.
+# The file may have become a FIFO or a device: opening it must neither wait nor take a terminal.
 _O_CAREFUL: Final = os.O_NONBLOCK | os.O_NOCTTY
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV})
-_ATTEMPTS: Final = 16  # to open something, each after half of the rest was closed: 2**16 are more than there can be
+_ATTEMPTS: Final = 16  # each after half of the descriptors were closed; there are never more than 2**16
 _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class Descriptors:
-    """Opens nodes, and closes those not used lately when there are too many."""
+    """Opens nodes, and closes those used least recently if there are too many."""
 
     def __init__(self, root: int, most: int | None = None) -> None:
-        """`root` is an O_PATH descriptor, to be closed by `close`; at most `most` others are kept."""
+        """`root` is an O_PATH descriptor, which `close` closes; at most `most` others stay open."""
         self._root = root
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if soft == resource.RLIM_INFINITY:
             soft = _UNLIMITED
-        # Half of them: pins, and what the process does beside, have the other half.
+        # Half of the limit; the other half is for pins and for the rest of the process.
         self.most: Final = most or max(_FEWEST, min(_MOST, (soft - _SPARE) // 2))
-        # What a restore may pin beside them, so that as many are left for what programs remove.
+        # A restore may pin this many; as many are left for files that programs remove.
         self.most_pins: Final = min(_MOST_PINS, max(0, (soft - _SPARE - self.most) // 2))
         self._open: dict[HostInode, None] = {}
         self._writable: dict[HostInode, None] = {}
         self._table: HostInodeTable
-        self._holding = False
-        self._doomed: list[int] = []
-        # Of many files that lost their names at once; the last to let go of them shall not wait for each.
+        self._is_deferring = False
+        self._to_close: list[int] = []
+        # Files that lost their names in a restore, maybe thousands; they are closed in the background.
         self.nameless: set[HostInode] = set()
-        self._closing = Closing()
+        self._closer = BackgroundCloser()
 
     def bind(self, table: HostInodeTable) -> None:
-        """The table whose nodes these are."""
+        """Set the table that the nodes are in."""
         self._table = table
         table.root.fd = self._root
         table.root.checked_s = float("inf")
@@ -75,30 +74,30 @@ class Descriptors:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Descriptors got in this block stay good until its end: for calls that take two.
+        """Keep descriptors that are returned inside the block valid until its end, for calls that take two.
 
-        Elsewhere a descriptor is good until the next one is asked for, which may close it to make room.
+        Outside such a block, a descriptor is valid until the next call, which may close it to make room.
         """
-        self._holding = True
+        self._is_deferring = True
         try:
             yield
         finally:
-            self._holding = False
-            for descriptor in self._doomed:
+            self._is_deferring = False
+            for descriptor in self._to_close:
                 os.close(descriptor)
-            self._doomed.clear()
+            self._to_close.clear()
 
-    def _close(self, descriptor: int, *, soon: bool = False) -> None:
-        if soon:
-            self._closing.soon(descriptor)
-        elif self._holding:
-            self._doomed.append(descriptor)
+    def _close(self, descriptor: int, *, in_background: bool = False) -> None:
+        if in_background:
+            self._closer.add(descriptor)
+        elif self._is_deferring:
+            self._to_close.append(descriptor)
         else:
             os.close(descriptor)
 
     # -- directories -------------------------------------------------------------------------
     def directory(self, node: HostInode) -> int:
-        """An O_PATH descriptor of a directory.  ENOTDIR, ENOENT (removed), ESTALE (not where it was any more)."""
+        """An O_PATH descriptor of a directory.  ENOTDIR, ENOENT (removed), ESTALE (no longer at its dentry)."""
         if node.fd >= 0 and monotonic() - node.checked_s < RECHECK_S:
             node.used = True
             return node.fd
@@ -108,14 +107,14 @@ class Descriptors:
         return self._directory(node)
 
     def _check_above(self, node: HostInode) -> None:
-        """Look at the places above from the top down: each would ask for the one above it, a thousand times maybe."""
+        """Check the directories above from the top down; from the bottom up, the recursion could be a thousand deep."""
         above = []
         newest_s = monotonic() - RECHECK_S
         at = node.parent
         while at is not None and (at.fd < 0 or at.checked_s < newest_s):
             above.append(at)
             at = at.parent
-        with suppress(OSError):  # raised once more where it matters
+        with suppress(OSError):  # the caller meets the error again
             for each in reversed(above):
                 self._directory(each)
 
@@ -124,7 +123,7 @@ class Descriptors:
             return node.pin
         if node.fd >= 0:
             return self._recheck(node)
-        node.fd = self._open_at_place(node, _O_PATH_DIRECTORY)
+        node.fd = self._open_by_name(node, _O_PATH_DIRECTORY)
         node.checked_s = monotonic()
         self._admit(node)
         return node.fd
@@ -143,17 +142,17 @@ class Descriptors:
                     node.used = True
                     return node.fd
         if os.fstat(node.fd).st_nlink == 0:
-            # Removed: it stays what it is, empty, and takes nothing new.
+            # Removed: it stays valid, empty, and takes no new entries.
             node.pin, node.fd = node.fd, -1
             self._open.pop(node, None)
             return node.pin
-        if self._found_again(node):
+        if self._find_moved(node):
             return node.fd
         self.release(node)
         raise os_error(errno.ESTALE)
 
-    def _found_again(self, node: HostInode) -> bool:
-        """Whether a directory that somebody moved is still below the root; its place is entered then."""
+    def _find_moved(self, node: HostInode) -> bool:
+        """Find a directory that another program moved: False if it is no longer below the root."""
         path = os.readlink(proc_path(node.fd))
         top = os.readlink(proc_path(self._root)).rstrip(b"/") + b"/"
         if not path.startswith(top):
@@ -165,7 +164,7 @@ class Descriptors:
                 if not stat.S_ISDIR(seen.st_mode) or ((seen.st_dev, seen.st_ino) == node.key) != (name is names[-1]):
                     return False
                 if name is names[-1]:
-                    self._table.add_place(node, at, name)
+                    self._table.add_dentry(node, at, name)
                     node.checked_s = monotonic()
                     return True
                 at = self._table.enter(at, name, seen)
@@ -175,7 +174,7 @@ class Descriptors:
 
     # -- any inode ---------------------------------------------------------------------------
     def path(self, node: HostInode) -> tuple[int, bool]:
-        """A descriptor of any kind of inode, good for /proc/self/fd, and whether the caller must close it."""
+        """A descriptor of an inode of any type, for use with `proc_path`, and whether the caller must close it."""
         if node.pin >= 0:
             return node.pin, False
         if node.is_dir:
@@ -183,11 +182,11 @@ class Descriptors:
         if node.fd >= 0:
             node.used = True
             return node.fd, False
-        return self._open_at_place(node, os.O_PATH), True
+        return self._open_by_name(node, os.O_PATH), True
 
     @contextmanager
     def of(self, node: HostInode) -> Iterator[int]:
-        """As `path`, for the length of a block."""
+        """The descriptor of `path`, inside a block."""
         descriptor, close = self.path(node)
         try:
             yield descriptor
@@ -195,11 +194,11 @@ class Descriptors:
             if close:
                 os.close(descriptor)
 
-    def _open_at_place(self, node: HostInode, flags: int) -> int:
-        """A descriptor of `node` by one of its names, the last seen first.  ESTALE where it is at none of them."""
+    def _open_by_name(self, node: HostInode, flags: int) -> int:
+        """Open `node` by one of its names, the last seen first.  ESTALE if it is at none of them."""
         if node.lost:
             raise os_error(errno.ESTALE)
-        for parent, name in tuple(node.places()):
+        for parent, name in tuple(node.dentries()):
             try:
                 descriptor = self._opened(parent, name, flags)
             except OSError as error:
@@ -219,12 +218,12 @@ class Descriptors:
                 if error.errno not in _NONE_LEFT or not self._open:
                     raise
                 self._evict((len(self._open) + 1) // 2)
-        # The last one that was closed made room for the directory above, and so on for ever.
+        # Each descriptor that was closed made room only for the directory above, so stop here.
         return open_beneath(self.directory(parent), name, flags, same_mount=True)
 
     # -- content -----------------------------------------------------------------------------
     def file(self, node: HostInode, *, write: bool = False) -> int:
-        """A descriptor to read a regular file, or to read and write it.  EISDIR, EINVAL for other kinds."""
+        """A descriptor to read a regular file, or to read and write it.  EISDIR, EINVAL for other types."""
         if node.fd >= 0 and (node.writable or not write) and node.kind == stat.S_IFREG:
             node.used = True
             return node.fd
@@ -249,16 +248,16 @@ class Descriptors:
         try:
             if node.pin >= 0 or node.fd >= 0:
                 return os.open(proc_path(node.pin if node.pin >= 0 else node.fd), flags | os.O_CLOEXEC)
-            return self._open_at_place(node, flags)
+            return self._open_by_name(node, flags)
         except OSError as error:
             if error.errno not in _DENIED:
                 raise
             return self._opened_against_mode(node, flags, error)
 
     def _opened_against_mode(self, node: HostInode, flags: int, denied: OSError) -> int:
-        """Open for the owner what its mode denies him, as whoever opened it before the chmod may go on.
+        """Open a file although its mode denies that to its owner: a program opened it before a chmod.
 
-        The kernel has asked for nothing but what its caller may; which descriptor it is for it does not say.
+        The kernel has checked that the program may do what it asks for, but does not name the program's open file.
         """
         held, close = self.path(node)
         try:
@@ -275,9 +274,9 @@ class Descriptors:
             if close:
                 os.close(held)
 
-    # -- keeping few of them -----------------------------------------------------------------
+    # -- limits ------------------------------------------------------------------------------
     def pin(self, node: HostInode) -> bool:
-        """Hold on to an inode that is about to lose its last name.  False where it is not there any more."""
+        """Keep an inode open that is about to lose its last name.  False if it is already gone."""
         if node.pin >= 0:
             return True
         try:
@@ -290,7 +289,7 @@ class Descriptors:
         return True
 
     def unpin(self, node: HostInode) -> None:
-        """It has a name (again)."""
+        """Close the pin: the inode has a name, or nothing needs it."""
         if node.pin >= 0:
             self._close(node.pin)
             node.pin = -1
@@ -302,7 +301,7 @@ class Descriptors:
             self._evict(1)
 
     def _evict(self, count: int) -> None:
-        """Close `count` of them, those first that were not used since they were last passed by."""
+        """Close `count` descriptors; a used one gets a second chance (the clock algorithm)."""
         while count and self._open:
             node = next(iter(self._open))
             del self._open[node]
@@ -314,30 +313,30 @@ class Descriptors:
             count -= 1
 
     def release_file(self, node: HostInode) -> None:
-        """Close the descriptor for content, or of a directory; the root keeps its."""
+        """Close the descriptor of a directory or for a file's content; not the root's."""
         if node.fd >= 0 and node.fd != self._root:
-            self._close(node.fd, soon=node in self.nameless)
+            self._close(node.fd, in_background=node in self.nameless)
             node.fd = -1
             node.writable = False
             self._open.pop(node, None)
             self._writable.pop(node, None)
 
     def release(self, node: HostInode) -> None:
-        """Close all that is open for `node`."""
+        """Close all descriptors of `node`."""
         self.release_file(node)
         if node in self.nameless:
             self.nameless.remove(node)
             if node.pin >= 0:
-                self._close(node.pin, soon=True)
+                self._close(node.pin, in_background=True)
                 node.pin = -1
         self.unpin(node)
 
     def close_writers(self) -> None:
-        """Keep open only to read what was opened to write, executable or not: whoever makes it so may execute it."""
+        """Reopen written files for reading only, so that they can be executed (ETXTBSY), also after a later chmod."""
         for node in tuple(self._writable):
             try:
                 reader = os.open(proc_path(node.fd), os.O_RDONLY | _O_CAREFUL | os.O_CLOEXEC)
-            except OSError:  # may be written, but not read, by its mode; or there is no room for one more
+            except OSError:  # the mode allows writing but not reading, or there are too many descriptors
                 self.release_file(node)
                 continue
             self._close(node.fd)
@@ -347,7 +346,7 @@ class Descriptors:
     def close_idle_writers(self) -> None:
         """Close executables that were opened to write and not used since the last call.
 
-        Beside the mount nobody could execute them (ETXTBSY).
+        Programs outside the mount could not execute them (ETXTBSY).
         """
         for node in tuple(self._writable):
             if node.used:
@@ -356,20 +355,20 @@ class Descriptors:
                 self.release_file(node)
 
     def check_invariants(self) -> None:
-        """AssertionError where what is open and what is known to be open differ."""
+        """AssertionError if the books and the nodes differ."""
         for node in self._table:
             if node is not self._table.root:
                 assert (node.fd >= 0) == (node in self._open), (node.name, node.fd)
         assert len(self._open) <= self.most
         assert self._writable.keys() <= self._open.keys()
-        assert not self._doomed
+        assert not self._to_close
 
     def close(self) -> None:
-        """Close everything, the root too."""
+        """Close everything, including the root."""
         for node in self._table:
             if node is not self._table.root:
                 self.release(node)
-        self._closing.end()
+        self._closer.stop()
         if self._root >= 0:
             os.close(self._root)
             self._root = self._table.root.fd = -1

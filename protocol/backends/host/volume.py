@@ -1,17 +1,17 @@
-"""HostVolume: a real directory served as a volume.
+"""HostVolume: serves a host directory as a volume.
 
-The host's own kernel does what it can do: modes, ACLs, xattrs, links, sparse files, atime, clearing of suid and
-sgid for an unprivileged daemon.  Here stands what it cannot know: who the caller is, which inode a number means,
-and that nothing leads out of the directory (see `protocol.backends.host.descriptors`).
+The host's kernel does what it can: modes, ACLs, xattrs, links, sparse files, atime, clearing of suid and sgid for an
+unprivileged daemon.  This package adds what the host's kernel cannot know: who the caller is, which inode a number
+means, and that no path may lead out of the directory (see `protocol.backends.host.descriptors`).
 
-Threading: the serving loop only.  A call waits for the host's disk, and so does everybody else meanwhile.
+Threading: the serving loop only.  A call waits for the host's disk, and so do all other requests meanwhile.
 
-Others may change the directory at any time.  What was looked up is then found changed, elsewhere below the
-root, or gone (ESTALE, at which a kernel looks the name up anew); a file that is open, and in use, goes on.
+Other programs may change the directory at any time.  An inode that was looked up may then be changed, elsewhere below
+the root, or gone (ESTALE, after which a kernel looks the name up again); an open file that is in use stays usable.
 
-What a root daemon creates belongs to the caller; what an unprivileged one creates, to the daemon's user.
-Another file system mounted below the directory is not entered (EXDEV), as with RESOLVE_NO_XDEV (openat2(2)).
-Locks are the mount's own: programs beside the mount do not see them.  ctime cannot be set.
+Files that a root daemon creates belong to the caller, those of an unprivileged one to the daemon's user.  A file system
+that is mounted below the directory is not entered (EXDEV; RESOLVE_NO_XDEV of openat2(2)).  Programs outside the mount
+do not see the mount's locks.  ctime cannot be set.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.host.attributes import HostAttributes, seen_as
-from protocol.backends.host.beside import Beside
-from protocol.backends.host.changing import change, without_privileges
+from protocol.backends.host.attributes import HostAttributes, attributes_of, set_attributes, without_privileges
+from protocol.backends.host.creation import InodeCreator
 from protocol.backends.host.descriptors import Descriptors
-from protocol.backends.host.making import Maker
-from protocol.backends.host.nodes import HostInode, HostInodeTable
-from protocol.backends.host.scan import Scan
+from protocol.backends.host.directory_entries import DirectoryEntries
+from protocol.backends.host.external_changes import ExternalChanges
+from protocol.backends.host.inode_table import HostInode, HostInodeTable
 from protocol.errors import os_error
 from protocol.linux import posix_acl, syscalls
 from protocol.linux.beneath import open_beneath, proc_path
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["HostVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # what off_t holds
-SCANS_KEPT: Final = 256
+MOST_READ_DIRECTORIES: Final = 256
 _DOT: Final = b"."
 _DOT_DOT: Final = b".."
 _DOTS: Final = frozenset({_DOT, _DOT_DOT})
@@ -60,10 +59,10 @@ _SUPERUSER: Final = Caller(0, 0)
 
 
 class HostVolume:
-    """The directory `path`, whatever it is a link to.  Implements `protocol.volume.Volume`.
+    """The directory `path` or, if that is a symlink, its target.  Implements `protocol.volume.Volume`.
 
-    OSError where it cannot be entered.  `descriptors`: how many files and directories may be open at a time
-    (by default what RLIMIT_NOFILE leaves room for).
+    OSError if it cannot be opened.  `descriptors` is how many files and directories may be open at a time (default:
+    derived from RLIMIT_NOFILE).
     """
 
     def __init__(self, path: str | bytes, *, read_only: bool = False, descriptors: int | None = None) -> None:
@@ -73,38 +72,38 @@ class HostVolume:
         self._descriptors = Descriptors(root, descriptors)
         self._table = HostInodeTable(os.fstat(root), self._release)
         self._descriptors.bind(self._table)
-        self._maker = Maker(self._descriptors)
-        self._scans: dict[HostInode, None] = {}
-        self._beside = Beside(self._table, self._descriptors, self._forget_scan)
+        self._creator = InodeCreator(self._descriptors)
+        self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
+        self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
         self.capabilities = VolumeCapabilities(external_changes=True, self_check=True, acls=_keeps_acls(root))
 
     def close(self) -> None:
-        """Close every descriptor.  Nothing can be asked of the volume then."""
+        """Close every descriptor.  The volume cannot be used after that."""
         self._descriptors.close()
 
     def tidy(self) -> None:
-        """Close what keeps others from executing a file that was written here.  To be called once a second or so."""
+        """Close written executables, which other programs cannot execute while they are open.  Call it every second."""
         self._descriptors.close_idle_writers()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the state contradicts itself.  O(what is known)."""
+        """AssertionError if the state contradicts itself.  O(inodes in the table)."""
         self._table.check_invariants()
         self._descriptors.check_invariants()
 
-    # -- changes beside the mount ------------------------------------------------------------------
+    # -- changes outside the mount -----------------------------------------------------------------
     def hold(self, paths: Iterable[bytes]) -> None:
         """See `protocol.volume.ExternallyChangedVolume`, as for the next two."""
-        self._beside.hold(paths)
+        self._external_changes.hold(paths)
 
     def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:
-        return self._beside.settle(changes)
+        return self._external_changes.invalidation_of(changes)
 
     def release(self) -> None:
-        self._beside.let_go()
+        self._external_changes.release()
 
     # -- inodes ----------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> HostAttributes:
-        """See `protocol.volume.Volume`, as for all that follow."""
+        """See `protocol.volume.Volume`, as for all methods below."""
         directory = self._node(parent)
         if name in _DOTS:
             node = directory if name == _DOT else directory.parent or directory
@@ -115,11 +114,11 @@ class HostVolume:
             seen = os.stat(name, dir_fd=self._directory(directory), follow_symlinks=False)
             node = self._enter(directory, name, seen)
         self._table.look_up(node)
-        return seen_as(node, seen, self._birth)
+        return self._attributes(node, seen)
 
     def _enter(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostInode:
         if seen.st_dev != directory.key[0]:
-            # A mount point, or a subvolume, which is the same mount.
+            # Either a mount point, which is refused, or a subvolume, which is part of the same mount.
             os.close(open_beneath(self._directory(directory), name, os.O_PATH, same_mount=True))
         return self._table.enter(directory, name, seen)
 
@@ -128,15 +127,15 @@ class HostVolume:
 
     def getattr(self, inode: int) -> HostAttributes:
         node = self._node(inode)
-        return seen_as(node, self._stat(node), self._birth)
+        return self._attributes(node, self._stat(node))
 
     def setattr(self, inode: int, changes: AttributeChanges) -> HostAttributes:
         self._check_writable()
         node = self._node(inode)
         if changes.size is not None:
             _check_size(node, changes.size)
-        change(self._descriptors, node, changes)
-        return seen_as(node, self._stat(node), self._birth)
+        set_attributes(self._descriptors, node, changes)
+        return self._attributes(node, self._stat(node))
 
     def readlink(self, inode: int) -> bytes:
         node = self._node(inode)
@@ -145,61 +144,61 @@ class HostVolume:
         with self._descriptors.of(node) as descriptor:
             return os.readlink(b"", dir_fd=descriptor)
 
-    # -- making and removing entries ---------------------------------------------------------------
+    # -- creating and removing entries -------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind in {stat.S_IFDIR, stat.S_IFLNK}:
             raise os_error(errno.EPERM)
-        directory = self._room_for(parent, name)
+        directory = self._directory_for(parent, name)
         if kind != stat.S_IFREG:
-            return self._made(directory, name, self._maker.special(directory, name, kind, mode, rdev, caller))
-        descriptor, seen = self._maker.file(directory, name, mode, caller)
-        made = self._made(directory, name, seen)
-        self._descriptors.release_file(made.node)  # of an inode whose number the host has given away again
+            return self._created(directory, name, self._creator.special(directory, name, mode, rdev, caller))
+        descriptor, seen = self._creator.file(directory, name, mode, caller)
+        made = self._created(directory, name, seen)
+        self._descriptors.release_file(made.node)  # of an earlier inode with the same number
         self._descriptors.keep_file(made.node, descriptor, writable=True)
         return made
 
     def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> HostAttributes:
-        directory = self._room_for(parent, name)
-        return self._made(directory, name, self._maker.directory(directory, name, mode, caller))
+        directory = self._directory_for(parent, name)
+        return self._created(directory, name, self._creator.directory(directory, name, mode, caller))
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> HostAttributes:
-        directory = self._room_for(parent, name)
-        return self._made(directory, name, self._maker.symlink(directory, name, target, caller))
+        directory = self._directory_for(parent, name)
+        return self._created(directory, name, self._creator.symlink(directory, name, target, caller))
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
         self._check_writable()
-        descriptor, seen = self._maker.tmpfile(self._node(parent), mode, caller)
+        descriptor, seen = self._creator.tmpfile(self._node(parent), mode, caller)
         node = self._table.enter_unnamed(seen)
         self._table.look_up(node)
         node.pin = os.open(proc_path(descriptor), os.O_PATH | os.O_CLOEXEC)
         self._descriptors.keep_file(node, descriptor, writable=True)
-        return seen_as(node, seen, self._birth)
+        return self._attributes(node, seen)
 
     def link(self, inode: int, parent: int, name: bytes) -> HostAttributes:
         node = self._node(inode)
         if node.is_dir:
             raise os_error(errno.EPERM)
-        directory = self._room_for(parent, name)
+        directory = self._directory_for(parent, name)
         with self._descriptors.held(), self._descriptors.of(node) as descriptor:
             os.link(proc_path(descriptor), name, dst_dir_fd=self._directory(directory), follow_symlinks=True)
-        self._table.add_place(node, directory, name)
+        self._table.add_dentry(node, directory, name)
         self._table.look_up(node)
         seen = self._stat(node)
         self._descriptors.unpin(node)
-        if directory.scan is not None:
-            directory.scan.add(name, seen)
-        return seen_as(node, seen, self._birth)
+        if directory.entries is not None:
+            directory.entries.add(name, seen)
+        return self._attributes(node, seen)
 
-    def _made(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostAttributes:
+    def _created(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostAttributes:
         known = self._table.at(seen)
         if known is not None:
-            self._table.lose(known)  # what is new is nobody's that was known
+            self._table.lose(known)  # the host reused the number of an inode that is gone
         node = self._table.enter(directory, name, seen)
         self._table.look_up(node)
-        if directory.scan is not None:
-            directory.scan.add(name, seen)
-        return seen_as(node, seen, self._birth)
+        if directory.entries is not None:
+            directory.entries.add(name, seen)
+        return self._attributes(node, seen)
 
     def unlink(self, parent: int, name: bytes) -> None:
         self._remove(parent, name, rmdir=False)
@@ -215,19 +214,19 @@ class HostVolume:
         self._check_writable()
         _check_name(name)
         directory = self._node(parent)
-        node = self._held_through_removal(directory, name)
+        node = self._pinned(directory, name)
         try:
             (os.rmdir if rmdir else os.unlink)(name, dir_fd=self._directory(directory))
         except BaseException:
-            self._still_there(node)
+            self._unpin_if_named(node)
             raise
-        if directory.scan is not None:
-            directory.scan.remove(name)
+        if directory.entries is not None:
+            directory.entries.remove(name)
         if node is not None:
-            self._gone_from(node, directory, name)
+            self._removed(node, directory, name)
 
-    def _held_through_removal(self, directory: HostInode, name: bytes) -> HostInode | None:
-        """The known node at a place that is about to be taken from it; open, if anybody looks at it."""
+    def _pinned(self, directory: HostInode, name: bytes) -> HostInode | None:
+        """The node of a name that is about to be removed or replaced; pinned if the kernel has lookups of it."""
         seen = os.stat(name, dir_fd=self._directory(directory), follow_symlinks=False)
         node = self._table.at(seen)
         if node is not None and node.lookups and not self._descriptors.pin(node):
@@ -235,15 +234,15 @@ class HostVolume:
             return None
         return node
 
-    def _still_there(self, node: HostInode | None) -> None:
+    def _unpin_if_named(self, node: HostInode | None) -> None:
         if node is not None and node.parent is not None:
             self._descriptors.unpin(node)
 
-    def _gone_from(self, node: HostInode, directory: HostInode, name: bytes) -> None:
+    def _removed(self, node: HostInode, directory: HostInode, name: bytes) -> None:
         if node.is_dir:
-            self._forget_scan(node)
-        self._table.remove_place(node, directory, name)
-        self._still_there(node)
+            self._forget_entries(node)
+        self._table.remove_dentry(node, directory, name)
+        self._unpin_if_named(node)
 
     # -- rename ------------------------------------------------------------------------------------
     def rename(
@@ -263,27 +262,27 @@ class HostVolume:
             moved = os.stat(name, dir_fd=self._directory(source), follow_symlinks=False)
             node = self._table.at(moved)
             try:
-                victim = self._held_through_removal(target, new_name)
+                victim = self._pinned(target, new_name)
             except FileNotFoundError:
                 victim = None
             try:
                 self._rename_on_host(source, name, target, new_name, flags)
             except BaseException:
-                self._still_there(victim)
+                self._unpin_if_named(victim)
                 raise
             if victim is not None and victim is node:
-                self._still_there(victim)  # two names of one file: rename(2) does nothing
+                self._unpin_if_named(victim)  # two names of one file, for which rename(2) does nothing
                 return
             if flags & RENAME_WHITEOUT:
-                self._maker.own(source, name, stat.S_IFCHR, caller)
+                self._creator.finish(source, name, stat.S_IFCHR, caller)
         self._moved(node, moved, source, name, target, new_name)
         if flags & RENAME_EXCHANGE:
             self._exchanged(victim, target, new_name, source, name)
         else:
             if victim is not None:
-                self._gone_from(victim, target, new_name)
-            if flags & RENAME_WHITEOUT and source.scan is not None:
-                source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
+                self._removed(victim, target, new_name)
+            if flags & RENAME_WHITEOUT and source.entries is not None:
+                source.entries.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
 
     def _rename_on_host(self, source: HostInode, name: bytes, target: HostInode, new_name: bytes, flags: int) -> None:
         old, new = self._directory(source), self._directory(target)
@@ -301,61 +300,61 @@ class HostVolume:
         target: HostInode,
         new_name: bytes,
     ) -> None:
-        if source.scan is not None:
-            source.scan.remove(name)
-        if target.scan is not None:
-            target.scan.add(new_name, seen)
+        if source.entries is not None:
+            source.entries.remove(name)
+        if target.entries is not None:
+            target.entries.add(new_name, seen)
         if node is not None:
-            self._table.add_place(node, target, new_name)
+            self._table.add_dentry(node, target, new_name)
             if (source, name) != (target, new_name):
-                self._table.remove_place(node, source, name)
+                self._table.remove_dentry(node, source, name)
 
     def _exchanged(
         self, victim: HostInode | None, target: HostInode, new_name: bytes, source: HostInode, name: bytes
     ) -> None:
-        """The other half of an exchange, of which `_moved` has done the first."""
-        if source.scan is not None:
-            source.scan.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
+        """Record the second half of an exchange, after `_moved` recorded the first."""
+        if source.entries is not None:
+            source.entries.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
         if victim is not None:
-            self._table.add_place(victim, source, name)
-            self._table.remove_place(victim, target, new_name)
-            self._still_there(victim)
+            self._table.add_dentry(victim, source, name)
+            self._table.remove_dentry(victim, target, new_name)
+            self._unpin_if_named(victim)
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
         directory = self._node(inode)
-        scan = directory.scan
-        if scan is None or not cookie:
+        entries = directory.entries
+        if entries is None or not cookie:
             descriptor = os.open(_DOT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._directory(directory))
             try:
-                scan = self._scan_of(directory)
-                scan.refresh(descriptor)
+                entries = self._entries_of(directory)
+                entries.refresh(descriptor)
             finally:
                 os.close(descriptor)
-        return self._entries(directory, scan, cookie)
+        return self._listed(directory, entries, cookie)
 
-    def _entries(self, directory: HostInode, scan: Scan, cookie: int) -> Iterator[DirectoryEntry]:
+    def _listed(self, directory: HostInode, entries: DirectoryEntries, cookie: int) -> Iterator[DirectoryEntry]:
         if cookie < 1:
             yield DirectoryEntry(_DOT, directory.number, stat.S_IFDIR, 1)
         if cookie < 2:
             yield DirectoryEntry(_DOT_DOT, (directory.parent or directory).number, stat.S_IFDIR, 2)
         device, number_of = directory.key[0], self._table.number_of
-        for at, name, entry in scan.after(cookie):
+        for at, name, entry in entries.after(cookie):
             yield DirectoryEntry(name, number_of((device, entry.inode)), entry.kind, at)
 
-    def _scan_of(self, directory: HostInode) -> Scan:
-        if directory.scan is None:
-            directory.scan = Scan()
-            if len(self._scans) >= SCANS_KEPT:
-                self._forget_scan(next(iter(self._scans)))
+    def _entries_of(self, directory: HostInode) -> DirectoryEntries:
+        if directory.entries is None:
+            directory.entries = DirectoryEntries()
+            if len(self._read_directories) >= MOST_READ_DIRECTORIES:
+                self._forget_entries(next(iter(self._read_directories)))
         else:
-            del self._scans[directory]
-        self._scans[directory] = None
-        return directory.scan
+            del self._read_directories[directory]
+        self._read_directories[directory] = None
+        return directory.entries
 
-    def _forget_scan(self, directory: HostInode) -> None:
-        directory.scan = None
-        self._scans.pop(directory, None)
+    def _forget_entries(self, directory: HostInode) -> None:
+        directory.entries = None
+        self._read_directories.pop(directory, None)
 
     # -- content -----------------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Buffer:
@@ -391,7 +390,7 @@ class HostVolume:
         copied = 0
         with self._descriptors.held():
             new = self._descriptors.file(self._node(target), write=True)
-            # Not asked for twice: where it is the same file, its descriptor is the same too.
+            # In this order: if both are the same file, the second call returns the descriptor of the first.
             old = self._descriptors.file(self._node(source))
             while copied < length:
                 count = os.copy_file_range(old, new, length - copied, source_offset + copied, target_offset + copied)
@@ -451,7 +450,7 @@ class HostVolume:
     def _directory(self, node: HostInode) -> int:
         return self._descriptors.directory(node)
 
-    def _room_for(self, parent: int, name: bytes) -> HostInode:
+    def _directory_for(self, parent: int, name: bytes) -> HostInode:
         self._check_writable()
         if name in _DOTS:
             raise os_error(errno.EEXIST)
@@ -459,7 +458,7 @@ class HostVolume:
         return self._node(parent)
 
     def _stat(self, node: HostInode) -> os.stat_result:
-        """What the host says of the very inode of `node`."""
+        """The stat data of `node`; ESTALE if no name leads to its inode."""
         if node.pin >= 0:
             return os.fstat(node.pin)
         if node.fd >= 0:
@@ -474,8 +473,11 @@ class HostVolume:
             else:
                 if node.is_shown(seen):
                     return seen
-        with self._descriptors.of(node) as descriptor:  # by its other names, or ESTALE
+        with self._descriptors.of(node) as descriptor:  # by its other names
             return os.fstat(descriptor)
+
+    def _attributes(self, node: HostInode, seen: os.stat_result) -> HostAttributes:
+        return attributes_of(node, seen, self._birth)
 
     def _birth(self, node: HostInode) -> int:
         try:
@@ -486,9 +488,9 @@ class HostVolume:
 
     def _release(self, node: HostInode) -> None:
         self._descriptors.release(node)
-        # While it is merely idle, whoever is listing it may still go on.
-        if node.scan is not None and self._table.get(node.number) is not node:
-            self._forget_scan(node)
+        # A reader may still continue in a directory that is only idle.
+        if node.entries is not None and self._table.get(node.number) is not node:
+            self._forget_entries(node)
 
     def _check_writable(self) -> None:
         if self.read_only:
@@ -496,7 +498,7 @@ class HostVolume:
 
 
 def _check_name(name: bytes) -> None:
-    """A name is one step: with a slash it would be many, and could lead anywhere."""
+    """EINVAL for a name with a slash, which could lead out of its directory."""
     if b"/" in name or not name:
         raise os_error(errno.EINVAL)
 

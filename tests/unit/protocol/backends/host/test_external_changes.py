@@ -64,10 +64,10 @@ def restoring(volume: HostVolume, inside: Path, change: Callable[[], None], *pat
             made.append(Change(path, "modified", old, new))
         elif (old.inode, old.mode) != (new.inode, new.mode):
             made.append(Change(path, "metadata", old, new))
-    coherence = volume.invalidation_of(made)
+    invalidation = volume.invalidation_of(made)
     volume.release()
     volume.check_invariants()
-    return coherence
+    return invalidation
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -85,13 +85,13 @@ def test_a_file_that_is_replaced_is_told_and_can_be_read_on_by_who_has_it_open(
 ) -> None:
     (inside / "a").write_bytes(b"old")
     number = fs.hold(b"a")
-    coherence = restoring(volume, inside, lambda: replace(inside / "a", b"brand new"), b"a")
+    invalidation = restoring(volume, inside, lambda: replace(inside / "a", b"brand new"), b"a")
     new = fs.at(b"a")
     assert new != number
-    assert coherence.entries == [EntryChange(ROOT_INODE, b"a", number, new)]
-    assert coherence.paths[ROOT_INODE] == b""
-    assert stat.S_ISREG(coherence.modes[number])
-    assert stat.S_ISREG(coherence.modes[new])
+    assert invalidation.entries == [EntryChange(ROOT_INODE, b"a", number, new)]
+    assert invalidation.paths[ROOT_INODE] == b""
+    assert stat.S_ISREG(invalidation.modes[number])
+    assert stat.S_ISREG(invalidation.modes[new])
     assert fs.read(number) == b"old"
     assert fs.stat(number).nlink == 0
     assert fs.read(b"a") == b"brand new"
@@ -110,13 +110,13 @@ def test_a_removed_directory_goes_with_all_that_is_open_in_it(volume: HostVolume
         (inside / "d" / "e").rmdir()
         (inside / "d").rmdir()
 
-    coherence = restoring(volume, inside, remove, b"d", b"d/e", b"d/e/file")
-    assert coherence.entries == [
+    invalidation = restoring(volume, inside, remove, b"d", b"d/e", b"d/e/file")
+    assert invalidation.entries == [
         EntryChange(ROOT_INODE, b"d", directory, 0),
         EntryChange(directory, b"e", below, 0),
         EntryChange(below, b"file", file, 0),
     ]
-    assert set(coherence.paths) == {ROOT_INODE}  # nothing leads to what was in it
+    assert set(invalidation.paths) == {ROOT_INODE}  # nothing leads to what was in it
     assert fs.read(file) == b"content"
     assert fs.names(directory) == []
     before = descriptors()
@@ -139,9 +139,9 @@ def test_what_takes_the_place_of_a_directory_is_told_too(volume: HostVolume, fs:
         fs.hold(b"d/file")
         replace(inside / "d" / "file", b"newer")
 
-    coherence = restoring(volume, inside, change, b"d", b"d/file")
-    assert coherence.entries[0] == EntryChange(ROOT_INODE, b"d", directory, fs.at(b"d"))
-    told = {(change.parent, change.name) for change in coherence.entries}
+    invalidation = restoring(volume, inside, change, b"d", b"d/file")
+    assert invalidation.entries[0] == EntryChange(ROOT_INODE, b"d", directory, fs.at(b"d"))
+    told = {(change.parent, change.name) for change in invalidation.entries}
     assert {(directory, b"file"), (fs.at(b"d"), b"file")} <= told
     assert fs.read(b"d/file") == b"newer"
     assert fs.read(file) == b"old"
@@ -156,10 +156,10 @@ def test_what_is_changed_in_place_keeps_its_number(volume: HostVolume, fs: Drive
         (inside / "a").chmod(0o600)
         (inside / "b").write_bytes(b"rewritten")
 
-    coherence = restoring(volume, inside, change, b"a", b"b")
-    assert coherence.entries == []
-    assert coherence.inodes == [InodeChange(a, content=False), InodeChange(b, content=True)]
-    assert (coherence.paths[a], coherence.paths[b]) == (b"a", b"b")
+    invalidation = restoring(volume, inside, change, b"a", b"b")
+    assert invalidation.entries == []
+    assert invalidation.inodes == [InodeChange(a, content=False), InodeChange(b, content=True)]
+    assert (invalidation.paths[a], invalidation.paths[b]) == (b"a", b"b")
     assert fs.stat(a).nlink == fs.stat(b).nlink == 1
 
 
@@ -185,22 +185,22 @@ def test_a_name_that_the_kernel_never_asked_for_is_told_of_with_its_type(
         (inside / "d" / "file").unlink()
         (inside / "d" / "new").symlink_to("x")
 
-    coherence = restoring(volume, inside, change, b"d/sub", b"d/file", b"d/new")
-    by_name = {change.name: change for change in coherence.entries}
-    assert {change.parent for change in coherence.entries} == {parent}
-    assert stat.S_ISDIR(coherence.modes[by_name[b"sub"].old])
-    assert stat.S_ISREG(coherence.modes[by_name[b"file"].old])
+    invalidation = restoring(volume, inside, change, b"d/sub", b"d/file", b"d/new")
+    by_name = {change.name: change for change in invalidation.entries}
+    assert {change.parent for change in invalidation.entries} == {parent}
+    assert stat.S_ISDIR(invalidation.modes[by_name[b"sub"].old])
+    assert stat.S_ISREG(invalidation.modes[by_name[b"file"].old])
     assert by_name[b"sub"].new == by_name[b"file"].new == by_name[b"new"].old == 0
     assert by_name[b"new"].new == fs.at(b"d/new")
-    assert stat.S_ISLNK(coherence.modes[by_name[b"new"].new])
+    assert stat.S_ISLNK(invalidation.modes[by_name[b"new"].new])
 
 
 def test_of_what_is_in_a_directory_that_the_kernel_does_not_know_nothing_is_told(
     volume: HostVolume, inside: Path
 ) -> None:
     (inside / "d" / "e").mkdir(parents=True)
-    coherence = restoring(volume, inside, (inside / "d" / "e" / "new").touch, b"d/e/new")
-    assert coherence == CacheInvalidation([], [], {}, {})
+    invalidation = restoring(volume, inside, (inside / "d" / "e" / "new").touch, b"d/e/new")
+    assert invalidation == CacheInvalidation([], [], {}, {})
 
 
 def test_a_listing_goes_on_with_what_is_there_now(volume: HostVolume, fs: Driver, inside: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_name_that_was_only_for_a_moment_is_told_of(volume: HostVolume, fs: Dr
         seen.append(fs.hold(b".vfsd-restore-0-1"))  # somebody lists the directory
         os.rename(inside / ".vfsd-restore-0-1", inside / "a")
 
-    coherence = restoring(volume, inside, change, b"a")
-    assert EntryChange(ROOT_INODE, b".vfsd-restore-0-1", seen[0], 0) in coherence.entries
+    invalidation = restoring(volume, inside, change, b"a")
+    assert EntryChange(ROOT_INODE, b".vfsd-restore-0-1", seen[0], 0) in invalidation.entries
     assert fs.at(b"a") == seen[0]
     assert fs.stat(b"a").nlink == 1
