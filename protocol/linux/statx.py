@@ -26,6 +26,7 @@ __all__ = [
     "birth_ns",
     "change_key",
     "differing_records",
+    "is_racy",
     "link_count",
     "result_at",
     "statx_descriptor",
@@ -45,6 +46,8 @@ _BIRTH: Final = struct.Struct("=I76xqI")  # stx_mask, stx_btime
 _KEY: Final = slice(16, 48)  # nlink to size
 _KEY_TIMES: Final = slice(96, 128)  # ctime and mtime
 _SECOND: Final = 1_000_000_000
+_TICK_NS: Final = 20_000_000  # twice the longest tick of a kernel's clock (HZ=100), whose time it gives to inodes
+_COARSE_NS: Final = 2_000_000_000  # for file systems that store whole seconds, or FAT's two seconds
 
 # No argtypes and no use_errno: preparing for both is half of the cost of a call.  After a failure, os.lstat raises.
 _statx = ctypes.CDLL(None).statx
@@ -140,6 +143,11 @@ def change_key(records: bytes, index: int = 0) -> bytes:
     """The bytes of a record that differ between inodes, and after every change of an inode."""
     record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
     return record[_KEY] + record[_KEY_TIMES]
+
+
+def is_racy(ctime_ns: int, now_ns: int) -> bool:
+    """Whether an inode with this ctime, seen at `now_ns`, may change again without a change of its times."""
+    return ctime_ns + (_TICK_NS if ctime_ns % _SECOND else _COARSE_NS) >= now_ns
 
 
 def link_count(key: bytes) -> int:

@@ -1,4 +1,4 @@
-"""StatCache: what a directory was when it was last taken, so that what is unchanged is not read again.
+"""StatCache: the directories of the previous scan, so that unchanged files are not read again.
 
 A file counts as unchanged when its inode number, size, mode, owner, links, ctime and mtime are what they were.
 But a file that changed again within the same tick of the clock as before would look the same: so one whose ctime was
@@ -28,20 +28,11 @@ from protocol.linux.statx import RECORD_BYTES, change_key
 from protocol.store.format.layout import open_regular, read_regular, write_atomically
 from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
-__all__ = ["RACY_NS", "CachedDirectory", "StatCache", "is_racy"]
+__all__ = ["CachedDirectory", "StatCache"]
 
-# A kernel stamps with the time of its last tick: 10 ms ago at most (HZ=100).
-RACY_NS: Final = 20_000_000
-_COARSE_NS: Final = 2_000_000_000  # of a file system that keeps whole seconds, or FAT's two
-_SECOND: Final = 1_000_000_000
 _MAGIC: Final = b"vfsdstat3"
 _FRAME: Final = struct.Struct("<II")  # length, crc32
 _SLACK_BYTES: Final = 1 << 20
-
-
-def is_racy(ctime_ns: int, now_ns: int) -> bool:
-    """Whether an inode of this ctime, looked at at `now_ns`, may change without its times showing it."""
-    return ctime_ns + (RACY_NS if ctime_ns % _SECOND else _COARSE_NS) >= now_ns
 
 
 class CachedDirectory:

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from protocol.store.directory.statcache import is_racy
+from protocol.linux.statx import is_racy
 from protocol.store.format.digests import DIGEST_BYTES
 from protocol.store.format.fanout import FanOut
 from protocol.store.format.layout import GENERATION, open_regular, read_regular

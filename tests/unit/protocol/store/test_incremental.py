@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from protocol.diff.tree_diff import changes
+from protocol.linux.statx import is_racy
 from protocol.store import DirectorySource, Store
-from protocol.store.directory.statcache import is_racy
 from tests.unit.protocol.store.states import Chaos, State, differences, state_of, state_of_tree
 
 

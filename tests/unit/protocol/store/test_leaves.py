@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from protocol.linux.statx import StatxResult, result_at, statx_names
+from protocol.store.directory.leaves import LeafReader, VanishedError
 from protocol.store.directory.scan import scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Blobs, Digesting
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest
 from protocol.store.format.layout import Layout
-from protocol.store.format.leaves import Leaves, VanishedError
 
 HOUR_NS = 3_600 * 10**9
 
@@ -51,7 +51,7 @@ def deny(path: bytes, error: OSError) -> None:
 def test_a_file_of_the_future_is_not_waited_for(directory: Directory) -> None:
     (directory.path / "file").write_bytes(b"large" * LARGE_BYTES)
     seen = directory.seen(b"file")._replace(ctime_ns=time.time_ns() + HOUR_NS)
-    leaves = Leaves(directory.sink, deny, lambda _: None)
+    leaves = LeafReader(directory.sink, deny, lambda _: None)
 
     row, _ = leaves.take(directory.descriptor, b"file", b"file", seen)
 
@@ -68,7 +68,7 @@ def test_a_file_that_grows_large_as_it_is_read_has_the_digest_of_what_is_stored(
             had.append(states.pop(0))
             (directory.path / "file").write_bytes(had[-1])
 
-    leaves = Leaves(directory.sink, deny, change)
+    leaves = LeafReader(directory.sink, deny, change)
     row, _ = leaves.take(directory.descriptor, b"file", b"file", directory.seen(b"file"))
 
     assert row.content in {digest(each) for each in had}
@@ -81,7 +81,7 @@ def test_a_directory_in_place_of_a_file_is_no_error_of_reading(directory: Direct
     (directory.path / "name").mkdir()
 
     with pytest.raises(VanishedError):
-        Leaves(directory.sink, deny, lambda _: None).take(directory.descriptor, b"name", b"name", seen)
+        LeafReader(directory.sink, deny, lambda _: None).take(directory.descriptor, b"name", b"name", seen)
 
 
 def test_a_name_that_becomes_something_else_meanwhile_is_kept_as_that(directory: Directory) -> None:

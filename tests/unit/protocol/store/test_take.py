@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from protocol.diff.tree_diff import changes
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
+from protocol.linux.statx import is_racy
 from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store, TreeSource, default_directory
-from protocol.store.directory.statcache import is_racy
 from protocol.store.format.blobs import LARGE_BYTES
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
 from tests.support.trees import DictTree

@@ -227,7 +227,7 @@ def test_a_collection_waits_for_readers_and_says_so_when_they_go_on(store: Store
 
 SCRIPT = """
 import os, sys
-from protocol.store import DirectorySource, DirectoryTarget, Store
+from protocol.store import DirectorySource, DirectoryTarget, RestoreRequest, Store
 place, key = sys.argv[1:]
 root = os.path.join(place, "root-" + key)
 with Store(os.path.join(place, "store")) as store:
@@ -242,7 +242,8 @@ with Store(os.path.join(place, "store")) as store:
         if number % 5 == 4:
             store.collect_garbage()
         if number % 6 == 5:
-            store.restore(key, str(number - 1), DirectoryTarget(root), safety="safe-%d" % number)
+            request = RestoreRequest(str(number - 1), safety="safe-%d" % number)
+            store.restore(key, DirectoryTarget(root), request)
 """
 
 

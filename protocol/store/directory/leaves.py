@@ -1,6 +1,7 @@
-"""Leaves: reads what is no directory, so that what is stored of it is what it had at one moment.
+"""LeafReader: reads entries that are no directories, so that a stored content is one that the file had at one moment.
 
-A file is looked at before and after it is read.  One that keeps changing is stored as it was read last, and named.
+The reader compares a file's stat data before and after it reads it, and tries up to five times.  A file that still
+changes is stored as last read and reported in `unstable`.
 
 Threading: one thread at a time.
 """
@@ -16,12 +17,11 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.linux.beneath import open_to_read, proc_path
-from protocol.linux.statx import StatxResult, result_at, statx_descriptor
-from protocol.store.directory.statcache import is_racy
+from protocol.linux.statx import StatxResult, is_racy, result_at, statx_descriptor
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
 
-__all__ = ["DENIED", "GONE", "Leaves", "VanishedError", "read_xattrs"]
+__all__ = ["DENIED", "GONE", "LeafReader", "VanishedError", "read_xattrs"]
 
 _TRIES: Final = 5
 _TICK_S: Final = 0.005
@@ -32,11 +32,14 @@ _NO_XATTRS: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, er
 
 
 class VanishedError(Exception):
-    """What was listed is gone, or something else by now."""
+    """A listed entry is gone, or has another type now."""
 
 
-class Leaves:
-    """Gives files to `sink`; `deny` hears of what cannot be read (and may raise), `done` of bytes read."""
+class LeafReader:
+    """Gives the contents of files to `sink`.
+
+    `deny` is called with an entry that cannot be read, and may raise; `done` with the number of bytes of each read.
+    """
 
     def __init__(self, sink: Sink, deny: Callable[[bytes, OSError], None], done: Callable[[int], None]) -> None:
         self._sink = sink
@@ -45,7 +48,7 @@ class Leaves:
         self.unstable: list[bytes] = []
 
     def take(self, parent: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
-        """The row of anything else, and as what it was seen when it was read (None: it did not stand still)."""
+        """The row of an entry, and its stat data when it was read (None: it kept changing).  VanishedError."""
         if stat.S_ISREG(seen.mode):
             return self._file(parent, name, path, seen)
         try:
@@ -74,11 +77,13 @@ class Leaves:
                 raise VanishedError from None
             raise
         try:
-            return self._steady(descriptor, name, path, seen)
+            return self._read_stable(descriptor, name, path, seen)
         finally:
             os.close(descriptor)
 
-    def _steady(self, descriptor: int, name: bytes, path: bytes, seen: StatxResult) -> tuple[Row, StatxResult | None]:
+    def _read_stable(
+        self, descriptor: int, name: bytes, path: bytes, seen: StatxResult
+    ) -> tuple[Row, StatxResult | None]:
         before = seen
         for _ in range(_TRIES):
             try:
@@ -99,36 +104,38 @@ class Leaves:
             before = result_at(statx_descriptor(descriptor), 0)
         self.unstable.append(path)
         if size < 0:
-            digest, size = self._last_resort(descriptor, before.size)
+            digest, size = self._unstable_content(descriptor, before.size)
         return _row(name, before, size, digest, xattrs, 0), None
 
-    def _last_resort(self, descriptor: int, size: int) -> tuple[bytes, int]:
-        """What it had while it was changing: named as unstable, but better than nothing."""
-        if size > LARGE_BYTES:
-            digest, count = self._sink.large(descriptor, size, self._done)
-            return (digest if count else b""), count
-        data = os.pread(descriptor, size, 0)
+    def _content(self, descriptor: int, seen: StatxResult) -> tuple[bytes, int]:
+        """The digest and length of the content; length -1, with nothing stored, if it changed while it was read."""
+        if seen.size > LARGE_BYTES:
+            _wait_until_safe(seen.ctime_ns)
+            return self._large(descriptor, seen.size)
+        if not seen.size:
+            return b"", 0
+        racy = is_racy(seen.ctime_ns, time.time_ns())
+        data = os.pread(descriptor, seen.size, 0)
+        self._done(len(data))
+        # The stat data does not show a change within the same clock tick, so read twice.
+        if racy and os.pread(descriptor, seen.size, 0) != data:
+            return b"", -1
         return (self._sink.small(data) if data else b""), len(data)
 
-    def _content(self, descriptor: int, seen: StatxResult) -> tuple[bytes, int]:
-        """The digest of what is there, and how much; nothing of a digest that changes as it is read is kept."""
-        size = seen.size
-        racy = is_racy(seen.ctime_ns, time.time_ns())
+    def _large(self, descriptor: int, size: int) -> tuple[bytes, int]:
+        digest, count = self._sink.large(descriptor, size, self._done)
+        return (digest if count else b""), count
+
+    def _unstable_content(self, descriptor: int, size: int) -> tuple[bytes, int]:
+        """Store one reading of a file that keeps changing."""
         if size > LARGE_BYTES:
-            _wait_until_safe(seen.ctime_ns)
-            digest, count = self._sink.large(descriptor, size, self._done)
-            return (digest if count else b""), count
-        if not size:
-            return b"", 0
+            return self._large(descriptor, size)
         data = os.pread(descriptor, size, 0)
-        self._done(len(data))
-        if racy and os.pread(descriptor, size, 0) != data:
-            return b"", -1
         return (self._sink.small(data) if data else b""), len(data)
 
 
 def _wait_until_safe(ctime_ns: int) -> None:
-    """Until a write would show in the ctime; not for one of the future, as files have when the clock was set back."""
+    """Wait until a write would change the ctime; not if the ctime is in the future (the clock was set back)."""
     while ctime_ns <= (now_ns := time.time_ns()) and is_racy(ctime_ns, now_ns):
         time.sleep(_TICK_S)
 
@@ -143,7 +150,7 @@ def _row(name: bytes, seen: StatxResult, size: int, content: bytes, xattrs: Xatt
 
 
 def read_xattrs(at: int | bytes) -> Xattrs:
-    """All xattrs that can be read of a descriptor or /proc path, sorted."""
+    """All xattrs of a descriptor or /proc path that can be read, sorted."""
     try:
         names = os.listxattr(at)
     except OSError as error:
@@ -154,6 +161,6 @@ def read_xattrs(at: int | bytes) -> Xattrs:
         return ()
     found = []
     for name in names:
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to read (trusted., security.)
+        with contextlib.suppress(OSError):  # removed since, or not readable for this user (trusted., security.)
             found.append((os.fsencode(name), os.getxattr(at, name)))
     return tuple(sorted(found))
