@@ -410,7 +410,7 @@ def test_after_a_daemons_death_the_content_is_where_it_was(workdir: Path, direct
         os.kill(first.pid, signal.SIGKILL)
         wait_ended()
     second = launch(options)
-    assert f"what it held is in {directory}" in str(second.recovered)
+    assert f"its content is in {directory}" in str(second.recovered)
     with Workspace.attach(second.name) as again:
         assert (place / "f").read_bytes() == b"kept"
         again.unmount()

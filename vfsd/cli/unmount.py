@@ -203,7 +203,7 @@ def _clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
     remove_record(record)
     with contextlib.suppress(FileExistsError):  # a new daemon of that name was faster
         remove_dead_socket(record.socket)
-    output.note(f"the daemon of {record.name} was dead: {record.what_a_death_costs}, its mount is cleared away")
+    output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount is cleared away")
     return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 

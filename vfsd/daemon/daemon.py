@@ -312,5 +312,5 @@ def _recover(options: MountOptions) -> str | None:
         return None
     mounts.clear_dead_mount(options.workspace.mountpoint)
     mounts.check_mountpoint(options.workspace.mountpoint)
-    costs = [record.what_a_death_costs for record in left if record.mountpoint == options.workspace.mountpoint]
+    costs = [record.content_after_crash for record in left if record.mountpoint == options.workspace.mountpoint]
     return f"the daemon of {dead.describe()} had died: {costs[0] if costs else _LOST}"

@@ -1,7 +1,7 @@
-"""What `vfsd doctor` looks at: is everything there that a mount needs, and what to type where it is not.
+"""The checks of `vfsd doctor`: what a mount needs on this machine, and what to do about each thing that is missing.
 
-Only looks: nothing is mounted (but for `deep`), changed or sent anywhere.  A check that itself fails is a
-finding.  What a check reads of the machine it reads through `Host`, so that a test can show it another one.
+The checks change nothing; only `deep` mounts, in a temporary directory.  They read the machine through `Host`, so that
+a test can replace it.  A check that fails itself is reported as a finding.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from vfsd.machine.mounts import is_dead
 
 __all__ = ["Finding", "Host", "examine"]
 
-KERNEL_MIN: Final = (5, 15)  # of the native engine (vfsd/kernel/engines/native/negotiation.py)
+KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/negotiation.py)
 KERNEL_MIN_PYFUSE3: Final = (5, 4)
-# What later kernels do better; Documentation/filesystems/fuse.rst and the history in linux/fuse.h.
+# Features of later kernels; source: Documentation/filesystems/fuse.rst and the history in linux/fuse.h.
 KERNEL_FEATURES: Final = (
-    ((5, 11), "writes without a look at security.capability before each (FUSE_HANDLE_KILLPRIV_V2)"),
+    ((5, 11), "writes without reading security.capability before each (FUSE_HANDLE_KILLPRIV_V2)"),
     ((6, 2), "O_TMPFILE (FUSE_TMPFILE)"),
 )
 OPEN_FILES_MIN: Final = 1024
 PROCESSES_MIN: Final = 32
 REQUEST_TIMEOUT_MIN_S: Final = 60
-SOCKET_PATH_MAX: Final = 107  # sun_path less its NUL, unix(7)
+SOCKET_PATH_MAX: Final = 107  # sun_path without its NUL, unix(7)
 NAME_LENGTH_USUAL: Final = 32
-FUSERMOUNT_MOUNTS_MAX: Final = 1000  # fusermount3(1), without mount_max in /etc/fuse.conf
+FUSERMOUNT_MOUNTS_MAX: Final = 1000  # the default of mount_max in /etc/fuse.conf, fusermount3(1)
 DEEP_TIMEOUT_S: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`what` is the case with `topic`; where that is not `ok`, `advice` is what to do.
+    """The result of one check: `what` is the state of `topic`; `advice` is what to do if it is not `ok`.
 
-    `optional`: vfsd works without it, less well or without a part.
+    `optional`: vfsd works without it, but more slowly or without a feature.
     """
 
     topic: str
@@ -64,39 +64,65 @@ class Finding:
     advice: str = ""
 
 
+def _fine(topic: str, what: str, *, optional: bool = True) -> Finding:
+    return Finding(topic, ok=True, optional=optional, what=what)
+
+
+def _problem(topic: str, what: str, advice: str = "", *, optional: bool = True) -> Finding:
+    return Finding(topic, ok=False, optional=optional, what=what, advice=advice)
+
+
+def _finding(topic: str, what: str, *, ok: bool, advice: str, optional: bool = True) -> Finding:
+    return Finding(topic, ok=ok, optional=optional, what=what, advice="" if ok else advice)
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine as the checks see it; files are looked up below `root`."""
+    """The machine that the checks examine; files are read below `root`."""
 
     root: str = "/"
     release: str = field(default_factory=lambda: os.uname().release)
     uid: int = field(default_factory=os.geteuid)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    # The version of a module that is imported.  ImportError where it cannot be.
+    # Imports a module and returns its version.  ImportError if it cannot be imported.
     module_version: Callable[[str], str] = field(default=lambda name: str(importlib.import_module(name).__version__))
-    # Of open files, for this process and for what it starts; RLIM_INFINITY for none.
+    # The hard limit of open files for this process and its children, or RLIM_INFINITY.
     open_files_hard: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
     def path(self, absolute: str) -> str:
         return os.path.join(self.root, absolute.lstrip("/"))
 
-    def read(self, absolute: str) -> str | None:
-        """The text of a file; None where it is missing or may not be read."""
+    def read(self, absolute: str) -> str:
+        """Return the text of a file; "" if it is missing or cannot be read."""
         try:
             with open(self.path(absolute), encoding="utf-8", errors="replace") as file:
                 return file.read()
         except OSError:
-            return None
+            return ""
 
     def which(self, program: str) -> str | None:
         return shutil.which(program, path=self.environ.get("PATH", os.defpath))
 
+    @property
+    def kernel(self) -> tuple[int, int] | None:
+        numbers = re.match(r"(\d+)\.(\d+)", self.release)
+        return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+    @property
+    def pyfuse3_error(self) -> ImportError | None:
+        """Why pyfuse3 cannot be imported; None if it can."""
+        try:
+            self.module_version("pyfuse3")
+        except ImportError as error:
+            return error
+        return None
+
 
 def examine(*, deep: bool = False, host: Host | None = None) -> list[Finding]:
-    """All findings, in the order to read them.  `deep` also makes a mount in a temporary directory."""
-    looked_at = host or Host()
+    """Run all checks and return their findings in reading order.  `deep` also mounts a workspace, and unmounts it."""
+    examined = host or Host()
     checks = [*_CHECKS, _check_mount] if deep else _CHECKS
-    return [finding for check in checks for finding in _run(check, looked_at)]
+    return [finding for check in checks for finding in _run(check, examined)]
 
 
 def _run(check: Callable[[Host], Iterator[Finding]], host: Host) -> list[Finding]:
@@ -104,284 +130,248 @@ def _run(check: Callable[[Host], Iterator[Finding]], host: Host) -> list[Finding
         return list(check(host))
     except (OSError, ValueError) as error:
         topic = check.__name__.removeprefix("_check_").replace("_", " ")
-        return [Finding(topic, ok=False, optional=True, what=f"cannot be examined: {error}")]
+        return [_problem(topic, f"cannot be examined: {error}")]
 
 
 def _install(debian: str, fedora: str) -> str:
     return f"Debian: sudo apt install {debian}; Fedora: sudo dnf install {fedora}"
 
 
-# -- what a mount needs -----------------------------------------------------------------------------
-def _numbers(version: tuple[int, int]) -> str:
+# -- requirements of a mount ------------------------------------------------------------------------
+def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _kernel(host: Host) -> tuple[int, int] | None:
-    numbers = re.match(r"(\d+)\.(\d+)", host.release)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
-
-
-def _import_error(host: Host) -> ImportError | None:
-    """Why pyfuse3 cannot be imported; None where it can."""
-    try:
-        host.module_version("pyfuse3")
-    except ImportError as error:
-        return error
-    return None
-
-
 def _check_kernel(host: Host) -> Iterator[Finding]:
-    version = _kernel(host)
+    version, name = host.kernel, f"Linux {host.release}"
     if version is None:
-        yield Finding("kernel", ok=False, optional=True, what=f"a version that is no version: {host.release!r}")
+        yield _problem("kernel", f"unknown version: {host.release!r}")
         return
-    native, other = _numbers(KERNEL_MIN), _numbers(KERNEL_MIN_PYFUSE3)
+    native, fallback = _dotted(KERNEL_MIN), _dotted(KERNEL_MIN_PYFUSE3)
     if version < KERNEL_MIN_PYFUSE3:
-        what = f"Linux {host.release}; vfsd needs {native} or later ({other} with the pyfuse3 engine)"
-        yield Finding("kernel", ok=False, optional=False, what=what, advice="boot a later kernel")
+        what = f"{name}; vfsd needs {native} or later ({fallback} with the pyfuse3 engine)"
+        yield _problem("kernel", what, "boot a later kernel", optional=False)
         return
     if version < KERNEL_MIN:
-        what = f"Linux {host.release}; the native engine needs {native}, so mounts need the pyfuse3 engine"
-        missing = _import_error(host) is not None
-        advice = f"boot Linux {native} or later, or install pyfuse3" if missing else ""
-        yield Finding("kernel", ok=not missing, optional=False, what=what, advice=advice)
+        what = f"{name}; the native engine needs {native}, so mounts need the pyfuse3 engine"
+        advice = f"boot Linux {native} or later, or install pyfuse3"
+        yield _finding("kernel", what, ok=host.pyfuse3_error is None, advice=advice, optional=False)
     else:
-        yield Finding("kernel", ok=True, optional=False, what=f"Linux {host.release}")
-    missing_features = [f"{_numbers(since)}: {what}" for since, what in KERNEL_FEATURES if version < since]
-    if missing_features:
-        what = "works, but a later kernel has " + "; ".join(missing_features)
-        yield Finding("kernel features", ok=False, optional=True, what=what, advice="boot a later kernel")
+        yield _fine("kernel", name, optional=False)
+    missing = [f"{_dotted(since)}: {feature}" for since, feature in KERNEL_FEATURES if version < since]
+    if missing:
+        yield _problem("kernel features", f"works, but later kernels add {'; '.join(missing)}", "boot a later kernel")
 
 
 def _check_device(host: Host) -> Iterator[Finding]:
-    path = host.path("/dev/fuse")
+    in_container = "in a container, start it with --device /dev/fuse"
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(host.path("/dev/fuse"), os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        advice = "sudo modprobe fuse; in a container, start that with --device /dev/fuse"
-        yield Finding("/dev/fuse", ok=False, optional=False, what="missing", advice=advice)
+        yield _problem("/dev/fuse", "missing", f"sudo modprobe fuse; {in_container}", optional=False)
     except OSError as error:
-        advice = (
-            "sudo chmod 666 /dev/fuse"
-            if error.errno == errno.EACCES
-            else "in a container, start that with --device /dev/fuse --cap-add SYS_ADMIN; else: sudo modprobe fuse"
-        )
-        yield Finding("/dev/fuse", ok=False, optional=False, what=f"cannot be opened: {error.strerror}", advice=advice)
+        advice = f"{in_container} --cap-add SYS_ADMIN; else: sudo modprobe fuse"
+        if error.errno == errno.EACCES:
+            advice = "sudo chmod 666 /dev/fuse"
+        yield _problem("/dev/fuse", f"cannot be opened: {error.strerror}", advice, optional=False)
     else:
-        yield Finding("/dev/fuse", ok=True, optional=False, what="can be opened")
+        yield _fine("/dev/fuse", "can be opened", optional=False)
 
 
 def _check_fusermount3(host: Host) -> Iterator[Finding]:
-    is_root = host.uid == 0  # root mounts by itself, and unmounts with umount where need be
+    is_root = host.uid == 0  # root mounts without it, and can unmount with umount
     path = host.which("fusermount3")
     if path is None:
-        yield Finding("fusermount3", ok=False, optional=is_root, what="missing", advice=_install("fuse3", "fuse3"))
+        yield _problem("fusermount3", "missing", _install("fuse3", "fuse3"), optional=is_root)
         return
     found = os.stat(path)
     if not is_root and not (found.st_mode & stat.S_ISUID and found.st_uid == 0):
         advice = f"sudo chown root {shlex.quote(path)} && sudo chmod 4755 {shlex.quote(path)}"
-        what = f"{path} is not setuid root: only root can mount"
-        yield Finding("fusermount3", ok=False, optional=False, what=what, advice=advice)
-    elif not is_root and re.search(r"^NoNewPrivs:\s*1", host.read("/proc/self/status") or "", re.MULTILINE):
-        advice = "run vfsd outside, or in a systemd unit set NoNewPrivileges=no"
-        what = "this process may not gain privileges (NoNewPrivs), so it cannot mount for us"
-        yield Finding("fusermount3", ok=False, optional=False, what=what, advice=advice)
+        yield _problem("fusermount3", f"{path} is not setuid root: only root can mount", advice, optional=False)
+    elif not is_root and re.search(r"^NoNewPrivs:\s*1", host.read("/proc/self/status"), re.MULTILINE):
+        what = "this process cannot gain privileges (NoNewPrivs), so fusermount3 cannot mount"
+        advice = "run vfsd outside of the sandbox; in a systemd unit set NoNewPrivileges=no"
+        yield _problem("fusermount3", what, advice, optional=False)
     else:
-        yield Finding("fusermount3", ok=True, optional=is_root, what=path)
+        yield _fine("fusermount3", path, optional=is_root)
 
 
 def _check_pyfuse3(host: Host) -> Iterator[Finding]:
-    """The reference engine, and the fallback where the kernel is too old for the native one."""
-    error = _import_error(host)
+    """Check the reference engine, which is the fallback if the kernel is too old for the native one."""
+    error = host.pyfuse3_error
     if error is not None:
         headers = _install(
             "gcc pkg-config libfuse3-dev python3-dev", "gcc pkgconf-pkg-config fuse3-devel python3-devel"
         )
         advice = f"{headers}; then: {shlex.quote(sys.executable)} -m pip install pyfuse3"
         what = f"cannot be imported ({error}): no --engine pyfuse3; mounts use the native engine"
-        optional = (_kernel(host) or KERNEL_MIN) >= KERNEL_MIN
-        yield Finding("pyfuse3", ok=False, optional=optional, what=what, advice=advice)
+        yield _problem("pyfuse3", what, advice, optional=(host.kernel or KERNEL_MIN) >= KERNEL_MIN)
         return
-    yield Finding("pyfuse3", ok=True, optional=True, what=f"version {host.module_version('pyfuse3')}")
-    # The library that was really loaded, whatever else is installed.
+    yield _fine("pyfuse3", f"version {host.module_version('pyfuse3')}")
+    # The library that this process loaded; other versions may be installed too.
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         loaded = re.search(r"\S*/libfuse3[^/\s]*\.so\.(\S+)", file.read())
     if loaded:
-        yield Finding("libfuse", ok=True, optional=True, what=f"version {loaded[1]} ({loaded[0]})")
+        yield _fine("libfuse", f"version {loaded[1]} ({loaded[0]})")
 
 
 def _check_installation(_host: Host) -> Iterator[Finding]:
-    what = f"version {vfsd.__version__} in {os.path.dirname(vfsd.__file__)}"
-    yield Finding("installation", ok=True, optional=False, what=what)
+    yield _fine("installation", f"version {vfsd.__version__} in {os.path.dirname(vfsd.__file__)}", optional=False)
     foreign = foreign_protocol()
     if foreign is not None:
         what, _, advice = foreign.partition(": ")
-        yield Finding("protocol", ok=False, optional=False, what=what, advice=advice)
+        yield _problem("protocol", what, advice, optional=False)
 
 
 def _check_allow_other(host: Host) -> Iterator[Finding]:
-    lines = (host.read("/etc/fuse.conf") or "").splitlines()
-    if any(line.strip() == "user_allow_other" for line in lines):
-        yield Finding("user_allow_other", ok=True, optional=True, what="set in /etc/fuse.conf")
+    topic, file = "user_allow_other", "/etc/fuse.conf"
+    if any(line.strip() == topic for line in host.read(file).splitlines()):
+        yield _fine(topic, f"set in {file}")
     elif host.uid == 0:
-        yield Finding("user_allow_other", ok=True, optional=True, what="not set, and not needed by root")
+        yield _fine(topic, "not set; root does not need it")
     else:
-        advice = "echo user_allow_other | sudo tee -a /etc/fuse.conf"
-        what = "not set in /etc/fuse.conf: no --allow-other for users"
-        yield Finding("user_allow_other", ok=False, optional=True, what=what, advice=advice)
+        yield _problem(
+            topic, f"not set in {file}: users cannot pass --allow-other", f"echo {topic} | sudo tee -a {file}"
+        )
 
 
 def _check_runtime_directory(_host: Host) -> Iterator[Finding]:
-    place = runtime.socket_dir()
+    topic, directory = "runtime directory", runtime.socket_dir()
     advice = f"set ${runtime.RUNTIME_VARIABLE} to a directory of yours"
     try:
         with tempfile.TemporaryFile(dir=runtime.ensure_socket_dir()):
             pass
     except OSError as error:
-        what = f"{place}: {error.strerror or error}"
-        yield Finding("runtime directory", ok=False, optional=False, what=what, advice=advice)
+        yield _problem(topic, f"{directory}: {error.strerror or error}", advice, optional=False)
         return
-    longest = SOCKET_PATH_MAX - len(os.fsencode(place)) - len("/.sock")
+    longest = SOCKET_PATH_MAX - len(os.fsencode(directory)) - len("/.sock")
     if longest < NAME_LENGTH_USUAL:
-        what = f"{place} leaves only {max(longest, 0)} characters for a workspace's name in the path of its socket"
-        short = advice.replace("a directory", "a shorter directory")
-        yield Finding("runtime directory", ok=False, optional=longest > 0, what=what, advice=short)
+        what = f"{directory} leaves only {max(longest, 0)} characters for a workspace's name in its socket's path"
+        yield _problem(topic, what, advice.replace("a directory", "a shorter directory"), optional=longest > 0)
     else:
-        yield Finding("runtime directory", ok=True, optional=False, what=place)
+        yield _fine(topic, directory, optional=False)
 
 
 # -- limits -----------------------------------------------------------------------------------------
 def _check_limits(host: Host) -> Iterator[Finding]:
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = files == resource.RLIM_INFINITY or files >= OPEN_FILES_MIN
-    advice = "" if enough else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; in a unit: LimitNOFILE=65536"
-    yield Finding("open files", ok=enough, optional=True, what=_limit(files), advice=advice)
-    yield from _processes(host)
-    yield from _request_timeout(host)
-    yield from _mounts_of_users(host)
+    unlimited = files == resource.RLIM_INFINITY
+    advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; in a unit: LimitNOFILE=65536"
+    what = "no limit" if unlimited else f"at most {files}"
+    yield _finding("open files", what, ok=unlimited or files >= OPEN_FILES_MIN, advice=advice)
+    yield _processes(host)
+    yield _request_timeout(host)
+    if host.uid != 0:
+        yield _mounts_of_users(host)
 
 
-def _limit(value: int) -> str:
-    return "no limit" if value == resource.RLIM_INFINITY else f"at most {value}"
-
-
-def _processes(host: Host) -> Iterator[Finding]:
-    """The control group's limit, which containers and units have; cgroups(7), version 2."""
-    own = re.search(r"^0::(.*)$", host.read("/proc/self/cgroup") or "", re.MULTILINE)
+def _processes(host: Host) -> Finding:
+    """Check the limit of the control group, which containers and units set; cgroups(7), version 2."""
+    own = re.search(r"^0::(.*)$", host.read("/proc/self/cgroup"), re.MULTILINE)
     directory = f"/sys/fs/cgroup{own[1]}" if own else ""
-    most, now = host.read(f"{directory}/pids.max"), host.read(f"{directory}/pids.current")
-    if not directory or most is None or now is None or most.strip() == "max":
-        yield Finding("processes", ok=True, optional=True, what="no limit of the control group")
-        return
+    most, now = host.read(f"{directory}/pids.max").strip(), host.read(f"{directory}/pids.current").strip()
+    if not directory or most in {"", "max"} or not now:
+        return _fine("processes", "no limit of the control group")
     left = int(most) - int(now)
-    advice = "" if left >= PROCESSES_MIN else "raise TasksMax= of the unit, or --pids-limit of the container"
-    yield Finding("processes", ok=not advice, optional=True, what=f"{left} more of {int(most)} allowed", advice=advice)
+    advice = "raise TasksMax= of the unit, or --pids-limit of the container"
+    return _finding("processes", f"{left} more of {int(most)} allowed", ok=left >= PROCESSES_MIN, advice=advice)
 
 
-def _request_timeout(host: Host) -> Iterator[Finding]:
-    """Since Linux 6.15 a mount is aborted whose daemon takes longer; Documentation/admin-guide/sysctl/fs.rst."""
+def _request_timeout(host: Host) -> Finding:
+    """Check the timeout after which Linux 6.15 and later abort a mount; Documentation/admin-guide/sysctl/fs.rst."""
     values = [host.read(f"/proc/sys/fs/fuse/{name}") for name in ("default_request_timeout", "max_request_timeout")]
-    timeouts = [int(value) for value in values if value is not None and int(value) > 0]
+    timeouts = [int(value) for value in values if value and int(value) > 0]
     if not timeouts:
-        yield Finding("request timeout", ok=True, optional=True, what="none")
-        return
-    enough = min(timeouts) >= REQUEST_TIMEOUT_MIN_S
-    advice = "" if enough else "sudo sysctl fs.fuse.default_request_timeout=0 fs.fuse.max_request_timeout=0"
-    what = f"the kernel aborts a mount whose daemon does not answer for {min(timeouts)} s"
-    yield Finding("request timeout", ok=enough, optional=True, what=what, advice=advice)
+        return _fine("request timeout", "none")
+    what = f"the kernel aborts a mount if its daemon does not answer for {min(timeouts)} s"
+    advice = "sudo sysctl fs.fuse.default_request_timeout=0 fs.fuse.max_request_timeout=0"
+    return _finding("request timeout", what, ok=min(timeouts) >= REQUEST_TIMEOUT_MIN_S, advice=advice)
 
 
-def _mounts_of_users(host: Host) -> Iterator[Finding]:
-    if host.uid == 0:
-        return
-    setting = re.search(r"^mount_max = (\d+)$", host.read("/etc/fuse.conf") or "", re.MULTILINE)
+def _mounts_of_users(host: Host) -> Finding:
+    setting = re.search(r"^mount_max = (\d+)$", host.read("/etc/fuse.conf"), re.MULTILINE)
     most = int(setting[1]) if setting else FUSERMOUNT_MOUNTS_MAX
     now = sum(mount.is_fuse for mount in mounts())
-    advice = "" if now < most else "raise mount_max in /etc/fuse.conf, or unmount what is not used: vfsd list"
-    yield Finding("fuse mounts", ok=not advice, optional=False, what=f"{now} of {most}", advice=advice)
+    advice = "raise mount_max in /etc/fuse.conf, or unmount workspaces that are not used: vfsd list"
+    return _finding("fuse mounts", f"{now} of {most}", ok=now < most, advice=advice, optional=False)
 
 
-# -- what can be had besides ------------------------------------------------------------------------
-_CONTAINER_RUNTIMES: Final = ("crun", "runc")  # what Podman starts containers with, by its own preference
+# -- optional parts ---------------------------------------------------------------------------------
+_CONTAINER_RUNTIMES: Final = ("crun", "runc")  # in Podman's order of preference
 
 
 def _check_podman(host: Host) -> Iterator[Finding]:
     path = host.which("podman")
     if path is None:
-        what = "missing: no container backend"
-        yield Finding("podman", ok=False, optional=True, what=what, advice=_install("podman", "podman"))
+        yield _problem("podman", "missing: no container backend", _install("podman", "podman"))
         return
-    yield Finding("podman", ok=True, optional=True, what=path)
+    yield _fine("podman", path)
     if not any(host.which(runtime) for runtime in _CONTAINER_RUNTIMES):
-        what = f"none of {', '.join(_CONTAINER_RUNTIMES)}: containers are made, but do not start"
-        yield Finding("container runtime", ok=False, optional=True, what=what, advice=_install("crun", "crun"))
-    yield from _podman_service(host)
+        what = f"none of {', '.join(_CONTAINER_RUNTIMES)}: containers can be created but not started"
+        yield _problem("container runtime", what, _install("crun", "crun"))
+    yield _podman_service(host)
     yield from _podman_limits(host)
     if importlib.util.find_spec("podman") is None:
         advice = f"{shlex.quote(sys.executable)} -m pip install 'vfsd[container]'"
-        yield Finding("podman client", ok=False, optional=True, what="the Python package is missing", advice=advice)
+        yield _problem("podman client", "the Python package is missing", advice)
     else:
-        what = f"version {importlib.metadata.version('podman')}"
-        yield Finding("podman client", ok=True, optional=True, what=what)
+        yield _fine("podman client", f"version {importlib.metadata.version('podman')}")
 
 
-def _podman_service(host: Host) -> Iterator[Finding]:
+def _podman_service(host: Host) -> Finding:
+    topic = "podman socket"
     try:
         address = default_address(host.environ, host.uid)
     except ValueError as error:
-        advice = "unset CONTAINER_HOST, or name a service"
-        yield Finding("podman socket", ok=False, optional=True, what=f"$CONTAINER_HOST: {error}", advice=advice)
-        return
+        return _problem(topic, f"$CONTAINER_HOST: {error}", "unset CONTAINER_HOST, or set it to a service's address")
     if address.kind != "unix":
-        what = f"$CONTAINER_HOST is {address}, which is not tried here"
-        yield Finding("podman socket", ok=True, optional=True, what=what)
-        return
+        return _fine(topic, f"$CONTAINER_HOST is {address}, which is not tried here")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(1)
             client.connect(address.path)
     except OSError as error:
         advice = f"systemctl {'' if host.uid == 0 else '--user '}enable --now podman.socket"
-        what = f"{address.path}: {error.strerror or error}"
-        yield Finding("podman socket", ok=False, optional=True, what=what, advice=advice)
-    else:
-        yield Finding("podman socket", ok=True, optional=True, what=address.path)
+        return _problem(topic, f"{address.path}: {error.strerror or error}", advice)
+    return _fine(topic, address.path)
 
 
-_CAP_SYS_RESOURCE: Final = 1 << 24  # linux/capability.h: may raise hard limits
+_CAP_SYS_RESOURCE: Final = 1 << 24  # linux/capability.h: the right to raise hard limits
 
 
 def _podman_limits(host: Host) -> Iterator[Finding]:
-    """Podman of root's starts no container where its default limits can neither be set nor are configured lower."""
+    """Find limits with which root's Podman cannot start containers: its default limits exceed them.
+
+    Does not apply to users, for whom Podman lowers its defaults itself.
+    """
     hard = host.open_files_hard
-    capabilities = re.search(r"^CapEff:\s*(\w+)", host.read("/proc/self/status") or "", re.MULTILINE)
-    may_raise = bool(capabilities) and int(capabilities[1], 16) & _CAP_SYS_RESOURCE  # type: ignore[index]
-    if host.uid != 0 or may_raise or hard == resource.RLIM_INFINITY or hard >= PODMAN_DEFAULT:
+    capabilities = re.search(r"^CapEff:\s*(\w+)", host.read("/proc/self/status"), re.MULTILINE)
+    can_raise = capabilities is not None and int(capabilities[1], 16) & _CAP_SYS_RESOURCE
+    if host.uid != 0 or can_raise or hard == resource.RLIM_INFINITY or hard >= PODMAN_DEFAULT:
         return
     files = ("/etc/containers/containers.conf", "/usr/share/containers/containers.conf")
-    if any(re.search(r"^\s*default_ulimits\s*=", host.read(file) or "", re.MULTILINE) for file in files):
+    if any(re.search(r"^\s*default_ulimits\s*=", host.read(file), re.MULTILINE) for file in files):
         return
     what = (
         f"the hard limit of {hard} open files is below Podman's default of {PODMAN_DEFAULT} and cannot be raised:"
-        " `podman run` fails; containers that vfsd makes get lower limits and start"
+        " `podman run` fails; containers that vfsd creates get lower limits and start"
     )
     advice = f'in {files[0]}, section [containers]: default_ulimits = ["nofile={hard}:{hard}", "nproc=4096:4096"]'
-    yield Finding("podman limits", ok=False, optional=True, what=what, advice=advice)
+    yield _problem("podman limits", what, advice)
 
 
-# -- what is left of the dead -----------------------------------------------------------------------
+# -- leftovers --------------------------------------------------------------------------------------
 def _check_leftovers(_host: Host) -> Iterator[Finding]:
     found = [*_dead_mounts(), *_dead_sockets()]
-    yield from found or [Finding("leftovers", ok=True, optional=True, what="no dead mount, no dead socket")]
+    yield from found or [_fine("leftovers", "no dead mount, no dead socket")]
 
 
 def _dead_mounts() -> Iterator[Finding]:
     for mount in vfsd_mounts():
         if is_dead(mount.mountpoint):
-            place = shlex.quote(mount.mountpoint)
-            advice = f"fusermount3 -u -z {place}; or mount there again: vfsd mount {place}"
-            what = f"{mount.describe()} at {mount.mountpoint} has lost its daemon"
-            yield Finding("dead mount", ok=False, optional=True, what=what, advice=advice)
+            path = shlex.quote(mount.mountpoint)
+            advice = f"fusermount3 -u -z {path}; or mount there again: vfsd mount {path}"
+            yield _problem("dead mount", f"{mount.describe()} at {mount.mountpoint} has lost its daemon", advice)
 
 
 def _dead_sockets() -> Iterator[Finding]:
@@ -392,12 +382,12 @@ def _dead_sockets() -> Iterator[Finding]:
     for name in sorted(dead - alive):
         files = [os.path.join(directory, name + suffix) for suffix in (".sock", ".json") if name + suffix in names]
         what = f"workspace {name!r} ended without removing its socket or record"
-        yield Finding("dead socket", ok=False, optional=True, what=what, advice="rm -f " + shlex.join(files))
+        yield _problem("dead socket", what, "rm -f " + shlex.join(files))
 
 
 # -- deep -------------------------------------------------------------------------------------------
-# In a process of its own, so that a mount that hangs can be given up.  Some sandboxes let one mount but never deliver
-# a request, so a file is written.
+# Runs in a child process, so that a mount that hangs can be abandoned.  Writes a file, because some sandboxes allow
+# mount(2) but never deliver a request.
 _MOUNT: Final = """
 import os, sys
 from protocol import InMemoryFilesystem
@@ -412,23 +402,23 @@ sys.exit(0 if files.read("probe").content == content else "mounted, but what was
 
 
 def _check_mount(_host: Host) -> Iterator[Finding]:
-    with tempfile.TemporaryDirectory(prefix="vfsd-doctor-") as place:
+    with tempfile.TemporaryDirectory(prefix="vfsd-doctor-") as directory:
         try:
-            command = [sys.executable, "-c", _MOUNT, place]
+            command = [sys.executable, "-c", _MOUNT, directory]
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=DEEP_TIMEOUT_S, check=False
             )
-            said = done.stderr.decode("utf-8", "replace").strip()
         except subprocess.TimeoutExpired:
-            subprocess.run(["fusermount3", "-u", "-z", place], capture_output=True, check=False)
-            yield Finding("mount", ok=False, optional=False, what=f"not done within {DEEP_TIMEOUT_S} s")
+            subprocess.run(["fusermount3", "-u", "-z", directory], capture_output=True, check=False)
+            yield _problem("mount", f"not finished after {DEEP_TIMEOUT_S} s", optional=False)
             return
     if done.returncode == 0:
-        yield Finding("mount", ok=True, optional=False, what="made, a file written in it, and unmounted")
+        yield _fine("mount", "mounted, wrote a file, and unmounted", optional=False)
     else:
-        reason = "; ".join(line for line in said.splitlines() if not line.startswith((" ", "Traceback"))) or "no reason"
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        reason = "; ".join(line for line in lines if not line.startswith((" ", "Traceback"))) or "no reason"
         advice = "see the lines above; in a container: --device /dev/fuse --cap-add SYS_ADMIN"
-        yield Finding("mount", ok=False, optional=False, what=reason, advice=advice)
+        yield _problem("mount", reason, advice, optional=False)
 
 
 _CHECKS: Final = [

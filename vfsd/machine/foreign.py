@@ -1,6 +1,6 @@
-"""Recognize an unrelated distribution whose package is called `protocol`, as one of vfsd's two packages is.
+"""Detect an unrelated distribution that installs a package named `protocol`, as vfsd does.
 
-Imports nothing of `protocol`, because that may be the other one.
+Imports nothing from `protocol`, because that may be the other one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["foreign_distributions", "foreign_protocol"]
 
 
 def foreign_distributions() -> list[str]:
-    """The distributions other than vfsd that have a package `protocol`."""
+    """List the distributions other than vfsd that install a package `protocol`."""
     return sorted(set(importlib.metadata.packages_distributions().get("protocol", [])) - {"vfsd"})
 
 
 def foreign_protocol() -> str | None:
-    """A sentence on the `protocol` that Python finds in place of vfsd's, and what to do; None if it finds vfsd's."""
+    """Describe the `protocol` that Python finds instead of vfsd's, and what to do; None if it finds vfsd's."""
     spec = importlib.util.find_spec("protocol")
     found = os.path.dirname(spec.origin) if spec and spec.origin else None
     expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__))), "protocol")

@@ -1,9 +1,9 @@
-"""Who holds a mount: the processes with a directory, a file, a program or a mapping on it.
+"""Find the processes that keep a mount busy: with a directory, an open file, a program or a mapping on it.
 
-Found without touching the mount: an O_PATH descriptor of /proc/PID/cwd asks no daemon, and its fdinfo
-names the mount.  Without privileges only the caller's own processes can be looked into.
+Never touches the mount: opening /proc/PID/cwd with O_PATH sends the daemon no request, and the descriptor's fdinfo
+names the mount.  An unprivileged caller sees only its own processes.
 
-Source: proc_pid_fdinfo(5) (mnt_id), proc_pid_maps(5); ptrace(2) for who may look.
+Source: proc_pid_fdinfo(5) (mnt_id), proc_pid_maps(5); ptrace(2) for the access rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAPPING: Final = re.compile(rb"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ *(.*)$"
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that keeps a mount busy, and with `what`: "current directory", "open file /x/y", ..."""
+    """A process that keeps a mount busy, and `what` it has there: "current directory", "open file /x/y", ..."""
 
     pid: int
     command: str
@@ -37,11 +37,11 @@ class Holder:
 
 
 def holders(mountpoint: str) -> list[Holder]:
-    """The processes that hold the file system mounted at `mountpoint`, by pid; none where nothing is mounted."""
+    """List the processes that keep the file system at `mountpoint` busy, by pid; empty if nothing is mounted there."""
     mount = mount_at(mountpoint)
     if mount is None:
         return []
-    # Bind mounts and copies in other mount namespaces are other mounts of the same device.
+    # Bind mounts, and copies in other mount namespaces, are separate mounts of the same device.
     mount_ids_by_namespace: dict[str, frozenset[int]] = {}
     found = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -55,12 +55,12 @@ def holders(mountpoint: str) -> list[Holder]:
             if what:
                 found.append(Holder(pid, _command(pid), what))
         except OSError:
-            continue  # it has ended, or is not ours to look into
+            continue  # the process ended, or we may not inspect it
     return found
 
 
 def _holds(pid: int, device: int, mount_ids: frozenset[int]) -> Iterator[str]:
-    """What process `pid` has on the device, one of each kind."""
+    """Describe what process `pid` uses on the device, at most one of each kind."""
     for link, kind in _LINKS:
         if _mount_of_link(f"/proc/{pid}/{link}") in mount_ids:
             yield kind
@@ -73,7 +73,7 @@ def _holds(pid: int, device: int, mount_ids: frozenset[int]) -> Iterator[str]:
 
 
 def _mount_of_link(path: str) -> int | None:
-    """The id of the mount that the magic link `path` leads to; None for a kernel thread's, which leads nowhere."""
+    """Return the id of the mount that the magic link `path` points into; None for a kernel thread's link."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -1,11 +1,12 @@
-"""Logs with fields: what happened, in which operation, with which errno, on which path.
+"""Structured logs: the message, and the fields operation, errno and path.
 
-Standard `logging` all the way: a record's fields are passed as `extra`, and libraries (pyfuse3, trio) log
-into the same handler.  Three formats: "text" for people, "json" one object a line, "journal" text with
-sd-daemon's priority prefixes.  File names come from agents and archives: whatever they hold, a record is one
-line and no control character reaches a terminal; a traceback's further lines are marked.
+Uses the standard `logging`: callers pass fields as `extra`, and libraries (pyfuse3, trio) share the handler.  Formats:
+"text" for people, "json" with one object per line, "journal" for text with sd-daemon's priority prefixes.
 
-Source: sd-daemon(3) for the prefixes and the levels they stand for.
+Safety: file names come from agents and archives.  Whatever they contain, a record is one line without control
+characters, and each further line of a traceback starts with a mark.
+
+Source: sd-daemon(3) for the prefixes and their levels.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["LogFormat", "configure", "errno_name", "escape", "log_failure"]
 LogFormat = Literal["text", "json", "journal"]
 
 _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))
-# Chatty below warning, and about every request: only "debug" wants to hear them.
+# They log every request below "warning", so their records are shown at level "debug" only.
 _LIBRARIES: Final = ("pyfuse3", "trio")
 _TRACEBACK_MARK: Final = "  | "
 
 
 def configure(level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
-    """Send all logs of the process to `stream`, by default standard error.  Can be called again."""
+    """Send all logs of the process to `stream`, standard error by default.  Replaces an earlier configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter(journal=log_format == "journal"))
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -51,7 +52,7 @@ def log_failure(
     path: str | bytes | None = None,
     level: int = logging.ERROR,
 ) -> None:
-    """Log that `operation` failed with `error`; one that means no errno is unexpected, and has its traceback."""
+    """Log that `operation` failed with `error`, with a traceback if the error has no errno and is thus unexpected."""
     code = errno_of(error)
     named = path if path is not None else getattr(error, "filename", None)
     fields = {"operation": operation, "errno": errno_name(code or errnos.EIO)}
@@ -62,12 +63,12 @@ def log_failure(
 
 
 def errno_name(code: int) -> str:
-    """ "ENOENT" for 2; the number itself where it has no name."""
+    """Return the name of an errno, such as "ENOENT" for 2, or the number if it has no name."""
     return errnos.errorcode.get(code, str(code))
 
 
 def escape(text: str) -> str:
-    r"""`text` on one line and without control characters: "\n" becomes a backslash and an n, and so on."""
+    r"""Escape the control characters of `text`, so that it is one line: a newline becomes a backslash and an n."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape_character(char) for char in text)
@@ -75,7 +76,7 @@ def escape(text: str) -> str:
 
 def _escape_character(char: str) -> str:
     code = ord(char)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that was no UTF-8, as os.fsdecode carries it
+    if 0xDC80 <= code <= 0xDCFF:  # os.fsdecode's representation of a byte that is not UTF-8
         return f"\\x{code - 0xDC00:02x}"
     return char.encode("unicode_escape").decode("ascii")
 
@@ -85,7 +86,7 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, str]:
-    """The record's own fields, in the order they are shown."""
+    """Return the fields of the record in output order."""
     values = ((name, getattr(record, name, None)) for name in ("operation", "errno", "path"))
     return {
         name: errno_name(value) if name == "errno" and isinstance(value, int) else _as_text(value)
@@ -99,7 +100,7 @@ def _as_text(value: object) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; escapes what JSON does, and bytes that are no UTF-8 as `\\xNN`."""
+    """Formats a record as one JSON object; bytes that are not UTF-8 become `\\xNN`."""
 
     def format(self, record: logging.LogRecord) -> str:
         content = {
@@ -115,12 +116,12 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _encodable(text: str) -> str:
-    """`text` without lone surrogates, which UTF-8 has no bytes for."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return "".join(_escape_character(char) if 0xD800 <= ord(char) <= 0xDFFF else char for char in text)
 
 
 class _TextFormatter(logging.Formatter):
-    """`time level logger: message [field=value ...]`; for the journal, which has time and level, with `<N>`."""
+    """Formats `time level logger: message [field=value ...]`; for the journal, `<priority>` replaces time and level."""
 
     def __init__(self, *, journal: bool) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def _quoted(value: str) -> str:
-    """`value` as one word: quoted where a reader of `name=value` pairs would go wrong."""
+    """Return `value` as one word, quoted if it would be ambiguous in a list of `name=value` pairs."""
     escaped = escape(value)
     if escaped and not any(char in ' "]=' for char in escaped):
         return escaped

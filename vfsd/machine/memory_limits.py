@@ -1,7 +1,7 @@
-"""How much memory a workspace may take: `--max-memory`, `--max-bytes`, and what they are by default.
+"""The default of `--max-memory`: half of the memory that the daemon may use.
 
-The default is half of what the daemon may have: of the machine's memory, or of the limit of its cgroup, or of one above
-it, if that is smaller.  The other half is for the interpreter, for requests under way, and for everybody else.
+The daemon may use the machine's memory, or less if its cgroup or a parent of that has a smaller limit.  The other half
+is for the interpreter, for pending requests and for other programs.
 
 Source: memory.max of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.limit_in_bytes of v1; cgroups(7) for
 /proc/self/cgroup.
@@ -19,25 +19,25 @@ __all__ = ["available_memory", "default_max_memory"]
 
 _SHARE: Final = 2
 _CGROUPS: Final = "/sys/fs/cgroup"
-_V1_UNLIMITED: Final = 1 << 60  # v1 says the largest number of pages where there is no limit
+_V1_UNLIMITED: Final = 1 << 60  # v1 reports the largest number of pages if there is no limit
 
 
 def default_max_memory(max_bytes: int | None = None) -> int:
-    """Half of what this process may have, in bytes; `max_bytes` if that is more, because somebody asked for it."""
+    """Return half of the memory that this process may use, in bytes, or `max_bytes` if the user asked for more."""
     return max(available_memory() // _SHARE, max_bytes or 0, LEAST_MEMORY_BYTES)
 
 
 def available_memory(root: str = "/") -> int:
-    """What this process may have: the machine's memory, or less if a cgroup limits it.
+    """Return the memory in bytes that this process may use: the machine's, or less if a cgroup limits it.
 
-    `root`: where /proc and /sys are, for tests.
+    `root`: the directory that contains /proc and /sys, for tests.
     """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_limits(root)])
 
 
 def _limits(root: str) -> Iterator[int]:
-    """The limits of this process's cgroups and of those above them."""
+    """Yield the limits of this process's cgroups and of their parents."""
     try:
         with open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8", errors="surrogateescape") as lines:
             memberships = [line.rstrip("\n").split(":", 2) for line in lines]
@@ -52,10 +52,10 @@ def _limits(root: str) -> Iterator[int]:
 
 
 def _upwards(top: str, path: str, name: str) -> Iterator[int]:
-    """The limits in files `name` from the cgroup `path` up to the top.
+    """Yield the limits in the files `name` from the cgroup `path` up to the top.
 
-    In a cgroup namespace, or a container that sees another part of the hierarchy, the path may not be there: then the
-    limit of the top counts, which is the container's own.
+    In a cgroup namespace or a container the path may not exist; then only the limit at the top applies, which is the
+    container's own.
     """
     parts = [part for part in path.split("/") if part and part != ".."]
     for end in range(len(parts), -1, -1):

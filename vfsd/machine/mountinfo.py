@@ -1,6 +1,6 @@
-"""The mounts as the kernel lists them, and paths resolved against that list.
+"""Parse mountinfo, and resolve paths without touching a FUSE mount.
 
-Nothing here asks a FUSE daemon anything, so nothing hangs on one that does not answer.
+Nothing here sends a request to a FUSE daemon, so nothing hangs on a daemon that does not answer.
 
 Source: proc_pid_mountinfo(5).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,7 @@ __all__ = [
     "VFSD_TYPE",
     "Mount",
     "find_mount",
+    "follow_symlinks",
     "mount_at",
     "mounts",
     "nested_mounts",
@@ -27,17 +29,17 @@ __all__ = [
 
 VFSD_TYPE: Final = "fuse.vfsd"
 SOURCE_PREFIX: Final = "vfsd:"
-_SYMLINKS_MAX: Final = 40  # MAXSYMLINKS of linux/namei.h
+_SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo.  Paths are text as `os.fsdecode` makes it; `options` the superblock's."""
+    """One line of mountinfo.  Paths are decoded with `os.fsdecode`; `options` are those of the superblock."""
 
     mount_id: int
     parent_id: int
-    device: int  # as os.makedev() and st_dev have it
+    device: int  # encoded as st_dev and os.makedev()
     root: str
     mountpoint: str
     filesystem: str
@@ -54,16 +56,16 @@ class Mount:
 
     @property
     def workspace(self) -> str | None:
-        """The workspace's name, where this is a vfsd mount."""
+        """The workspace's name; None if this is not a vfsd mount."""
         return self.source.removeprefix(SOURCE_PREFIX) if self.is_vfsd else None
 
     def describe(self) -> str:
-        """What is mounted, for a message: "workspace 'a'", or "ext4 (/dev/vda)"."""
+        """Name the mount in a message: "workspace 'a'", or "ext4 (/dev/vda)"."""
         return f"workspace {self.workspace!r}" if self.is_vfsd else f"{self.filesystem} ({self.source})"
 
 
 def parse_mountinfo(content: bytes) -> list[Mount]:
-    """The mounts of a mountinfo file, in its order: of two at one path the later lies on top."""
+    """Parse a mountinfo file.  Keeps its order: of two mounts at one path, the later one is on top."""
     return [_parse_line(line) for line in content.splitlines() if line]
 
 
@@ -89,24 +91,32 @@ def _decode(field: bytes) -> str:
 
 
 def mounts(pid: int | str = "self") -> list[Mount]:
-    """All mounts in the mount namespace of process `pid`."""
+    """List the mounts in the mount namespace of process `pid`."""
     with open(f"/proc/{pid}/mountinfo", "rb") as file:
         return parse_mountinfo(file.read())
 
 
 def vfsd_mounts() -> list[Mount]:
-    """The mounts of vfsd, dead ones included."""
+    """List the mounts of vfsd, including those without a daemon."""
     return [mount for mount in mounts() if mount.is_vfsd]
 
 
 def resolve(path: str) -> str:
-    """`path` absolute and free of symlinks, like `os.path.realpath`, but without asking any FUSE daemon.
+    """Make `path` absolute and resolve its symlinks, as `os.path.realpath` does, up to the first FUSE mount.
 
-    What lies below a FUSE mount is left as it is written: looking further would be its daemon's answer.
-    OSError(ELOOP) for symlinks that go in circles.
+    The part below a FUSE mount is normalized but not looked up, because only the daemon could answer.
+    OSError (ELOOP) for a cycle of symlinks.
     """
     fuse_points = {mount.mountpoint for mount in mounts() if mount.is_fuse}
-    pending = _components(path if os.path.isabs(path) else os.path.join(os.getcwd(), path))
+    return follow_symlinks(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), fuse_points)
+
+
+def follow_symlinks(path: str, stop_at: Container[str]) -> str:
+    """Resolve the symlinks of the absolute `path` up to the first component that is in `stop_at`.
+
+    Normalizes the rest without looking it up.  OSError (ELOOP) for a cycle of symlinks.
+    """
+    pending = _components(path)
     current = "/"
     links = 0
     while pending:
@@ -115,12 +125,12 @@ def resolve(path: str) -> str:
             current = os.path.dirname(current)
             continue
         current = os.path.join(current, name)
-        if current in fuse_points:
+        if current in stop_at:
             return os.path.normpath(os.path.join(current, *reversed(pending)))
         try:
             target = os.readlink(current)
         except OSError:
-            continue  # no symlink, or nothing there: for the caller to find out
+            continue  # not a symlink, or it does not exist, which the caller finds out itself
         links += 1
         if links > _SYMLINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
@@ -130,18 +140,18 @@ def resolve(path: str) -> str:
 
 
 def _components(path: str) -> list[str]:
-    """The names in `path`, last first."""
+    """Split `path` into its names, last first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def mount_at(path: str) -> Mount | None:
-    """The topmost mount whose mountpoint is `path`, or None."""
+    """Return the topmost mount at `path`, or None."""
     resolved = resolve(path)
     return next((mount for mount in reversed(mounts()) if mount.mountpoint == resolved), None)
 
 
 def find_mount(path: str) -> Mount | None:
-    """The mount that `path` lies in: the one with the longest mountpoint, and of several the topmost."""
+    """Return the mount that contains `path`: the one with the longest mountpoint; of several, the topmost."""
     resolved = resolve(path)
     found: Mount | None = None
     for mount in mounts():
@@ -152,13 +162,13 @@ def find_mount(path: str) -> Mount | None:
 
 
 def nested_mounts(mountpoint: str) -> list[Mount]:
-    """The mounts below the topmost one at `mountpoint`, which keep it busy."""
+    """List the mounts below the topmost mount at `mountpoint`; they keep it busy."""
     top = mount_at(mountpoint)
     if top is None:
         return []
     inside = {top.mount_id}
     found = []
-    for mount in mounts():  # a parent stands before its children
+    for mount in mounts():  # a parent is listed before its children
         if mount.parent_id in inside and mount.mount_id not in inside:
             inside.add(mount.mount_id)
             found.append(mount)

@@ -1,9 +1,9 @@
-"""Mounts of workspaces: is one dead, can one be made here, and taking one away.
+"""Check mountpoints, detect mounts whose daemon died, and unmount workspaces.
 
-Nothing here hangs on a mount whose daemon lives but does not answer: this process never looks into one.
-Whether a daemon is dead only the mount itself tells; a child process asks it, and is given up in time.
+Nothing here hangs on a mount whose daemon is alive but does not answer: this process sends no request to a mount.
+Only a request can show that a daemon is dead, so a child process sends it and is abandoned after a timeout.
 
-All calls block, and `unmount` waits for the daemon: from the daemon's own loop, call them on a worker thread.
+Threading: all functions block, and `unmount` waits for the daemon; the daemon calls them from a worker thread.
 
 Source: fs/fuse/dev.c (ENOTCONN once /dev/fuse is closed), fusermount3(1), umount(8).
 """
@@ -18,12 +18,11 @@ import subprocess
 import sys
 from typing import Final
 
-from vfsd.machine.holders import Holder, holders
+from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import VFSD_TYPE, Mount, find_mount, mount_at, mounts, nested_mounts, resolve, vfsd_mounts
 
 __all__ = [
     "VFSD_TYPE",
-    "Holder",
     "Mount",
     "busy_error",
     "check_mountpoint",
@@ -41,14 +40,14 @@ __all__ = [
 
 PROBE_TIMEOUT_S: Final = 2.0
 UNMOUNT_TIMEOUT_S: Final = 30.0
-# ENOTCONN: the connection is gone.  ECONNABORTED: it went while the question was on its way.
+# ENOTCONN: the connection was closed.  ECONNABORTED: it was closed while the request was pending.
 _DEAD_ERRNOS: Final = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 
 
 # -- dead or alive ----------------------------------------------------------------------------------
-# statvfs is always sent to the daemon; attributes may come from the kernel's cache even when it is dead.
-# Without allow_other the kernel sends it for the mount's owner only, not even for root: hence the ids.  The
-# O_PATH descriptor, for which no daemon is asked, comes first: the owner may not be let through on the way.
+# statvfs always reaches the daemon, whereas attributes of a dead mount may come from the kernel's cache.
+# Without allow_other the kernel sends requests of the mount's owner only, not even root's, so the child takes its ids.
+# It opens an O_PATH descriptor first, which needs no daemon, because the owner may lack access to a parent directory.
 # The exit status is the errno, which no locale translates.
 _PROBE: Final = """
 import posix, sys
@@ -66,17 +65,17 @@ _OWNER: Final = re.compile(r"user_id=(\d+),group_id=(\d+)")
 
 
 def is_dead(mountpoint: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-    """Whether the FUSE mount at `mountpoint` has lost its daemon.  A daemon that only does not answer lives.
+    """Whether the daemon of the FUSE mount at `mountpoint` died.  A daemon that does not answer counts as alive.
 
-    False, too, for what is no FUSE mount.  Takes at most about `timeout_s`.
+    False if there is no FUSE mount.  Takes at most about `timeout_s`.
     """
     mount = mount_at(mountpoint)
     return mount is not None and mount.is_fuse and _probe(mount, timeout_s) in _DEAD_ERRNOS
 
 
 def _probe(mount: Mount, timeout_s: float) -> int | None:
-    """The errno of a statvfs on `mount`, 0 when it works, None when nothing came in time."""
-    # In a process, not a thread: a thread that waits for a daemon can keep this process from exiting.
+    """Return the errno of a statvfs on `mount`, 0 if it succeeded, None if it timed out."""
+    # A process instead of a thread: a thread that waits for a daemon can keep this process from exiting.
     owner = _OWNER.search(mount.options)
     uid, gid = owner.groups() if owner else ("0", "0")
     child = subprocess.Popen(
@@ -93,18 +92,18 @@ def _probe(mount: Mount, timeout_s: float) -> int | None:
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        # The daemon has taken the request and does not answer: not even SIGKILL ends that wait
-        # (request_wait_answer in fs/fuse/dev.c).  Left to init; said to be over, lest Popen complains.
+        # The daemon has read the request and does not answer; not even SIGKILL ends that wait
+        # (request_wait_answer in fs/fuse/dev.c).  Init reaps the child; the return code silences Popen's warning.
         child.returncode = -1
     return None
 
 
 # -- before mounting --------------------------------------------------------------------------------
 def check_mountpoint(path: str) -> Mount | None:
-    """Whether a workspace can be mounted at `path`: None, or the dead vfsd mount to be cleared first.
+    """Check that a workspace can be mounted at `path`.  Return the dead vfsd mount to clear first, if there is one.
 
-    FileNotFoundError, NotADirectoryError, OSError(ENOTEMPTY), PermissionError, or OSError(EBUSY) that
-    names what is mounted there.
+    FileNotFoundError, NotADirectoryError, PermissionError, OSError (ENOTEMPTY), or OSError (EBUSY) that names the
+    existing mount.
     """
     mount = mount_at(path)
     if mount is not None:
@@ -124,28 +123,28 @@ def _check_directory(path: str) -> None:
     except NotADirectoryError:
         raise NotADirectoryError(errno.ENOTDIR, "the mountpoint is not a directory", path) from None
     if first is not None:
-        reason = f"the mountpoint is not empty (it holds {first.name!r}), and a mount would hide that"
+        reason = f"the mountpoint is not empty (it contains {first.name!r}), and a mount would hide that"
         raise OSError(errno.ENOTEMPTY, reason, path)
-    if not os.access(path, os.W_OK, effective_ids=True):  # fusermount3 demands it; root always may
-        raise PermissionError(errno.EACCES, "only a directory that you can write to can be mounted on", path)
+    if not os.access(path, os.W_OK, effective_ids=True):  # fusermount3 requires it; root always can
+        raise PermissionError(errno.EACCES, "you cannot write to the mountpoint, which fusermount3 requires", path)
 
 
 def clear_dead_mount(path: str) -> Mount | None:
-    """Take away the dead vfsd mount at `path`, and say which it was; None when there is none.
+    """Unmount the dead vfsd mount at `path` and return it; None if there is none.
 
-    OSError(EBUSY) for a mount that lives, that is not vfsd's, or that has another mount below it.
+    OSError (EBUSY) for a mount that is alive, is not vfsd's, or has another mount below it.
     """
     cleared: Mount | None = None
     while (mount := mount_at(path)) is not None:
         if not mount.is_vfsd or not is_dead(path):
             if cleared is not None:
-                break  # what lay under the dead one is not ours to judge
+                break  # the mount under the dead one is not vfsd's to remove
             raise OSError(errno.EBUSY, f"not a dead workspace but {mount.describe()}", path)
         nested = nested_mounts(path)
         if nested:
             where = ", ".join(f"{below.describe()} at {below.mountpoint}" for below in nested)
             raise OSError(errno.EBUSY, f"the dead {mount.describe()} has mounts below it: {where}", path)
-        if mount_at(path) == mount:  # nobody was faster while the probe ran
+        if mount_at(path) == mount:  # unchanged since the probe
             _detach(mount.mountpoint, lazy=True)
         cleared = mount
     return cleared
@@ -153,9 +152,9 @@ def clear_dead_mount(path: str) -> Mount | None:
 
 # -- unmounting -------------------------------------------------------------------------------------
 def unmount(path: str, *, lazy: bool = False) -> None:
-    """Unmount the workspace at `path`; `lazy` detaches it from the tree now, and ends it when nobody holds it.
+    """Unmount the workspace at `path`; `lazy` detaches it now and ends it when no process uses it any more.
 
-    OSError: EINVAL when no workspace is mounted there; EBUSY, naming who holds it.
+    OSError: EINVAL if no workspace is mounted there; EBUSY, naming the processes that use it.
     """
     mount = mount_at(path)
     if mount is None:
@@ -166,7 +165,7 @@ def unmount(path: str, *, lazy: bool = False) -> None:
 
 
 def busy_error(mountpoint: str) -> OSError:
-    """EBUSY, naming who holds the mount."""
+    """Return an EBUSY that names the processes and mounts that keep the mount busy."""
     return OSError(errno.EBUSY, _busy_reason(mountpoint), mountpoint)
 
 
@@ -195,7 +194,7 @@ def _detach(mountpoint: str, *, lazy: bool) -> None:
 
 
 def _unmount_command(*, lazy: bool) -> list[str]:
-    # fusermount3 first, for root too: it looks at the parent directory only, never at a mount that hangs.
+    # fusermount3 first, for root too: it accesses only the parent directory, never a mount that hangs.
     if shutil.which("fusermount3"):
         return ["fusermount3", "-u", *(["-z"] if lazy else [])]
     if shutil.which("umount"):

@@ -1,6 +1,6 @@
-"""Where running workspaces are found: the runtime directory, its sockets, and a record beside each socket.
+"""The runtime directory: the control socket and the record of each workspace, and how to find a workspace.
 
-Nothing here touches a mount: one whose daemon hangs must not hang `vfsd list`.
+Nothing here touches a mount, so `vfsd list` does not hang on a mount whose daemon does not answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular
+from vfsd.machine.mountinfo import follow_symlinks
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
@@ -41,18 +42,17 @@ RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
 WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
 
 _RECORD_SUFFIX: Final = ".json"
-_RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX, each byte escaped
+_RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX with every byte escaped
 _NAME_LENGTH: Final = 64  # of NAME_PATTERN
-_MAX_SYMLINKS: Final = 40  # the kernel's MAXSYMLINKS (linux/namei.h)
 
 _logger = logging.getLogger(__name__)
 
 
 # -- the directory ------------------------------------------------------------------------------------
 def runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """$VFSD_RUNTIME_DIR, else $XDG_RUNTIME_DIR, else /run for root, else /tmp/vfsd-<uid>; not created here."""
+    """Return $VFSD_RUNTIME_DIR, else $XDG_RUNTIME_DIR, else /run for root, else /tmp/vfsd-<uid>; may not exist."""
     for variable in (RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
-        # The XDG base directory specification: a relative path is invalid and to be ignored.
+        # The XDG base directory specification requires that relative paths are ignored.
         if os.path.isabs(environ.get(variable, "")):
             return environ[variable]
     return "/run" if os.geteuid() == 0 else _in_tmp()
@@ -63,15 +63,15 @@ def _in_tmp() -> str:
 
 
 def socket_dir() -> str:
-    """The directory of sockets and records, which may not exist."""
+    """Return the directory of sockets and records, which may not exist."""
     return os.path.join(runtime_dir(), "vfsd")
 
 
 def ensure_socket_dir() -> str:
-    """`socket_dir()`, made with mode 0700.
+    """Create `socket_dir()` with mode 0700, and return it.
 
-    PermissionError when it is another user's, or a symlink: /tmp is everybody's, and a stranger who made the
-    directory first would hold the sockets.
+    PermissionError if it belongs to another user or is a symlink: everybody can write to /tmp, and another user who
+    created the directory first would control the sockets.
     """
     base, path = runtime_dir(), socket_dir()
     if base == _in_tmp():
@@ -93,20 +93,19 @@ def _ensure_private(path: str) -> None:
 def _check_owner(path: str) -> None:
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another place")
+        raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another directory")
     if found.st_uid != os.geteuid():
-        raise PermissionError(
-            f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}: set ${RUNTIME_VARIABLE} to another place"
-        )
+        owner = f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}"
+        raise PermissionError(f"{owner}: set ${RUNTIME_VARIABLE} to another directory")
 
 
 def socket_path(name: str) -> str:
-    """The control socket of workspace `name`.  ValueError for what is no workspace name."""
+    """Return the path of the control socket of workspace `name`.  ValueError for an invalid name."""
     return os.path.join(socket_dir(), _checked(name) + ".sock")
 
 
 def record_path(name: str) -> str:
-    """The record of workspace `name`, beside its socket.  ValueError for what is no workspace name."""
+    """Return the path of the record of workspace `name`.  ValueError for an invalid name."""
     return os.path.join(socket_dir(), _checked(name) + _RECORD_SUFFIX)
 
 
@@ -118,16 +117,16 @@ def _checked(name: str) -> str:
 
 # -- records ------------------------------------------------------------------------------------------
 class WorkspaceRecord(msgspec.Struct, frozen=True):
-    """What a daemon leaves beside its socket for others to find.
+    """The file by which other processes find a running daemon.
 
-    Paths are absolute, as Python gives them (`os.fsdecode`); the file holds them as wire paths.
-    `started_at` is ISO 8601 in UTC.
+    Paths are absolute, decoded with `os.fsdecode`; the file contains them as wire paths.  `started_at` is ISO 8601 in
+    UTC.
     """
 
     name: str
     mountpoint: str
     pid: int
-    # Field 22 of /proc/<pid>/stat: a pid is given anew, a pid with its start time is not.
+    # Field 22 of /proc/<pid>/stat.  A pid is reused, but not together with its start time.
     pid_start_ticks: int
     backend: str
     started_at: str
@@ -136,7 +135,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the daemon still runs."""
+        """Whether the daemon is running."""
         return process_start_ticks(self.pid) == self.pid_start_ticks
 
     @property
@@ -144,31 +143,31 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         return "alive" if self.alive else "dead"
 
     @property
-    def what_a_death_costs(self) -> str:
-        """What became of the content when the daemon died: a clause."""
+    def content_after_crash(self) -> str:
+        """A clause that states where the content is after the daemon died."""
         backend = BackendSpec.split(self.backend)
         if backend.kind in {"host", "container"}:
-            return f"what it held is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
-        return "what it held is lost"
+            return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
+        return "its content is lost"
 
 
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket")
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks after boot; None when it does not run (a zombie does not)."""
+    """Return when process `pid` started, in clock ticks after boot; None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # proc(5): "pid (comm) state ...", and comm may hold spaces and parentheses.
+    # proc(5): "pid (comm) state ...", and comm may contain spaces and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def write_record(record: WorkspaceRecord) -> None:
-    """Put the record beside its socket; readers see the old one or the new one."""
+    """Write the record atomically: readers see the old one or the new one."""
     path = record_path(record.name)
     as_wire = {field: wire_path(os.fsencode(getattr(record, field))) for field in _PATH_FIELDS}
     data = msgspec.json.encode(msgspec.structs.replace(record, **as_wire))
@@ -183,7 +182,7 @@ def write_record(record: WorkspaceRecord) -> None:
 
 
 def remove_record(record: WorkspaceRecord) -> None:
-    """Remove the record, unless another daemon has put its own there."""
+    """Remove the record, unless another daemon has replaced it with its own."""
     path = record_path(record.name)
     found = _read(path)
     if found is not None and (found.pid, found.pid_start_ticks) == (record.pid, record.pid_start_ticks):
@@ -192,9 +191,9 @@ def remove_record(record: WorkspaceRecord) -> None:
 
 
 def read_records() -> list[WorkspaceRecord]:
-    """All records, of dead daemons too, by name.  One that cannot be read is logged and left out.
+    """Read all records, including those of dead daemons, sorted by name.  Logs and omits unreadable ones.
 
-    PermissionError where a stranger made our directory in /tmp: its sockets are the stranger's too.
+    PermissionError if another user created our directory in /tmp: its sockets are that user's too.
     """
     directory = socket_dir()
     try:
@@ -220,17 +219,17 @@ def _read(path: str) -> WorkspaceRecord | None:
     return msgspec.structs.replace(record, **paths)
 
 
-# -- finding one --------------------------------------------------------------------------------------
+# -- finding a workspace ------------------------------------------------------------------------------
 class WorkspaceNotFoundError(LookupError):
-    """No workspace, or more than one, is meant; the text says what there is and what to type."""
+    """No workspace matches, or more than one; the message lists the workspaces and says what to type."""
 
 
 def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str] = os.environ) -> WorkspaceRecord:
-    """The workspace that `selector` names: its NAME, or a PATH that is its mount point or lies below.
+    """Find the workspace that `selector` means: its name, or a path of its mountpoint or below.
 
-    Without a selector: $VFSD_WORKSPACE, else the mount that `cwd` (absolute) is in, else the only one that
-    runs.  A dead workspace is found too, by name or path: whoever asked is to be told that it is dead.
-    WorkspaceNotFoundError otherwise.
+    Without a selector: $VFSD_WORKSPACE, else the workspace that contains `cwd` (absolute), else the only running one.
+    Finds dead workspaces by name or path, so that the caller can report that the daemon died.
+    WorkspaceNotFoundError if there is none.
     """
     records = read_records()
     if selector:
@@ -247,7 +246,7 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
         raise WorkspaceNotFoundError(
             f"several workspaces are running, pick one with -w NAME or -w PATH: {_listed(running)}"
         )
-    raise WorkspaceNotFoundError(_what_exists(records))
+    raise WorkspaceNotFoundError(_describe_all(records))
 
 
 def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: str) -> WorkspaceRecord:
@@ -255,19 +254,19 @@ def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: s
         if record.name == selector:
             return record
     found = _containing(os.path.join(cwd, selector), records)
-    # In a workspace every word is a path in it: a name that is mistyped there must not mean where one stands.
+    # Inside a workspace every word is also a relative path in it: a mistyped name must not select that workspace.
     is_path = "/" in selector or selector in (".", "..")
     if found is not None and (is_path or found is not _containing(cwd, records)):
         return found
-    what = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
-    import difflib  # noqa: PLC0415 start-up: an error has time
+    reason = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
+    import difflib  # noqa: PLC0415 (start-up: only errors need it)
 
     similar = difflib.get_close_matches(selector, [record.name for record in records])
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {what}; {hint}{_what_exists(records)}")
+    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {reason}; {hint}{_describe_all(records)}")
 
 
-def _what_exists(records: list[WorkspaceRecord]) -> str:
+def _describe_all(records: list[WorkspaceRecord]) -> str:
     running = [record for record in records if record.alive]
     if running:
         return f"running: {_listed(running)}"
@@ -281,13 +280,16 @@ def _listed(records: Iterable[WorkspaceRecord]) -> str:
 
 
 def _containing(path: str, records: list[WorkspaceRecord]) -> WorkspaceRecord | None:
-    """The record of the innermost mount that `path` is or lies below; a living one before a dead one."""
-    # Innermost: a mount in a mount is reached through the outer one, whose name a walk meets first.
+    """Return the record of the innermost mount that contains `path`; a living workspace before a dead one."""
+    # Innermost: a mount inside of another one is reached through the outer one, whose mountpoint comes first.
     by_path: dict[str, WorkspaceRecord] = {}
     for record in records:
         if record.mountpoint not in by_path or record.alive:
             by_path[record.mountpoint] = record
-    reached = _walk(path, frozenset(by_path))
+    try:
+        reached = follow_symlinks(path, by_path)
+    except OSError:  # a cycle of symlinks, outside of every mount
+        return None
     while reached not in by_path:
         if reached == "/":
             return None
@@ -295,39 +297,11 @@ def _containing(path: str, records: list[WorkspaceRecord]) -> WorkspaceRecord | 
     return by_path[reached]
 
 
-def _walk(path: str, mountpoints: frozenset[str]) -> str:
-    """`path` with its symlinks followed, but only as far as the first mount point on its way.
-
-    As realpath(3), which would ask the mounted file system: that may hang.  Below a mount point `..` and
-    links are taken as they are written.
-    """
-    current, links = "/", 0
-    rest = [part for part in reversed(path.split("/")) if part not in ("", ".")]
-    while rest:
-        part = rest.pop()
-        if part == "..":
-            current = os.path.dirname(current)
-            continue
-        current = os.path.join(current, part)
-        if current in mountpoints:
-            return os.path.normpath("/".join([current, *reversed(rest)]))
-        try:
-            target = os.readlink(current)
-        except OSError:
-            continue  # no link, or nothing there: then what follows is taken as it is written
-        links += 1
-        if links > _MAX_SYMLINKS:
-            return current
-        current = "/" if target.startswith("/") else os.path.dirname(current)
-        rest.extend(part for part in reversed(target.split("/")) if part not in ("", "."))
-    return current
-
-
 # -- names --------------------------------------------------------------------------------------------
 def unique_name(base: str) -> str:
-    """A workspace name for the mount point `base`: its last component made to fit, numbered where taken.
+    """Derive a workspace name from the last component of the mountpoint `base`, with a number if the name is taken.
 
-    A dead workspace keeps its name, except from a new one at the same mount point, which replaces it.
+    The name of a dead workspace is taken too, except for a new workspace at the same mountpoint, which replaces it.
     """
     base = os.path.normpath(base)
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))

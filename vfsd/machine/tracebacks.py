@@ -1,4 +1,4 @@
-"""Clear what the traceback of an error keeps alive."""
+"""Release the objects that the traceback of an error keeps alive."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["clear_frames"]
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of all frames that `error` ended, and of those of its group, cause and context.
+    """Clear the local variables of all finished frames in the tracebacks of `error`, its group, cause and context.
 
-    An error that a frame holds in a variable is in a reference cycle with its traceback, and every frame of that
-    traceback holds its variables: a manifest of hundreds of megabytes, say.  The collector may find the cycle hours
-    later (`vfsd.machine.interpreter`).  Frames that still run, and the lines that a traceback shows, stay.
+    An error that is stored in a local variable forms a reference cycle with its traceback, whose frames keep their
+    variables alive: a manifest of hundreds of megabytes, for example.  The collector may find the cycle only hours
+    later (`vfsd.machine.interpreter`).  Running frames, and the lines that a traceback prints, stay.
     """
     waiting, seen = [error], set[int]()
     while waiting:

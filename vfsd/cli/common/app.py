@@ -120,7 +120,7 @@ def check_alive(record: WorkspaceRecord) -> None:
     if not record.alive:
         advice = f"`vfsd unmount {record.name}` removes the mount, `vfsd mount` at the same path replaces it"
         raise ConnectionRefusedError(
-            errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.what_a_death_costs}; {advice}"
+            errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.content_after_crash}; {advice}"
         )
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import array
 import errno
 import os
-import re
 import socket
 import subprocess
 from dataclasses import dataclass
 from typing import Final
 
 from vfsd.kernel.engines.base import EngineSettings
+from vfsd.machine.mountinfo import mounts
 
 __all__ = ["Mount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
 
 _FUSERMOUNT: Final = "fusermount3"
-_ESCAPE: Final = re.compile(rb"\\([0-7]{3})")  # how mountinfo writes blanks and backslashes, proc(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +124,6 @@ def _receive_descriptor(channel: socket.socket) -> int | None:
 
 
 def _devices(mountpoint: str) -> list[str]:
-    """The devices mounted at `mountpoint`, the covering one last."""
-    wanted = os.fsencode(mountpoint)
-    with open("/proc/self/mountinfo", "rb") as table:
-        mounts = (line.split(b" ", 5) for line in table)
-        return [fields[2].decode() for fields in mounts if _unescaped(fields[4]) == wanted]
-
-
-def _unescaped(path: bytes) -> bytes:
-    return _ESCAPE.sub(lambda match: bytes([int(match[1], 8)]), path)
+    """List the devices mounted at `mountpoint`, the topmost one last."""
+    devices = [mount.device for mount in mounts() if mount.mountpoint == mountpoint]
+    return [f"{os.major(device)}:{os.minor(device)}" for device in devices]
