@@ -1,13 +1,12 @@
-"""DirectoryCookies: the cookies of a directory, so that a scan goes on where it stopped whatever changed meanwhile.
+"""DirectoryCookies: the cookies of a directory, with which a scan continues where it stopped despite changes.
 
-Cookies only ever increase and are never given twice.  A removed name leaves a gap that is closed once
-gaps outnumber names, so adding and removing cost O(1) amortised, and finding a place O(log n).
-Made when a directory is first listed; from then on it follows every change.  Most directories are listed and
-never changed again: until gaps are closed the cookies are a range, and where each name is is found out when the
-first is removed.
+Cookies increase and are never reused.  A removed name leaves a gap; the gaps are closed when they outnumber the names,
+so adding and removing cost O(1) amortised, and finding a cookie O(log n).  The object is made when a directory is first
+listed, and from then on follows every change.  Most directories are listed and never changed again.  Therefore the
+cookies are a range until gaps are closed, and the positions of names are computed at the first removal.
 
-Invariant: `_cookies` increases strictly; `_names[i]` is the name at `_cookies[i]` or None for a gap;
-`_position`, if there is one, has exactly the names that are there, with their cookies.
+Invariant: `_cookies` increases strictly; `_names[i]` is the name at `_cookies[i]` or None for a gap; `_position`, if
+not None, maps exactly the present names to their cookies.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Final, cast
 
 __all__ = ["FIRST_COOKIE", "DirectoryCookies"]
 
-FIRST_COOKIE: Final = 3  # 1 and 2 stand for "." and ".."
+FIRST_COOKIE: Final = 3  # 1 and 2 are "." and ".."
 _GAPS_KEPT: Final = 32
-_CHUNK: Final = 128  # names; what a reader does not take of a chunk was put together for nothing
+_CHUNK: Final = 128  # names; small, because a reader may not need a whole chunk
 
 
 class DirectoryCookies:
@@ -48,7 +47,7 @@ class DirectoryCookies:
         return self._position
 
     def add(self, name: bytes) -> None:
-        """Put `name` at the end.  It must not be there."""
+        """Add `name`, which must not be present, at the end."""
         if self._position is not None:
             self._position[name] = self._next
         self._names.append(name)
@@ -59,7 +58,7 @@ class DirectoryCookies:
             self._cookies.append(self._next - 1)
 
     def remove(self, name: bytes) -> None:
-        """Take `name` out.  It must be there."""
+        """Remove `name`, which must be present."""
         cookie = self._positions().pop(name)
         self._names[bisect_left(self._cookies, cookie)] = None
         self._gaps += 1
@@ -73,14 +72,14 @@ class DirectoryCookies:
         self._gaps = 0
 
     def after(self, cookie: int) -> Iterator[tuple[int, bytes]]:
-        """(cookie, name) of every name after `cookie`, in order, as they are when asked for one by one."""
+        """Yield (cookie, name) of every name after `cookie`, in order; changes between two steps are seen."""
         while True:
             at = bisect_right(self._cookies, cookie)
             while at < len(self._names) and self._names[at] is None:
                 at += 1
             if at >= len(self._names):
                 return
-            # Runs until a change in between moves things; then the place is looked up again.
+            # Continue until closing gaps replaces the lists; then find the position again.
             cookies, names = self._cookies, self._names
             while at < len(names) and cookies is self._cookies:
                 name = names[at]
@@ -90,7 +89,7 @@ class DirectoryCookies:
                     yield cookie, name
 
     def chunks(self, cookie: int) -> Iterator[tuple[Sequence[int], Sequence[bytes]]]:
-        """Cookies and names after `cookie`, in order, some at a time, as they are when asked for the next of them."""
+        """Yield cookies and names after `cookie`, in order and in chunks; changes between two chunks are seen."""
         while True:
             at = bisect_right(self._cookies, cookie)
             cookies = self._cookies[at : at + _CHUNK]

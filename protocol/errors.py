@@ -1,10 +1,10 @@
-"""The errors of the contract: `OSError` subclasses, each with its errno.
+"""The errors of the contracts: `OSError` subclasses, each with its errno.
 
-Python's own subclasses (`FileNotFoundError`, `FileExistsError`, ...) are used wherever there is one;
-`OSError(errno, ...)` itself maps to them.  Here stand the errors that Python has no class for, and the
-one table from an exception to the errno that a kernel or a caller is told.
+The contracts use Python's own subclasses (`FileNotFoundError`, `FileExistsError`, ...) where they exist;
+`OSError(errno, ...)` maps to them.  This module defines the other errors, and the one table from an exception to the
+errno that the kernel or a caller gets.
 
-Source for what each call may answer: the man pages of section 2, and tmpfs (mm/shmem.c, fs/libfs.c).
+Source for the errors of each call: the man pages of section 2, and tmpfs (mm/shmem.c, fs/libfs.c).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = [
 
 
 class SnapshotNotFoundError(FileNotFoundError):
-    """There is no snapshot of that name (ENOENT)."""
+    """No snapshot has this name (ENOENT)."""
 
     def __init__(self, name: str) -> None:
         super().__init__(errno.ENOENT, "no such snapshot", name)
 
 
 class SnapshotExistsError(FileExistsError):
-    """A snapshot of that name exists; a name in use is refused (EEXIST)."""
+    """A snapshot with this name exists already (EEXIST)."""
 
     def __init__(self, name: str) -> None:
         super().__init__(errno.EEXIST, "a snapshot of this name exists", name)
 
 
 class ArchiveError(OSError):
-    """An archive was refused, before anything was changed (EINVAL); `entry` names the offending entry."""
+    """An archive was refused before any change (EINVAL); `entry` names the invalid entry."""
 
     def __init__(self, reason: str, entry: str | None = None) -> None:
         super().__init__(errno.EINVAL, reason, entry)
@@ -47,33 +47,33 @@ class ArchiveError(OSError):
 
 
 def only_error(error: BaseException) -> BaseException:
-    """The error itself where nurseries or task groups have wrapped a single one."""
+    """Return the only exception in nested exception groups (of nurseries or task groups), or `error` itself."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def os_error(code: int, detail: str | None = None) -> OSError:
-    """The `OSError` for errno `code`, of the subclass that Python maps it to; to be raised."""
+    """Return the `OSError` for errno `code`, of the subclass that Python maps it to."""
     text = _text(code)
     return OSError(code, text, detail) if detail else OSError(code, text)
 
 
-# "No such file" and "no such attribute" are answers that a busy mount gives all the time.
+# Cached, because a busy mount constantly answers "No such file" and "No data available".
 _text: Final = functools.cache(os.strerror)
 
 
-# Exceptions that are not OSError but still mean something to a caller.  Most specific first.
+# Exceptions that are not OSError but have a meaning for a caller.  Most specific first.
 _OTHERS: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (MemoryError, errno.ENOMEM),
     (NotImplementedError, errno.EOPNOTSUPP),
-    # Not obvious what a recursion limit should be; ELOOP would also be reasonable.
+    # ELOOP would also be reasonable for a recursion limit.
     (RecursionError, errno.ENOMEM),
 )
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The errno to answer `error` with, or None when it is unexpected (EIO, to be logged)."""
+    """Return the errno that answers `error`, or None if it is unexpected (the caller logs it and answers EIO)."""
     if isinstance(error, OSError):
         return error.errno or None
     for kind, code in _OTHERS:

@@ -1,7 +1,7 @@
-"""Paths as agents write them: normalised, validated, and named by the errors that concern them.
+"""Paths as agents write them: normalisation, validation, and error messages that name the path.
 
-A path is relative to the root.  "/x" means "x", "." and empty parts mean nothing, ".." goes up and stays
-at the root ("../x" means "x").  This is done on the text, before any symlink is looked at.
+A path is relative to the root.  "/x" means "x", "." and empty parts are ignored, and ".." goes up but not above the
+root ("../x" means "x").  Normalisation works on the text only, before any symlink is resolved.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ROOT: Final = "."
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Bounds on what an agent's call may create or hold in memory.  They never bind a mount.
+    """Limits of what one call of an agent may create or hold in memory.  They do not apply to a mount.
 
-    `depth` (parts) and `segment` (characters of a part) bind paths that a call creates: what was created by
-    another way can be read, overwritten and deleted.
+    `depth` (parts) and `segment` (characters of a part) apply only to paths that a call creates; existing longer paths
+    can be read, overwritten and deleted.
     """
 
     depth: int = 16
     segment: int = 80
-    read_bytes: int = 32 << 20  # of one `read` or `read_bytes`; streams have no limit
+    read_bytes: int = 32 << 20  # for one `read` or `read_bytes`; streams have no limit
     write_bytes: int = 32 << 20
     grep_matches: int = 1_000
 
     def check_new(self, path: str) -> None:
-        """ValueError when `path`, normalised, is too deep or has too long a part to be created."""
+        """Raise ValueError if the normalised `path` is too deep, or has too long a part, to be created."""
         parts = path.split("/")
         if len(parts) > self.depth:
             raise ValueError(f"path is {len(parts)} deep, the limit is {self.depth}: {path!r}")
@@ -46,9 +46,9 @@ DEFAULT_LIMITS: Final = CallLimits()
 
 
 def normalise(path: str) -> str:
-    """The path without empty, "." and ".." parts; "." for the root.
+    """Return the path without empty, "." and ".." parts; "." for the root.
 
-    TypeError when it is no `str`; ValueError when it has a NUL or cannot be encoded.
+    TypeError if it is not a `str`; ValueError if it has a NUL or cannot be encoded.
     """
     if not isinstance(path, str):
         raise TypeError(f"a path must be a str, not {type(path).__name__}")
@@ -66,7 +66,7 @@ def normalise(path: str) -> str:
 
 
 def encode(path: str) -> bytes:
-    """A normalised path as the bytes that trees and volumes use; b"" for the root."""
+    """Return a normalised path as the bytes that trees and volumes use; b"" for the root.  ValueError."""
     if path == ROOT:
         return b""
     try:
@@ -76,26 +76,26 @@ def encode(path: str) -> bytes:
 
 
 def decode(path: bytes) -> str:
-    """The inverse of `encode`, for any bytes."""
+    """Return the inverse of `encode`, for any bytes."""
     return path.decode("utf-8", "surrogateescape") or ROOT
 
 
 @contextmanager
 def located(path: str) -> Iterator[None]:
-    """Make every OSError from within name `path`, with its errno kept.
+    """Add `path` to every OSError raised in this context; the errno stays.
 
-    EROFS becomes a PermissionError, which a caller of built-in exceptions looks for; its errno says more.
+    EROFS becomes a PermissionError, which callers catch; its errno stays EROFS.
     """
     try:
         yield
     except OSError as error:
-        if type(error).__module__ != "builtins":  # one of the contract's own (ArchiveError) says what it is about
+        if type(error).__module__ != "builtins":  # the contract's own errors (ArchiveError) name their subject
             raise
         code = error.errno or errno.EIO
         message = error.strerror or os.strerror(code)
         if code == errno.EROFS:
             raise PermissionError(code, message, path) from error
-        # Of the class that was raised where that says more than errno's own ("Directory not empty").
+        # Keep the class that was raised: it may be more specific than that of the errno ("Directory not empty").
         if error.filename == path and error.errno:
             raise
         raise OSError(code, message, path) from error

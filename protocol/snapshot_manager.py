@@ -1,8 +1,8 @@
-"""SnapshotManager: snapshots of any Filesystem as archives, restored into that one or any other.
+"""SnapshotManager: snapshots of any Filesystem as archives, which can be restored into any Filesystem.
 
-A directory of its own holds, for each snapshot, `<id>.fs.zip`, which is the snapshot, and `<id>.fs.json`,
-which says what the archive does not (the tag, the root).  The archive comes last and goes first, both
-atomically: there is a snapshot exactly when its archive is there, and the archive is whole.
+A directory holds two files for each snapshot: the archive `<id>.fs.zip`, and `<id>.fs.json` with values that the
+archive lacks (the tag, the root).  The archive is created last and removed first, both atomically.  So a snapshot
+exists exactly while its archive exists, and the archive is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What stands beside an archive."""
+    """The JSON file of an archive."""
 
     created_at: datetime
     root_path: str
@@ -39,9 +39,9 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class SnapshotManager:
-    """Snapshots of `filesystem` in `directory`, which is made where it is missing, private to its owner.
+    """Snapshots of `filesystem` in `directory`, which is created with mode 0700 if it is missing.
 
-    The directory must lie outside of what the filesystem shows.  A second manager may use the same one.
+    The directory must be outside the filesystem's root.  Several managers may use the same directory.
     """
 
     def __init__(self, filesystem: Filesystem, directory: str | os.PathLike[str]) -> None:
@@ -49,14 +49,14 @@ class SnapshotManager:
         self._directory = os.path.abspath(directory)
         root = os.path.realpath(filesystem.root)
         if root != "/" and os.path.commonpath([root, os.path.realpath(directory)]) == root:
-            raise ValueError(f"snapshots in {self._directory!r} would be part of what they are snapshots of")
+            raise ValueError(f"the snapshot directory {self._directory!r} is inside the filesystem: use one outside")
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
 
     def snapshot(self, snapshot_id: str | UUID | None = None, *, tag: str | None = None) -> FilesystemSnapshot:
-        """Keep the state as it is now, as `snapshot_id` (None: one that is given).
+        """Keep the present state as `snapshot_id` (None: a new UUID).
 
-        SnapshotExistsError; ValueError for an id that is no file name.  Whatever fails, there is no snapshot of
-        that id then, and the id can be used again.
+        SnapshotExistsError; ValueError for an id that is not a file name.  After any other error no snapshot with this
+        id exists, and the id can be used again.
         """
         name = _checked(uuid4() if snapshot_id is None else snapshot_id)
         path = self._path(name, _ARCHIVE)
@@ -67,22 +67,22 @@ class SnapshotManager:
         try:
             self._export(path)
         except FileExistsError:
-            raise SnapshotExistsError(name) from None  # somebody was faster, and has written their own record
+            raise SnapshotExistsError(name) from None  # another manager was faster and wrote its own record
         except BaseException:
             self._forget_record(name)
             raise
         return self._snapshot(name, record)
 
     def rollback(self, snapshot_id: str | UUID) -> FilesystemSnapshot:
-        """Make the state as it was at the snapshot: all of it, or nothing changes.  SnapshotNotFoundError."""
+        """Make the state equal to the snapshot, completely or not at all.  SnapshotNotFoundError."""
         snapshot = self.get(snapshot_id)
         self.restore(snapshot.commit_ref)
         return snapshot
 
     def restore(self, archive_path: str | os.PathLike[str]) -> None:
-        """Make the state that of any archive, another filesystem's snapshot among them.
+        """Make the state equal to any archive, for example another filesystem's snapshot, completely or not at all.
 
-        ArchiveError where it is refused; FileNotFoundError.  All of it, or nothing changes.
+        ArchiveError if the archive is refused; FileNotFoundError.
         """
         if isinstance(self._filesystem, SnapshotableFilesystem):
             self._filesystem.import_archive(archive_path)
@@ -90,7 +90,7 @@ class SnapshotManager:
             put_archive_into(self._filesystem, archive_path)
 
     def get(self, snapshot_id: str | UUID) -> FilesystemSnapshot:
-        """One snapshot.  SnapshotNotFoundError."""
+        """Return one snapshot.  SnapshotNotFoundError."""
         name = _checked(snapshot_id)
         try:
             made_ns = os.stat(self._path(name, _ARCHIVE)).st_mtime_ns
@@ -99,17 +99,17 @@ class SnapshotManager:
         return self._snapshot(name, self._read_record(name, made_ns))
 
     def list_snapshots(self) -> list[FilesystemSnapshot]:
-        """All snapshots, oldest first."""
+        """Return all snapshots, oldest first."""
         names = [name.removesuffix(_ARCHIVE) for name in os.listdir(self._directory) if name.endswith(_ARCHIVE)]
         found = []
         for name in names:
-            # Not what is no snapshot of ours, nor what another manager deletes meanwhile.
+            # Skip files that are not snapshots, and snapshots that another manager deletes meanwhile.
             with contextlib.suppress(SnapshotNotFoundError, ValueError):
                 found.append(self.get(name))
         return sorted(found, key=lambda each: (each.created_at, each.snapshot_id))
 
     def delete(self, snapshot_id: str | UUID) -> None:
-        """Forget a snapshot.  SnapshotNotFoundError."""
+        """Delete a snapshot.  SnapshotNotFoundError."""
         name = _checked(snapshot_id)
         try:
             os.unlink(self._path(name, _ARCHIVE))
@@ -144,7 +144,7 @@ class SnapshotManager:
                 os.unlink(temporary)
 
     def _read_record(self, name: str, made_ns: int) -> _Record:
-        """The record of an archive; what can be told without one, for an archive that was put there by hand."""
+        """Return the record of an archive, or a default for an archive without one, which a user copied there."""
         try:
             with open(self._path(name, _RECORD), "rb") as file:
                 return msgspec.json.decode(file.read(), type=_Record)

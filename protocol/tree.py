@@ -1,10 +1,9 @@
 """Tree: a read-only walk over one state, live or snapshot.
 
-The common currency of archive, diff and copy.  Paths are bytes, relative to the root, without a
-leading or trailing slash; b"" is the root.  Names are whatever a kernel allows: any bytes but "/" and
-NUL, valid UTF-8 or not.
+Archive, diff, search and copy work on trees.  Paths are bytes, relative to the root, without a leading or trailing
+slash; b"" is the root.  A name may have any bytes that the kernel allows: all except "/" and NUL, valid UTF-8 or not.
 
-Threading: a tree is immutable and may be read from any one thread at a time.
+Threading: a tree is immutable; one thread at a time may read it.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Final, Protocol, runtime_checkable
 
 __all__ = ["CHUNK_BYTES", "Filtered", "Tree", "TreeEntry", "unfiltered"]
 
-CHUNK_BYTES: Final = 64 * 1024  # what streams move at once
+CHUNK_BYTES: Final = 64 * 1024  # of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
     """One file, directory, symlink or special file of a tree.
 
-    `inode` tells hard links apart: entries of one tree with the same non-zero `inode` are one file.
-    `size` is in bytes (a symlink's is its target's length, a directory's 0).  `rdev` is for device nodes.
+    `inode` identifies hard links: entries of one tree with the same non-zero `inode` are one file.  `size` is in bytes
+    (for a symlink the length of its target, for a directory 0).  `rdev` is the device number of a device node.
     """
 
     path: bytes
@@ -61,44 +60,44 @@ class Tree(Protocol):
     """A state that can be walked and read."""
 
     def entry(self, path: bytes) -> TreeEntry:
-        """The entry at `path` (no symlink is followed).  FileNotFoundError, NotADirectoryError."""
+        """Return the entry at `path`, without following symlinks.  FileNotFoundError, NotADirectoryError."""
         ...
 
     def children(self, path: bytes) -> list[bytes]:
-        """The names in directory `path`, sorted as bytes.  FileNotFoundError, NotADirectoryError."""
+        """Return the names in directory `path`, sorted as bytes.  FileNotFoundError, NotADirectoryError."""
         ...
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        """`path` itself and all below it: parents before children, siblings sorted as bytes, depth first."""
+        """Yield `path` and everything below it, depth first: parents before children, siblings sorted as bytes."""
         ...
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of the regular file at `path`; short only at its end."""
+        """Return `size` bytes of the regular file at `path` from `offset`; fewer only at its end."""
         ...
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """The content of the regular file at `path`, in chunks of at most `size` bytes."""
+        """Yield the content of the regular file at `path` in chunks of at most `size` bytes."""
         ...
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
-        """Paths that may differ from `other`, where that is known without a walk; else None.
+        """Return the paths that may differ from `other` if they are known without a walk, else None.
 
-        Whatever differs is named, or lies below a named path whose entry is missing on one side or has
-        another inode number there.  A path named may turn out equal.
+        Every difference is at a returned path, or below one whose entry is missing on one side or has another inode
+        number there.  A returned path may be equal.
         """
         ...
 
 
 @runtime_checkable
 class Filtered(Protocol):
-    """A tree that hides some paths of another one."""
+    """A tree that hides some paths of another tree."""
 
     @property
     def unfiltered(self) -> Tree:
-        """The other one."""
+        """The complete tree."""
         ...
 
 
 def unfiltered(tree: Tree) -> Tree:
-    """`tree`, or the one that it hides paths of."""
+    """Return the complete tree of a filtered tree, or `tree` itself."""
     return tree.unfiltered if isinstance(tree, Filtered) else tree

@@ -1,8 +1,7 @@
-"""The values that a `Filesystem` gives back.
+"""The values that a `Filesystem` returns.
 
-Paths are `str`, relative to the root, without a leading slash; "." is the root.  A name that is not UTF-8
-is written with surrogate escapes (PEP 383) and may be given back as it came.  Sizes are in bytes, times
-are UTC.
+Paths are `str`, relative to the root, without a leading slash; "." is the root.  A name that is not UTF-8 has surrogate
+escapes (PEP 383), and such a path is a valid argument.  Sizes are in bytes, times in UTC.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = [
     "WriteResult",
 ]
 
-DEFAULT_READ_LINES: Final = 2_000  # what `read` gives when it is not told a limit
+DEFAULT_READ_LINES: Final = 2_000  # the default limit of `read`
 READ_ENTIRE_FILE: Final = -1  # as the limit of `read`: all lines
 
 WriteMode: TypeAlias = Literal["create", "overwrite", "append"]
@@ -33,10 +32,10 @@ WriteMode: TypeAlias = Literal["create", "overwrite", "append"]
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What there is at a path.  Symlinks are followed; `is_symlink` says that the path itself is one.
+    """The attributes of the file at a path.  Symlinks are followed; `is_symlink` says whether the path itself is one.
 
-    `mode` has the type and the permission bits.  `size_bytes` of a directory is 0.  What is neither a file
-    nor a directory is a fifo, socket or device.  A time that the backend does not know is None.
+    `mode` has the type and permission bits.  `size_bytes` of a directory is 0.  An entry that is neither a file nor a
+    directory is a fifo, socket or device.  A time that the backend does not have is None.
     """
 
     path: str
@@ -51,7 +50,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One entry of a directory.  A symlink counts as what it leads to; one that leads nowhere is neither."""
+    """One entry of a directory.  A symlink has the type of its target; a broken one is neither file nor directory."""
 
     name: str
     path: str
@@ -62,10 +61,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A page of a text file: `limit` lines from line `offset` (the first is 0), unaltered.
+    """A page of a text file: `limit` lines from line `offset` (counted from 0), unaltered.
 
-    Only "\\n" ends a line.  `truncated`: there are lines after the page.  `offset` past the end is moved to
-    the end, and `limit` is the count of lines that are there.
+    Only "\\n" ends a line.  `truncated` says whether lines follow the page.  `offset` is at most the number of lines,
+    and `limit` is the number of lines in the page.
     """
 
     content: str
@@ -90,7 +89,7 @@ class ReadBytesResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """What was written, and how."""
+    """The result of a write."""
 
     path: str
     bytes_written: int
@@ -107,10 +106,9 @@ class GlobMatch:
 
 @dataclass(frozen=True, slots=True)
 class GrepMatch:
-    """The first match of a line.
+    """The first match in a line.
 
-    `line_number` counts from 1; `line_content` is without its "\\n"; `match_start` and `match_end` count
-    its characters from 0.
+    `line_number` counts from 1; `line_content` has no "\\n"; `match_start` and `match_end` are character offsets in it.
     """
 
     path: str
@@ -124,7 +122,7 @@ class GrepMatch:
 class FilesystemSnapshot:
     """A state that can be restored.
 
-    `commit_ref` is what the backend needs to find it again: a name in the backend, or the path of an archive.
+    `commit_ref` identifies it for the backend: a name in the backend, or the path of an archive.
     """
 
     snapshot_id: str

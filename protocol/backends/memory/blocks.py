@@ -1,4 +1,4 @@
-"""The blocks that content is made of: dense ones are `bytes` or `bytearray`, those with holes a `SparseBlock`."""
+"""The blocks of file content: `bytes` or `bytearray` for a dense block, `SparseBlock` for a block with holes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BLOCK_CHARGE_BYTES", "PAGE_BYTES", "Block", "SparseBlock", "block_by
 
 PAGE_BYTES: Final = 4096
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
-BLOCK_CHARGE_BYTES: Final = 192  # of any dense block: the object, and its place in a dict
+BLOCK_CHARGE_BYTES: Final = 192  # of any dense block: the object and its entry in a dict
 _SPARSE_CHARGE_BYTES: Final = 512
 _PAGE_CHARGE_BYTES: Final = PAGE_BYTES + 192
 
@@ -19,7 +19,7 @@ _PAGE_CHARGE_BYTES: Final = PAGE_BYTES + 192
 class SparseBlock:
     """A block with pages that were never written.  Only written pages take memory.
 
-    `pages` maps a page's number in the block to its bytes; where it is shorter than a page, zeros follow.
+    `pages` maps a page's number in the block to its bytes; zeros follow bytes that are shorter than a page.
     """
 
     __slots__ = ("length", "pages")
@@ -30,7 +30,7 @@ class SparseBlock:
 
     @classmethod
     def of(cls, block: Block, holes: int) -> SparseBlock:
-        """A copy of `block` without the pages whose bits are set in `holes`."""
+        """Return a copy of `block` without the pages whose bits are set in `holes`."""
         pages = {
             page: bytes(block[page << _PAGE_SHIFT : (page + 1) << _PAGE_SHIFT])
             for page in range((len(block) + PAGE_BYTES - 1) >> _PAGE_SHIFT)
@@ -52,7 +52,7 @@ class SparseBlock:
         return b"".join(pieces)
 
     def write(self, start: int, data: Buffer) -> None:
-        """Put `data` at `start`, which makes the pages that it touches written ones."""
+        """Write `data` at `start`; the pages that it touches are no holes any more."""
         done, length = 0, len(data)
         view = memoryview(data)
         while done < length:
@@ -64,7 +64,7 @@ class SparseBlock:
         self.length = max(self.length, start + length)
 
     def cut(self, length: int) -> SparseBlock:
-        """A copy of the first `length` bytes."""
+        """Return a copy of the first `length` bytes."""
         last, rest = length >> _PAGE_SHIFT, length & PAGE_BYTES - 1
         pages = {page: data for page, data in self.pages.items() if page < last or (page == last and rest)}
         if last in pages:
@@ -76,10 +76,10 @@ Block = bytes | bytearray | SparseBlock
 
 
 def block_bytes(block: Block) -> int:
-    """The charge of one block.
+    """Return the charge of one block.
 
-    Large `bytes` are rounded up to whole pages by malloc (3 % of 128 KiB); a bytearray that grows allocates an eighth
-    more than it needs.
+    malloc rounds large `bytes` up to whole pages (3 % of 128 KiB); a growing bytearray allocates an eighth more than it
+    needs.
     """
     kind = type(block)
     if kind is SparseBlock:

@@ -1,18 +1,18 @@
-"""Content: the bytes of one regular file, sparse, in blocks that versions share until one is written.
+"""Content: the bytes of one regular file, sparse, in blocks that versions share until one version writes.
 
-Invariants (held by `check`):
+Invariants (checked by `check`):
 
-- a block is 1 to BLOCK_BYTES long; what lies beyond its end, and a block that is missing, reads as zeros;
-- `holes[i]` has a bit for each page of block i, below the block's end, that was never written: it takes no memory.
-  A block with such pages is a `SparseBlock`; a block without them is dense and has no key; no block has holes only;
+- a block has 1 to BLOCK_BYTES bytes; bytes beyond its end, and missing blocks, read as zeros;
+- `holes[i]` has a bit for each page of block i, below the block's end, that was never written and takes no memory.  A
+  block with such pages is a `SparseBlock`; a block without them is dense and has no key; no block has only holes;
 - `allocated` is the sum of `block_bytes` of all blocks;
-- `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  What is
-  reserved reads as zeros, and is a hole until a second fallocate comes upon it: tmpfs fills it then;
-- a block is this content's own if `owned` is None (all are) or has its index.  Every other block is shared: it is in
-  the ledger's `shared`, and other versions may hold it.  Only an own block that is no `bytes` may be changed in place.
+- `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  A reserved
+  page reads as zeros and is a hole until a second fallocate fills it, as on tmpfs;
+- this content owns a block if `owned` is None (it owns all) or contains its index.  Every other block is shared: it is
+  in the ledger's `shared`, and other versions may hold it.  Only owned blocks that are not `bytes` change in place.
 
-Pages are what tmpfs counts in st_blocks and what SEEK_HOLE tells apart; blocks are larger, because a
-dense block costs a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
+tmpfs counts pages in st_blocks and distinguishes them for SEEK_HOLE; blocks are larger, because each dense block costs
+a dict entry and an object.  Source: mm/shmem.c; lseek(2), fallocate(2).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _BLOCK_MASK: Final = BLOCK_BYTES - 1
 Range = tuple[int, int]  # first page, page after the last
 
 
-# What a page promised by fallocate is charged: what writing it allocates at most.
+# The charge of a page promised by fallocate: the most that writing it allocates.
 _RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 768
-_NONE_OWNED: Final[frozenset[int]] = frozenset()  # one for all: most versions never write a block
+_NONE_OWNED: Final[frozenset[int]] = frozenset()  # one object for all: most versions never write a block
 
 
 def _page_up(offset: int) -> int:
@@ -52,12 +52,12 @@ def _page_up(offset: int) -> int:
 
 
 def _bits(first: int, after: int) -> int:
-    """A mask with bits `first` to `after`-1 set."""
+    """Return a mask with bits `first` to `after`-1 set."""
     return ((1 << after) - (1 << first)) if after > first else 0
 
 
 def _same_bytes(a: Block, b: Block) -> bool:
-    """Whether two blocks read the same: zeros follow the end of each."""
+    """Return whether two blocks read the same; zeros follow the end of each."""
     if a is b:
         return True
     if isinstance(a, SparseBlock):
@@ -70,9 +70,9 @@ def _same_bytes(a: Block, b: Block) -> bool:
 
 
 class Content:
-    """Sparse content.  Offsets and sizes in bytes; the file's size is the inode's business.
+    """Sparse content.  Offsets and sizes are in bytes; the inode has the file's size.
 
-    `ledger` is the one of the state that the content belongs to; a content that is never shared needs none.
+    `ledger` is that of the state that the content belongs to; content that is never shared needs none.
     """
 
     __slots__ = ("allocated", "blocks", "holes", "ledger", "owned", "pages", "reserved")
@@ -87,13 +87,13 @@ class Content:
         self.pages = 0
 
     def share(self) -> Content:
-        """A second content with the same bytes; from here on neither changes a block of the other in place."""
+        """Return a second content with the same bytes; from now on neither changes a shared block in place."""
         twin = Content.__new__(Content)
         self._share_with(twin)
         return twin
 
     def _share_with(self, twin: Content) -> None:
-        """Give `twin`, which is new, all that this content has; from here on both only share it."""
+        """Share all blocks with `twin`, which is new."""
         ledger = self.ledger
         if ledger is None:
             ledger = self.ledger = Ledger()
@@ -102,7 +102,7 @@ class Content:
             if owned is not None and index not in owned:
                 ledger.hold(block)
             elif ledger.hold(block, 2):
-                ledger.kept -= block_bytes(block)  # two files had the same object: from here on it is charged once
+                ledger.kept -= block_bytes(block)  # two files had the same object: from now on it is charged once
         self.owned = _NONE_OWNED
         twin.ledger = ledger
         twin.allocated = self.allocated
@@ -112,23 +112,23 @@ class Content:
         twin.reserved = self.reserved
         twin.pages = self.pages
 
-    # -- what the ledger has of it -----------------------------------------------------------
+    # -- memory ledger -----------------------------------------------------------------------
     @property
     def charge(self) -> int:
-        """What a live file with this content is charged for it, in bytes."""
+        """The charge of this content in a live file, in bytes."""
         if self.reserved:
             return self.allocated + sum(each.after - each.first for each in self.reserved) * _RESERVED_PAGE_BYTES
         return self.allocated
 
     def adopt(self, ledger: Ledger) -> None:
-        """Belong to `ledger`; this content is a share of one that belongs to another."""
+        """Move to `ledger` from the ledger of the content that this one shares its blocks with."""
         self.ledger = ledger
         for block in self.blocks.values():
             if ledger.hold(block):
                 ledger.kept -= block_bytes(block)
 
     def let_go_shared(self) -> None:
-        """A live file gives this content up: shared blocks are from here on what only the others hold."""
+        """Release the shared blocks of a live file's content; blocks that snapshots still hold become kept."""
         owned = self.owned or _NONE_OWNED
         for index, block in self.blocks.items():
             if index not in owned:
@@ -140,13 +140,13 @@ class Content:
             self.ledger.kept += block_bytes(block)
 
     def free_unshared(self) -> int:
-        """A snapshot gives this content up: how many bytes nobody else holds."""
+        """Release the blocks of a snapshot's content; return the bytes that no other version holds."""
         ledger = self.ledger
         assert ledger is not None
         return sum(block_bytes(block) for block in self.blocks.values() if not ledger.let_go(block))
 
     def same_as(self, other: Content) -> bool:
-        """Whether both read the same; cheap for versions of one file, which share blocks."""
+        """Return whether both read the same; cheap for versions of one file, which share blocks."""
         return all(
             _same_bytes(self.blocks.get(index, b""), other.blocks.get(index, b""))
             for index in self.blocks.keys() | other.blocks.keys()
@@ -154,7 +154,7 @@ class Content:
 
     # -- reading -----------------------------------------------------------------------------
     def read(self, offset: int, size: int) -> bytes | bytearray:
-        """Exactly `size` bytes from `offset`; the caller has clipped them to the file's size."""
+        """Return exactly `size` bytes from `offset`; the caller clips them to the file's size."""
         start = offset & _BLOCK_MASK
         if start + size <= BLOCK_BYTES:
             block = self.blocks.get(offset >> _BLOCK_SHIFT)
@@ -165,7 +165,7 @@ class Content:
         return b"".join(self.pieces(offset, size))
 
     def pieces(self, offset: int, size: int) -> list[bytes | bytearray]:
-        """The same, not put together: a whole block that is `bytes` is not copied."""
+        """Return the bytes of `read` as a list of pieces; a whole block that is `bytes` is not copied."""
         pieces = []
         while size > 0:
             part = min(size, BLOCK_BYTES - (offset & _BLOCK_MASK))
@@ -175,7 +175,7 @@ class Content:
         return pieces
 
     def seek_data(self, offset: int, size: int) -> int:
-        """The first byte of data at or after `offset` in a file of `size` bytes.  ENXIO: there is none."""
+        """Return the offset of the first data at or after `offset` in a file of `size` bytes.  ENXIO if none."""
         page = offset >> _PAGE_SHIFT
         for first, after in self._allocated_ranges(page):
             start = max(first, page) << _PAGE_SHIFT
@@ -184,7 +184,7 @@ class Content:
         raise os_error(errno.ENXIO)
 
     def seek_hole(self, offset: int, size: int) -> int:
-        """The first byte of a hole at or after `offset`; the end of the file counts as one."""
+        """Return the offset of the first hole at or after `offset`; the end of the file counts as one."""
         page = offset >> _PAGE_SHIFT
         reached = page
         for first, after in self._allocated_ranges(page):
@@ -196,44 +196,48 @@ class Content:
         return min(size, max(offset, reached << _PAGE_SHIFT))
 
     def data_ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """(offset, length) of what was written, in order, touching pieces not joined."""
+        """Yield (offset, length) of the written ranges in order; adjacent ranges are not joined."""
         for first, after in self._data_ranges(0):
             start, end = first << _PAGE_SHIFT, min(after << _PAGE_SHIFT, size)
             if end > start:
                 yield start, end - start
 
     def _allocated_ranges(self, page: int) -> Iterator[Range]:
-        """`_data_ranges` and what was reserved twice."""
+        """Yield `_data_ranges` and the ranges that were reserved twice."""
         twice = ((first, after) for first, after, is_data in self.reserved if is_data and after > page)
         return heapq.merge(self._data_ranges(page), twice) if self.reserved else self._data_ranges(page)
 
     def _data_ranges(self, page: int) -> Iterator[Range]:
-        """Runs of written pages (first, after), in order, from the block that `page` lies in."""
+        """Yield runs of written pages (first, after), in order, from the block that contains `page`."""
         first_block = page // _PAGES_PER_BLOCK
         for index in sorted(i for i in self.blocks if i >= first_block):
-            base = index * _PAGES_PER_BLOCK
-            count = _page_up(len(self.blocks[index]))
-            holes = self.holes.get(index, 0) if self.holes else 0
-            if not holes:
-                yield base, base + count
-                continue
-            start = None
-            for bit in range(count + 1):
-                present = bit < count and not holes >> bit & 1
-                if present and start is None:
-                    start = bit
-                elif not present and start is not None:
-                    yield base + start, base + bit
-                    start = None
+            yield from self._block_ranges(index)
+
+    def _block_ranges(self, index: int) -> Iterator[Range]:
+        """Yield the runs of written pages in block `index`."""
+        base = index * _PAGES_PER_BLOCK
+        count = _page_up(len(self.blocks[index]))
+        holes = self.holes.get(index, 0) if self.holes else 0
+        if not holes:
+            yield base, base + count
+            return
+        start = None
+        for bit in range(count + 1):
+            present = bit < count and not holes >> bit & 1
+            if present and start is None:
+                start = bit
+            elif not present and start is not None:
+                yield base + start, base + bit
+                start = None
 
     # -- writing -----------------------------------------------------------------------------
     def growth(self, offset: int, length: int) -> int:
-        """How many pages a write of `length` bytes at `offset` would add to `pages`."""
+        """Return how many pages a write of `length` bytes at `offset` would add to `pages`."""
         if not length:
             return 0
         end = offset + length
         if self.holes is None and not self.reserved and (offset ^ (end - 1)) >> _BLOCK_SHIFT == 0:
-            # Nearly always: within one block, where all below its end was written.
+            # The usual write: within one block without holes.
             after = ((end - 1) & _BLOCK_MASK) >> _PAGE_SHIFT
             block = self.blocks.get(offset >> _BLOCK_SHIFT)
             if block is None:
@@ -257,14 +261,11 @@ class Content:
             if self.holes and index in self.holes:
                 new += (self.holes[index] & _bits(first, after)).bit_count()
         if self.reserved:
-            new -= self._reservedwithin(offset, end)
+            new -= overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
         return new
 
-    def _reservedwithin(self, offset: int, end: int) -> int:
-        return overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
-
     def write(self, offset: int, data: Buffer, growth: int) -> None:
-        """Write all of `data`, at least a byte; `growth` is what `growth()` said of it."""
+        """Write all of `data`, at least one byte; `growth` is the result of `growth()` for it."""
         length = len(data)
         start = offset & _BLOCK_MASK
         if start + length <= BLOCK_BYTES:
@@ -282,15 +283,15 @@ class Content:
             self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
 
     def recount(self, first: int, after: int) -> None:
-        """Count the pages anew, after a write to pages `first` to `after` that ended with MemoryError."""
+        """Recount the pages after a write to pages `first` to `after` that ended with MemoryError."""
         self.reserved = without(self.reserved, first, after) if self.reserved else self.reserved
         self.pages = sum(map(self._block_pages, self.blocks)) + sum(each.after - each.first for each in self.reserved)
 
     def write_plainly(self, offset: int, end: int, data: Buffer, ledger: Ledger) -> int:
-        """`growth` and `write` in one step for what most writes are; returns the growth, or -1: nothing was done.
+        """Do `growth` and `write` in one step for the usual write; return the growth, or -1 if nothing was done.
 
-        Within one block that only this version has and that has no holes, at its end at most; or a new block's start.
-        What it allocates is charged to `ledger` as a live file's: once here costs less than a comparison around it.
+        The usual write lies within one block, which only this version has and which has no holes, and starts at its end
+        or before; or it starts a new block.  The allocated bytes are charged to `ledger` as content of a live file.
         """
         if self.holes is not None or self.owned is not None or self.reserved or (offset ^ (end - 1)) >> _BLOCK_SHIFT:
             return -1
@@ -314,7 +315,7 @@ class Content:
             stop = start + end - offset
             if not start and stop >= length:
                 charge = stop + (stop >> 5) + BLOCK_CHARGE_BYTES - block_bytes(block)
-                blocks[index] = bytes(data)  # before it is charged, as below: MemoryError must leave both as they are
+                blocks[index] = bytes(data)  # charged afterwards, as below: MemoryError must change neither
                 self.allocated += charge
                 ledger.content += charge
             elif type(block) is bytearray:
@@ -367,14 +368,14 @@ class Content:
                 if start > len(mutable):
                     mutable.extend(bytes(start - len(mutable)))
                 mutable[start:end] = data
-        finally:  # MemoryError may come between two pages
+        finally:  # MemoryError can occur between two pages
             self.allocated += block_bytes(mutable) - before
         if self.holes and index in self.holes:
             self._clear_holes(index, _bits(start >> _PAGE_SHIFT, _page_up(end)))
 
     def _replace_block(self, index: int, block: Block) -> None:
         old = self.blocks.get(index)
-        self.blocks[index] = block  # first: it is what can raise MemoryError
+        self.blocks[index] = block  # first, because it can raise MemoryError
         if old is not None:
             self._give_up(index, old)
         self.allocated += block_bytes(block)
@@ -384,13 +385,13 @@ class Content:
             self.owned = {index}
 
     def _give_up(self, index: int, block: Block) -> None:
-        """Block `index` is not this content's any more."""
+        """Remove block `index` from the charge; release it if it is shared."""
         self.allocated -= block_bytes(block)
         if self.owned is not None and index not in self.owned:
             self._let_go(block)
 
     def _writable_block(self, index: int) -> bytearray | SparseBlock:
-        """Block `index` as one that no other version shares, and that can be changed in place."""
+        """Return block `index` as an owned block that can be changed in place; copy it if necessary."""
         block = self.blocks[index]
         if type(block) is not bytes and (self.owned is None or index in self.owned):
             return block  # type: ignore[return-value]
@@ -408,7 +409,7 @@ class Content:
             self.holes[index] = self.holes.get(index, 0) | bits
 
     def _clear_holes(self, index: int, bits: int) -> None:
-        """Pages of block `index`, which is sparse, are written or gone; without holes it becomes dense."""
+        """Clear holes of the sparse block `index`; a block without holes becomes dense."""
         assert self.holes is not None
         left = self.holes[index] & ~bits
         if left:
@@ -420,7 +421,7 @@ class Content:
 
     # -- shrinking and allocating --------------------------------------------------------------
     def truncate(self, size: int) -> None:
-        """Forget everything from `size` on."""
+        """Drop everything from `size` on."""
         last, start = size >> _BLOCK_SHIFT, size & _BLOCK_MASK
         if self.blocks:
             beyond = [i for i in self.blocks if i > last or (i == last and not start)]
@@ -466,7 +467,7 @@ class Content:
         self.pages += after - before
 
     def punch(self, offset: int, length: int) -> None:
-        """Make a hole: whole pages are given back, parts of pages zeroed.  FALLOC_FL_PUNCH_HOLE."""
+        """Make a hole: free whole pages and zero parts of pages.  FALLOC_FL_PUNCH_HOLE."""
         end = offset + length
         touched = [i for i in self.blocks if i << _BLOCK_SHIFT < end and (i + 1) << _BLOCK_SHIFT > offset]
         for index in touched:
@@ -476,7 +477,7 @@ class Content:
             self._unreserve(_page_up(offset), end >> _PAGE_SHIFT)
 
     def _punch_block(self, index: int, start: int, end: int) -> None:
-        """Punch from `start` to `end`, both counted from the block's first byte; `end` may lie beyond the block."""
+        """Punch from `start` to `end`, both relative to the block; `end` may lie beyond it."""
         length = len(self.blocks[index])
         if start >= length:
             return
@@ -487,7 +488,7 @@ class Content:
         before = self._block_pages(index)
         stop = min(length, end)
         first = _page_up(start)
-        if reaches_end and first << _PAGE_SHIFT < length:  # a shorter block says the same as holes
+        if reaches_end and first << _PAGE_SHIFT < length:  # a shorter block instead of holes at its end
             if start & PAGE_BYTES - 1:
                 self._zero(index, start, first << _PAGE_SHIFT)
             self._cut_block(index, first << _PAGE_SHIFT)
@@ -520,7 +521,7 @@ class Content:
         self.allocated += block_bytes(block)
 
     def reservation(self, offset: int, length: int) -> int:
-        """How many pages `reserve` would add."""
+        """Return how many pages `reserve` would add."""
         first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
         written = sum(
             max(0, min(after, end) - max(first, start)) for start, end in self._data_ranges(first) if start < after
@@ -528,7 +529,7 @@ class Content:
         return after - first - written - overlap(self.reserved, first, after)
 
     def reserve(self, offset: int, length: int) -> None:
-        """Count pages that are not there yet as used, so that writing them cannot fail; fill those reserved before."""
+        """Count missing pages as used, so that writing them cannot fail; fill those that were reserved before."""
         first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
         added = self.reservation(offset, length)
         again = [each._replace(is_data=True) for each in within(self.reserved, first, after)]
@@ -546,7 +547,7 @@ class Content:
 
     # -- invariants ----------------------------------------------------------------------------
     def check(self, size: int) -> None:
-        """Raise AssertionError where an invariant of the module's docstring does not hold."""
+        """Raise AssertionError if an invariant of the module's docstring does not hold."""
         pages = 0
         for index, block in self.blocks.items():
             assert 0 < len(block) <= BLOCK_BYTES, (index, len(block))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
+from protocol.backends.memory.inode import KIND_MASK
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
 from protocol.directory_cookies import DirectoryCookies
 from protocol.errors import os_error
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["DirectoryEntries", "not_found"]
 
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
-_SLASH: Final = ord("/")  # searching bytes for a number takes a sixth of the time of searching for bytes
-_KIND: Final = 0o170000  # S_IFMT as a mask: stat.S_IFMT() takes longer than the rest of the check
+_SLASH: Final = ord("/")
 _REGULAR: Final = stat.S_IFREG
 _SET_GID: Final = stat.S_ISGID
 _NOT_FOR_MKNOD: Final = frozenset({stat.S_IFDIR, stat.S_IFLNK})
@@ -112,7 +112,7 @@ class DirectoryEntries:
 
     # -- making and removing -----------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        kind = mode & _KIND or _REGULAR
+        kind = mode & KIND_MASK or _REGULAR
         if kind in _NOT_FOR_MKNOD:
             raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)

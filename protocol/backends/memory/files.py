@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.content import BLOCK_BYTES, Content
+from protocol.backends.memory.inode import KIND_MASK
 from protocol.backends.memory.ledger import SLACK_BYTES
 from protocol.errors import os_error
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["FileContents", "check_regular", "check_size", "without_privileges"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
-_KIND: Final = 0o170000  # S_IFMT as a mask
 _REGULAR: Final = stat.S_IFREG
 _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h
 _FALLOC_PUNCH_HOLE: Final = 2
@@ -88,7 +88,7 @@ class FileContents:
         node = self._inodes.get(inode) or state.getattr(inode)
         length = len(data)
         end = offset + length
-        if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & _KIND != _REGULAR:
+        if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & KIND_MASK != _REGULAR:
             _check_write(node, offset, end)
             if not length:
                 return 0

@@ -1,4 +1,4 @@
-"""What holds of a memory volume between two calls, checked.  O(everything): for tests and bug reports."""
+"""Checks of a memory volume's invariants between two calls.  O(everything): for tests and bug reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["check", "check_inode", "check_ledger", "check_log"]
 
 
 def check(state: MemoryState) -> None:
-    """Raise AssertionError where an invariant of `state`, `content`, `listing` or `undo` does not hold."""
+    """Raise AssertionError if an invariant of `state`, `content`, `directory_cookies`, `undo` or `ledger` fails."""
     for number, inode in state.inodes.items():
         assert inode.inode == number
         assert 0 < number < state.next_inode
@@ -44,7 +44,7 @@ def check(state: MemoryState) -> None:
 
 
 def check_inode(inode: Inode) -> None:
-    """What holds of an inode by itself."""
+    """Check the invariants of one inode by itself."""
     kind = stat.S_IFMT(inode.mode)
     assert (inode.children is not None) == (kind == stat.S_IFDIR)
     assert (inode.target is not None) == (kind == stat.S_IFLNK)
@@ -89,7 +89,7 @@ def _check_directory(state: MemoryState, directory: Inode) -> None:
 
 
 def _check_reachable(state: MemoryState) -> None:
-    """Every linked inode can be reached from the root: no cycle, no island."""
+    """Check that the root reaches every linked inode: no cycle, no island."""
     seen = {ROOT_INODE}
     todo = [ROOT_INODE]
     while todo:
@@ -110,7 +110,7 @@ def _check_counters(state: MemoryState) -> None:
 
 
 def check_log(state: MemoryState) -> None:
-    """What holds of the undo log."""
+    """Check the invariants of the undo log."""
     log = state.log
     epochs = log.epochs()
     assert all(a.serial < b.serial for a, b in itertools.pairwise(epochs))
@@ -142,7 +142,7 @@ def _check_epoch(state: MemoryState, epoch: Epoch) -> None:
 
 
 def check_ledger(state: MemoryState, live: Iterable[Inode]) -> None:
-    """The figures of the ledger, against what is there: the `live` inodes, and what the epochs hold."""
+    """Check the totals of the ledger against the `live` inodes and the pre-images of the epochs."""
     ledger = state.ledger
     live = list(live)
     versions = [version for epoch in state.log.epochs() for version in epoch.inodes.values() if version is not None]
@@ -158,10 +158,10 @@ def check_ledger(state: MemoryState, live: Iterable[Inode]) -> None:
     assert ledger.kept == kept, f"kept by snapshots: {ledger.kept}, found {kept}"
 
 
-def _shared(inodes: list[Inode], known: dict[int, int]) -> tuple[dict[int, int], int]:
-    """The holders of each shared block and dict of attributes, and the charge of all objects, each once.
+def _shared(inodes: list[Inode], recorded: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Return the holders of each shared block and dict of attributes, and the charge of all objects, each once.
 
-    A dict that has one holder may be among the shared ones (`known`), if it had more.
+    A dict with one holder may be among those `recorded` as shared, if it had more holders before.
     """
     holders: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -177,7 +177,7 @@ def _shared(inodes: list[Inode], known: dict[int, int]) -> tuple[dict[int, int],
                     sizes[id(block)] = block_bytes(block)
         kept = inode.xattrs
         if kept is not None:
-            if id(kept) in known:
+            if id(kept) in recorded:
                 holders[id(kept)] = holders.get(id(kept), 0) + 1
                 sizes[id(kept)] = xattrs_bytes(kept)
             else:
@@ -186,7 +186,7 @@ def _shared(inodes: list[Inode], known: dict[int, int]) -> tuple[dict[int, int],
 
 
 def _record_bytes(state: MemoryState) -> int:
-    """The charge of the epochs, and of all pre-images that are no versions."""
+    """Return the charge of the epochs and of all pre-images that are not versions of inodes."""
     charge = 0
     for epoch in state.log.epochs():
         charge += epoch.charge + RECORD_BYTES * sum(version is None for version in epoch.inodes.values())

@@ -1,25 +1,26 @@
 """Ledger: how much memory a volume's state takes, so that a limit can bound it.
 
-Four figures, in bytes, each a running total that `check_ledger` recomputes from scratch:
+Four running totals in bytes, which `check_ledger` recomputes from scratch:
 
-- `content`: the blocks of live files, as allocated (a sparse block has only its written pages), and the pages that
-  fallocate promised.  A block that two live files share counts twice;
-- `metadata`: live inodes, names, symlink targets and extended attributes.  Each inode's charge has two parts: what it
-  takes, and RESERVE_BYTES;
-- `kept`: what only snapshots hold: old versions of inodes, the blocks and attributes that no live file has, records of
-  names, the snapshots themselves.  So `content + metadata + kept` counts each object once, even if versions share it;
-- `overhead`: what is neither: what an overlay remembers of the directory below, and memory lent to an import that is
-  being unpacked.  It is taken off `ceiling`, so that a check on the hot path adds up three figures only.
+- `content`: the blocks of live files, as allocated (a sparse block has only its written pages), and the pages promised
+  by fallocate.  A block that two live files share counts twice;
+- `metadata`: live inodes, names, symlink targets and extended attributes.  The charge of an inode is its own size plus
+  RESERVE_BYTES;
+- `kept`: objects that only snapshots hold: old versions of inodes, blocks and attributes that no live file has, records
+  of names, and the snapshots themselves.  So `content + metadata + kept` counts each object once, even if versions
+  share it;
+- `overhead`: an overlay's records of its lower directory, and memory lent to an import that is being unpacked.
+  `ceiling` is the limit minus the overhead, so that a check on the hot path adds up three figures only.
 
-Blocks are shared between versions.  `shared` maps the id of every shared block (or dict of attributes) to the number of
-versions that hold it.  A content knows which of its blocks only it has (`Content.owned`); all others are in `shared`.
-An object leaves `shared` when its last holder lets it go, so an id in `shared` is always that of a living object.
+Versions share blocks.  `shared` maps the id of every shared block (or dict of attributes) to the number of versions
+that hold it.  `Content.owned` lists the blocks that only this content has; all others are in `shared`.  An object
+leaves `shared` when its last holder releases it, so an id in `shared` always belongs to an existing object.
 
-Why removing always works: nothing that removes or shortens asks the ledger.  What a removal needs under a snapshot (the
-old version of the inode, a record of its name) was charged when the inode and the name were made, as RESERVE_BYTES
-and within ENTRY_BYTES; the content moves from live to kept.  A restore shares the blocks of the snapshot, and needs for
-each inode that it changes one version more: the same reserve.  Shortening a file to a part of a block copies one
-block at most.
+Why removing always succeeds: an operation that removes or shortens never asks the ledger.  Under a snapshot a removal
+needs memory for the old version of the inode and for a record of its name.  Both were charged when the inode and the
+name were made, as RESERVE_BYTES and within ENTRY_BYTES; the content moves from live to kept.  A restore shares the
+blocks of the snapshot and needs one more version of each inode that it changes: the same reserve.  Shortening a file to
+a part of a block copies at most one block.
 
 The charges are for CPython 3.11 to 3.13 on 64 bits with glibc, measured as growth of the resident set over 50,000
 objects, and set above it because dicts double and integers differ:
@@ -33,7 +34,7 @@ objects, and set above it because dicts double and integers differ:
     file removed under a snapshot          183     RECORD_BYTES and the version replace the live inode
     snapshot                               570     SNAPSHOT_BYTES = 6,144: listing it takes 4 KiB more for a while
 
-Threading: the serving loop (or the one thread that unpacks an import) changes the figures.  `borrow` and `give_back`
+Threading: the serving loop, or the one thread that unpacks an import, changes the totals.  `borrow` and `give_back`
 change `ceiling` and `overhead` of another thread's ledger, under a lock.
 """
 
@@ -70,20 +71,20 @@ __all__ = [
 ]
 
 UNLIMITED: Final = 1 << 62
-RESERVE_BYTES: Final = 448  # of each live inode: for one old version of it
+RESERVE_BYTES: Final = 448  # of each live inode, for one old version of it
 INODE_BYTES: Final = 640 + RESERVE_BYTES
 DIRECTORY_BYTES: Final = 320
-ENTRY_BYTES: Final = 320  # of each name, without its length; with its place in a listing, and a record of it
+ENTRY_BYTES: Final = 320  # of each name without its length, including its cookie and a record of it
 CONTENT_BYTES: Final = 352
 XATTRS_BYTES: Final = 288
 XATTR_BYTES: Final = 160  # of each attribute, without its name and value
 VERSION_BYTES: Final = 448
 VERSION_LINK_BYTES: Final = 64
-VERSION_BLOCK_BYTES: Final = 256  # of each block of a version: its place in two dicts
-RECORD_BYTES: Final = 160  # of a name, without its length, or of an inode that did not exist
+VERSION_BLOCK_BYTES: Final = 256  # of each block of a version: its entries in two dicts
+RECORD_BYTES: Final = 160  # of a name without its length, or of an inode that did not exist
 NAMES_BYTES: Final = 320  # of the records of one directory
 SNAPSHOT_BYTES: Final = 6 * 1024
-# More than making one entry takes, and more than a block that becomes a bytearray grows by beyond what is written.
+# More than one entry takes, and more than a block that becomes a bytearray grows beyond the written data.
 SLACK_BYTES: Final = 16 * 1024
 _LOAN_BYTES: Final = 1 << 20
 
@@ -91,12 +92,12 @@ Xattrs = dict[bytes, bytes]
 
 
 def xattrs_bytes(xattrs: Xattrs) -> int:
-    """The charge of one dict of attributes."""
+    """Return the charge of one dict of extended attributes."""
     return XATTRS_BYTES + sum(XATTR_BYTES + len(name) + len(value) for name, value in xattrs.items())
 
 
 def metadata_bytes(inode: Inode) -> int:
-    """The charge of a live inode without its attributes and its blocks."""
+    """Return the charge of a live inode without its extended attributes and blocks."""
     charge = INODE_BYTES
     for _, name in inode.links:
         charge += ENTRY_BYTES + len(name)
@@ -110,7 +111,7 @@ def metadata_bytes(inode: Inode) -> int:
 
 
 def live_bytes(inode: Inode) -> int:
-    """The charge of a live inode that shares nothing."""
+    """Return the charge of a live inode that shares no object with a snapshot."""
     charge = metadata_bytes(inode)
     if inode.content is not None:
         charge += inode.content.charge
@@ -118,7 +119,7 @@ def live_bytes(inode: Inode) -> int:
 
 
 def version_bytes(version: Inode) -> int:
-    """The charge of an old version of an inode, without what it may share with others."""
+    """Return the charge of an old version of an inode, without the objects that it may share with other versions."""
     charge = VERSION_BYTES + VERSION_LINK_BYTES * len(version.links)
     if version.target is not None:
         charge += len(version.target)
@@ -128,7 +129,7 @@ def version_bytes(version: Inode) -> int:
 
 
 class Ledger:
-    """The figures of one volume's state, and its limit."""
+    """The memory totals of one volume's state, and their limit."""
 
     __slots__ = ("_lender", "_loan", "_lock", "ceiling", "content", "kept", "limit", "metadata", "overhead", "shared")
 
@@ -146,40 +147,40 @@ class Ledger:
 
     @property
     def used(self) -> int:
-        """What `ceiling` bounds."""
+        """The bytes that `ceiling` bounds."""
         return self.content + self.metadata + self.kept
 
     @property
     def total(self) -> int:
-        """What `limit` bounds."""
+        """The bytes that `limit` bounds."""
         return self.content + self.metadata + self.kept + self.overhead
 
     @property
     def bound(self) -> int | None:
-        """The limit, or that of the lender."""
+        """The limit of this ledger, or of its lender."""
         return self.limit if self._lender is None else self._lender.limit
 
     def set_limit(self, limit: int | None) -> None:
-        """Bound `total`, in bytes; None: no bound."""
+        """Bound `total`, in bytes; None removes the limit."""
         self.limit = limit
         self.ceiling = UNLIMITED if limit is None else limit - self.overhead
 
     def charge_overhead(self, count: int) -> None:
-        """Add `count` bytes to the overhead; negative: take them off.  Any thread."""
+        """Add `count` bytes, which may be negative, to the overhead.  Any thread."""
         with self._lock:
             self.overhead += count
             if self.limit is not None:
                 self.ceiling -= count
 
-    # -- what is lent to an import that is unpacked in a thread ----------------------------------
+    # -- memory lent to an import that a thread unpacks ------------------------------------------
     def borrow_from(self, lender: Ledger) -> None:
-        """Have no memory of one's own, but only what `lender` has left; in a thread of its own."""
+        """Start without memory and borrow it from `lender`, whose limit then bounds both.  Used in another thread."""
         if lender.limit is not None:
             self._lender = lender
             self.set_limit(0)
 
     def borrow(self, count: int) -> bool:
-        """Whether `count` more bytes could be borrowed."""
+        """Borrow at least `count` bytes; return whether the lender had them."""
         lender = self._lender
         if lender is None:
             return False
@@ -192,44 +193,44 @@ class Ledger:
         return False
 
     def repay(self, count: int) -> None:
-        """Give back a part of the loan, at most all: so much of what was unpacked becomes the lender's own."""
+        """Return up to `count` bytes of the loan: the lender now charges that much unpacked content itself."""
         if self._lender is not None:
             count = min(count, self._loan)
             self._lender.charge_overhead(-count)
             self._loan -= count
 
     def reserve(self, count: int) -> None:
-        """Charge `count` bytes of overhead, borrowed where there is a lender.  OSError (ENOSPC)."""
+        """Charge `count` bytes of overhead; borrow them if there is a lender.  OSError (ENOSPC)."""
         missing = self.used + count - self.ceiling
         if missing > 0 and not self.borrow(missing):
             raise os_error(errno.ENOSPC)
         self.charge_overhead(count)
 
     def release(self, count: int) -> None:
-        """Take off `count` bytes that were reserved; a lender gets back what they leave unused."""
+        """Release `count` reserved bytes, and return unused memory to the lender."""
         self.charge_overhead(-count)
         if self._lender is not None:
             self.repay(min(count, self.ceiling - self.used))
             self.set_limit(self._loan)
 
     def give_back(self) -> None:
-        """End the loan: what was unpacked is gone, or is charged to the lender as its own."""
+        """End the loan: the unpacked content was discarded, or the lender charges it."""
         if self._lender is not None:
             self._lender.charge_overhead(-self._loan)
             self._loan = 0
             self._lender = None
             self.set_limit(None)
 
-    # -- what is shared --------------------------------------------------------------------------
+    # -- shared objects --------------------------------------------------------------------------
     def hold(self, thing: Block | Xattrs, holders: int = 1) -> int:
-        """Add holders of a shared object; how many there were."""
+        """Add holders of a shared object; return how many there were."""
         key = id(thing)
         before = self.shared.get(key, 0)
         self.shared[key] = before + holders
         return before
 
     def let_go(self, thing: Block | Xattrs) -> bool:
-        """Take one holder from a shared object; whether there are others."""
+        """Remove one holder of a shared object; return whether others remain."""
         key = id(thing)
         left = self.shared[key] - 1
         if left:
@@ -239,13 +240,13 @@ class Ledger:
         return left > 0
 
     def share_xattrs(self, xattrs: Xattrs | None) -> None:
-        """One version more holds this dict."""
+        """Add a version as a holder of this dict."""
         if xattrs is not None and not self.hold(xattrs):
-            self.hold(xattrs)  # the one that had it alone
+            self.hold(xattrs)  # the version that had it alone before
 
     # -- live inodes -----------------------------------------------------------------------------
     def enter(self, inode: Inode) -> None:
-        """Charge a live inode that was just cloned from a version, which goes on to hold what they share."""
+        """Charge a live inode that was just cloned from a version; the version still holds the shared objects."""
         self.metadata += metadata_bytes(inode)
         content = inode.content
         if content is not None:
@@ -257,7 +258,7 @@ class Ledger:
             self.kept -= charge
 
     def enter_new(self, inode: Inode) -> None:
-        """Charge a live inode that shares nothing."""
+        """Charge a live inode that shares no object."""
         self.metadata += metadata_bytes(inode)
         if inode.content is not None:
             self.content += inode.content.charge
@@ -265,7 +266,7 @@ class Ledger:
             self.metadata += xattrs_bytes(inode.xattrs)
 
     def leave(self, inode: Inode) -> None:
-        """Take off a live inode; what it shared with snapshots is theirs from here on."""
+        """Remove the charge of a live inode; objects that it shared with snapshots become kept."""
         self.metadata -= metadata_bytes(inode)
         if inode.content is not None:
             self.drop_content(inode.content)
@@ -273,20 +274,20 @@ class Ledger:
             self.drop_xattrs(inode.xattrs)
 
     def drop_content(self, content: Content) -> None:
-        """Take off the content of a live inode."""
+        """Remove the charge of a live inode's content."""
         self.content -= content.charge
         if content.owned is not None:
             content.let_go_shared()
 
     def drop_xattrs(self, xattrs: Xattrs) -> None:
-        """Take off the attributes of a live inode."""
+        """Remove the charge of a live inode's extended attributes."""
         charge = xattrs_bytes(xattrs)
         self.metadata -= charge
         if id(xattrs) in self.shared and self.let_go(xattrs):
             self.kept += charge
 
     def set_xattrs(self, inode: Inode, xattrs: Xattrs | None) -> None:
-        """Give a live inode other attributes: a dict that nobody else has, or the one that it has."""
+        """Replace the extended attributes of a live inode by a new, unshared dict, or keep the same one."""
         old = inode.xattrs
         if old is xattrs:
             return
@@ -298,7 +299,7 @@ class Ledger:
 
     # -- old versions ----------------------------------------------------------------------------
     def forget(self, version: Inode | None) -> None:
-        """Take off a pre-image: an old version, or None for the record that there was no inode."""
+        """Remove the charge of a pre-image: an old version, or None for the record that there was no inode."""
         if version is None:
             self.kept -= RECORD_BYTES
             return

@@ -1,4 +1,4 @@
-"""The pages of a file that fallocate has promised, as ranges."""
+"""Ranges of the pages that fallocate promised to a file."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ __all__ = ["Reserved", "joined", "overlap", "within", "without"]
 
 
 class Reserved(NamedTuple):
-    """Pages that fallocate has counted and nobody has written."""
+    """Pages that fallocate counted and that were not written yet."""
 
     first: int
     after: int
-    is_data: bool = False  # allocated twice
+    is_data: bool = False  # a second fallocate filled them, so SEEK_DATA finds them
 
 
 def overlap(ranges: Iterable[Reserved], first: int, after: int) -> int:
-    """How many pages of `ranges` lie between two."""
+    """Return how many pages of `ranges` lie between two pages."""
     return sum(each.after - each.first for each in within(ranges, first, after))
 
 
 def within(ranges: Iterable[Reserved], first: int, after: int) -> list[Reserved]:
-    """The parts of `ranges` between two pages."""
+    """Return the parts of `ranges` between two pages."""
     cut = (each._replace(first=max(first, each.first), after=min(after, each.after)) for each in ranges)
     return [each for each in cut if each.after > each.first]
 
 
 def without(ranges: Iterable[Reserved], first: int, after: int) -> tuple[Reserved, ...]:
-    """`ranges` without what lies between two pages."""
+    """Return `ranges` without the parts between two pages."""
     left = []
     for each in ranges:
         if each.first < first:
@@ -39,7 +39,7 @@ def without(ranges: Iterable[Reserved], first: int, after: int) -> tuple[Reserve
 
 
 def joined(ranges: Iterable[Reserved]) -> tuple[Reserved, ...]:
-    """In order, with neighbours of one kind made one."""
+    """Return `ranges` sorted, with adjacent ranges of one kind joined."""
     joined: list[Reserved] = []
     for each in sorted(ranges):
         if joined and joined[-1].after == each.first and joined[-1].is_data == each.is_data:

@@ -23,6 +23,7 @@ from protocol.backends.memory.history.undo import Epoch, UndoLog
 from protocol.backends.memory.inode import (
     DIRECTORY_BASE_BYTES,
     DIRECTORY_ENTRY_BYTES,
+    KIND_MASK,
     Inode,
     Link,
     Links,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryState"]
 
-_KIND: Final = 0o170000  # S_IFMT as a mask
 _DIRECTORY: Final = stat.S_IFDIR
 _REGULAR: Final = stat.S_IFREG
 _DIRECTORY_MODE: Final = _DIRECTORY | 0o755
@@ -136,7 +136,7 @@ class MemoryState:
         number = self.next_inode
         self.next_inode += 1
         inode = Inode(number, mode, uid, gid, self.clock(), self.epoch)
-        if mode & _KIND == _DIRECTORY:
+        if mode & KIND_MASK == _DIRECTORY:
             inode.children = {}
             inode.size = DIRECTORY_BASE_BYTES
             self.ledger.metadata += DIRECTORY_BYTES
@@ -309,7 +309,7 @@ class MemoryState:
             self.directories += sign
         else:
             self.files += sign
-            if inode.mode & _KIND == _REGULAR:
+            if inode.mode & KIND_MASK == _REGULAR:
                 self.size_bytes += sign * inode.size
 
     def resize(self, inode: Inode, size: int) -> None:

@@ -1,7 +1,7 @@
-"""Extended attributes of an inode in memory, POSIX ACLs among them: what setting, removing, making and chmod do.
+"""Rules of extended attributes, POSIX ACLs included, for setting, removing, creating and chmod.
 
-Functions of an inode's mode and attributes; whoever calls them makes the inode his own before he stores what they
-return.  Dicts are replaced, never changed: versions of an inode share them.
+The functions compute a new mode and new attributes; the caller stores them in an inode that it owns.  A dict of
+attributes is replaced and never changed, because versions of an inode share it.
 
 Source: xattr(7), fs/xattr.c; for ACLs simple_set_acl and posix_acl_create (fs/posix_acl.c), as tmpfs uses them.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 Xattrs: TypeAlias = dict[bytes, bytes]
 
-# Of one inode, names and values; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.
+# Names and values of one inode; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.
 XATTRS_MAX_BYTES: Final = 1024 * 1024
 _NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
 _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
@@ -40,7 +40,7 @@ _CAPABILITY: Final = b"security.capability"
 
 
 def check_name(name: bytes) -> None:
-    """As xattr_resolve_name (fs/xattr.c) does for a file system with these namespaces."""
+    """Check a name as xattr_resolve_name (fs/xattr.c) does with these namespaces.  EOPNOTSUPP, EINVAL, ERANGE."""
     if name in _ACLS:
         return
     namespace, _, rest = name.partition(b".")
@@ -53,7 +53,7 @@ def check_name(name: bytes) -> None:
 
 
 def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags: int) -> tuple[int, Xattrs | None]:
-    """Mode and attributes after setxattr(2).  EEXIST, ENODATA, ENOSPC; for ACLs EACCES, EINVAL, EOPNOTSUPP."""
+    """Return mode and attributes after setxattr(2).  EEXIST, ENODATA, ENOSPC; for ACLs EACCES, EINVAL, EOPNOTSUPP."""
     check_name(name)
     present = xattrs is not None and name in xattrs
     if flags & os.XATTR_CREATE and present:
@@ -68,7 +68,7 @@ def after_set(mode: int, xattrs: Xattrs | None, name: bytes, value: bytes, flags
         return mode, others or None
     if sum(len(key) + len(other) for key, other in others.items()) + len(name) + len(kept) > XATTRS_MAX_BYTES:
         raise os_error(errno.ENOSPC)
-    # What is replaced keeps its place in the list.
+    # An attribute that is replaced keeps its place in the list.
     return mode, {**(xattrs or {}), name: kept}
 
 
@@ -84,7 +84,7 @@ def _acl_to_keep(mode: int, name: bytes, value: bytes) -> tuple[int, bytes | Non
 
 
 def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
-    """The attributes after removexattr(2).  ENODATA where there is none; an ACL may be removed that is not there."""
+    """Return the attributes after removexattr(2).  ENODATA if there is none; removing a missing ACL succeeds."""
     check_name(name)
     if xattrs is None or name not in xattrs:
         if name in _ACLS:
@@ -94,22 +94,23 @@ def after_remove(xattrs: Xattrs | None, name: bytes) -> Xattrs | None:
 
 
 def after_chmod(xattrs: Xattrs, mode: int) -> Xattrs:
-    """The attributes after chmod(2) to `mode`: an access ACL says the same as the mode."""
+    """Return the attributes after chmod(2) to `mode`, which also changes an access ACL."""
     acl = xattrs.get(posix_acl.ACCESS)
     return xattrs if acl is None else {**xattrs, posix_acl.ACCESS: posix_acl.chmod(acl, mode)}
 
 
 def inherited(directory: Xattrs, mode: int, umask: int) -> tuple[int, Xattrs | None]:
-    """Mode and attributes of what is made in a directory that has the attributes `directory`."""
+    """Return mode and attributes of a new inode in a directory with the attributes `directory`."""
     new = posix_acl.inherit(directory.get(posix_acl.DEFAULT), mode, umask)
     acls = {posix_acl.ACCESS: new.access, posix_acl.DEFAULT: new.default}
     return new.mode, {name: value for name, value in acls.items() if value is not None} or None
 
 
 def without_capability(xattrs: Xattrs | None) -> Xattrs | None:
-    """File capabilities never outlive a change of content or owner.  FUSE_HANDLE_KILLPRIV_V2 leaves it to us.
+    """Return the attributes after a change of content or owner, which removes file capabilities.
 
-    (An empty value grants nothing, and stays: cap_inode_need_killpriv, security/commoncap.c.)
+    With FUSE_HANDLE_KILLPRIV_V2 the kernel leaves this to the file system.  An empty value grants nothing and stays:
+    cap_inode_need_killpriv, security/commoncap.c.
     """
     if xattrs is None or not xattrs.get(_CAPABILITY):
         return xattrs
@@ -117,6 +118,6 @@ def without_capability(xattrs: Xattrs | None) -> Xattrs | None:
 
 
 def check_imported(xattrs: Mapping[bytes, bytes]) -> None:
-    """EINVAL or EOPNOTSUPP for ACLs that no kernel would have let anybody set."""
+    """Raise EINVAL or EOPNOTSUPP for ACLs that setxattr(2) would refuse."""
     for name in _ACLS & xattrs.keys():
         posix_acl.check(xattrs[name])

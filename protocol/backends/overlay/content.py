@@ -171,19 +171,6 @@ class LowerContent(Content):
             at = index + 1
         yield from self._below_ranges(at * BLOCK_BYTES, self.limit)
 
-    def _block_ranges(self, index: int) -> Iterator[tuple[int, int]]:
-        base = index * (BLOCK_BYTES // PAGE_BYTES)
-        count = _page_up(len(self.blocks[index]))
-        holes = self.holes.get(index, 0) if self.holes else 0
-        start = None
-        for bit in range(count + 1):
-            present = bit < count and not holes >> bit & 1
-            if present and start is None:
-                start = bit
-            elif not present and start is not None:
-                yield base + start, base + bit
-                start = None
-
     def _below_ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         end = min(end, self.limit)
         if start < end:

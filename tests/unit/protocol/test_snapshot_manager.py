@@ -254,7 +254,7 @@ def test_snapshots_are_for_their_owner_only(manager: SnapshotManager, tmp_path: 
 
 
 def test_snapshots_do_not_lie_in_what_they_are_snapshots_of(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="part of"):
+    with pytest.raises(ValueError, match="inside the filesystem"):
         SnapshotManager(HostFilesystem(tmp_path), tmp_path / "inside")
 
     assert os.listdir(tmp_path) == []

@@ -1,9 +1,9 @@
 """Copy a tree into an empty state (a root directory without entries) in one pass.
 
-`Converger` does the same in three times the time, because it asks of each entry what is there already.  Inodes are
-numbered in the order of `Tree.walk`, so the inodes of a subtree have consecutive numbers.
+`Converger` takes three times as long, because it compares each entry with the live state.  Inodes are numbered in the
+order of `Tree.walk`, so the inodes of a subtree have consecutive numbers.
 
-Threading: the state is used by nobody else.  On an error the state is left half filled; the caller throws it away.
+Threading: nothing else uses the state.  After an error the state is incomplete and the caller discards it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Filler"]
 
-_BLOCK_MEMORY = 2 * BLOCK_BYTES  # what writing may allocate for a moment beyond the data
+_BLOCK_MEMORY = 2 * BLOCK_BYTES  # memory that writing may take temporarily beyond the data
 
 
 class Filler:
-    """One run.  `check_quota(pages, inodes, memory)` is as in `Converger`.  `has_links`: some file has two names."""
+    """One copy of a tree.  `check_quota` is as in `Converger`; `has_links` says whether some file has two names."""
 
     def __init__(self, state: MemoryState, check_quota: Callable[[int, int, int], None]) -> None:
         self._state = state
@@ -38,13 +38,13 @@ class Filler:
         self.has_links = False
 
     def run(self, tree: Tree) -> None:
-        """Put all of `tree` into the state.  ENOSPC, ENAMETOOLONG; whatever the tree raises."""
+        """Copy all of `tree` into the state.  ENOSPC, ENAMETOOLONG, and the errors of the tree."""
         state = self._state
         assert state.log.newest is None, "the state has snapshots"
         assert not state.root_inode.children, "the state is not empty"
         entries = tree.walk()
         self._set_metadata(state.root_inode, next(entries))
-        parents = [(b"", state.root_inode)]  # from the root to the directory of the entry before
+        parents = [(b"", state.root_inode)]  # from the root to the directory of the previous entry
         for entry in entries:
             above, _, name = entry.path.rpartition(b"/")
             while parents[-1][0] != above:
@@ -59,7 +59,7 @@ class Filler:
                 self._write(node, tree.chunks(entry.path, BLOCK_BYTES))
 
     def _inode(self, entry: TreeEntry) -> Inode:
-        """The inode for `entry`: a new one, or that of an earlier name of the same file."""
+        """Return the inode for `entry`: a new one, or that of an earlier name of the same file."""
         is_linked = entry.nlink > 1 and entry.inode and not entry.is_dir
         if is_linked and entry.inode in self._linked:
             self.has_links = True
@@ -84,7 +84,7 @@ class Filler:
             self._state.ledger.set_xattrs(node, kept)
 
     def _write(self, node: Inode, chunks: Iterator[bytes]) -> None:
-        """Write the content of a new file: zeros stay holes."""
+        """Write the content of a new file; chunks of zeros become holes."""
         state = self._state
         content = state.content(node)
         charged = offset = 0

@@ -1,23 +1,23 @@
-"""Preparation: builds what is new in a tree before the step that puts the tree in place.
+"""Preparation: builds the new files of an import in small steps, before the one step that makes them visible.
 
-Converging with a tree of 100,000 new files takes a second, in which the loop answers nobody.  `steps` builds new files
-and directories with their content in small steps, as inodes of the live state that no path leads to yet.
-`Preparation.run` then gives them their names, and does the rest.  That is one step; most of its time is for what was
-there before.
+Converging with a tree of 100,000 new files takes a second, during which the loop answers no request.  `steps` builds
+the new files and directories with their content in small steps, as inodes of the live state that no path leads to yet.
+`Preparation.run` then gives them their names and converges the rest.  It is one step, and spends most of its time on
+files that existed before.
 
-What is prepared is an island: its topmost inode has no link, is kept by a lookup, and leads to all others.  Counters
-of the state leave islands out until they are linked.  No snapshot may be taken while there is an island; a view may be
-opened.
+The prepared inodes form islands: the topmost inode of an island has no link, is kept alive by a lookup, and leads to
+all others.  The counters of the state leave islands out until they are linked.  No snapshot may be taken while there is
+an island; a view may be opened.
 
-If a name that is prepared appears meanwhile, or its directory goes, `is_valid` is False.  Then `discard` removes the
-islands, and a `Converger` does everything.
+If a prepared name is created by someone else meanwhile, or its directory is removed, `is_valid` becomes False.  Then
+`discard` removes the islands, and a `Converger` does the whole import.
 
-Where the tree is a view of a volume that was filled for this one (`Snapshots.fill`), its inodes are taken over, not
-copied: each has the number that it will have here.  Until `run`, `discard` gives them back as they were; after that the
-tree must not be used any more.
+If the tree is a view of a volume that was filled for this one (`SnapshotHistory.fill`), its inodes are taken over, not
+copied: each already has the number that it will have here.  `discard` gives them back unchanged.  After `run` the tree
+must not be used any more.
 
-Files that are already as the tree says are noted on the way, and left out of the one step if they have not changed
-until then.  To make that visible, the caller keeps a view of the volume open: then a change makes a new version.
+Files that already equal the tree are recorded by `steps`, and `run` skips them if they did not change since.  To make
+changes visible, the caller keeps a view of the volume open: then a change makes a new version.
 
 Threading: the serving loop only.
 """
@@ -44,7 +44,7 @@ _TAKEN_AT_ONCE: Final = 64  # inodes in a step
 
 
 class Preparation(Converger):
-    """A `Converger` whose new entries are made before it runs.  `paths` are those that it is to run on."""
+    """A `Converger` for `paths` whose new entries are made before it runs."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Preparation(Converger):
         super().__init__(state, tree, replace=replace, check_quota=check_quota)
         self._paths = paths
         self._tops: dict[bytes, int] = {}  # path -> inode
-        self._subdirectories: dict[int, int] = {}  # of a top that is a directory: how many are in it
-        self._same: dict[bytes, Inode] = {}  # path -> live version that is as the tree says
+        self._subdirectories: dict[int, int] = {}  # topmost directory -> number of its subdirectories
+        self._same: dict[bytes, Inode] = {}  # path -> live version that equals the tree
         self._numbers: list[range] = []  # of the inodes on the islands
         self._counted = (0, 0, 0)  # files, directories and bytes on the islands
         self._moving = self._view.inodes_for(state) if self._view is not None else None
-        self._moved: list[tuple[Inode, Links, int]] = []  # tops that were taken over, links and nlink before
+        self._moved: list[tuple[Inode, Links, int]] = []  # tops that were taken over, with links and nlink before
 
     def steps(self) -> Iterator[int]:
-        """Build the islands; each step gives the number of entries that it was for.  ENOSPC.
+        """Build the islands; each step yields the number of entries that it handled.  ENOSPC.
 
-        Between two steps the loop may do other work.
+        The loop may do other work between two steps.
         """
         for scope in self._paths:
             for top in self._new_tops(scope):
@@ -81,7 +81,7 @@ class Preparation(Converger):
 
     @property
     def is_valid(self) -> bool:
-        """Whether everything that was prepared can still take its place."""
+        """Whether every prepared name is still free."""
         places: dict[bytes, int] = {}
         return all(self._place(path, places) is not None for path in self._tops)
 
@@ -91,7 +91,7 @@ class Preparation(Converger):
         super().run(self._paths if paths is None else paths)
 
     def discard(self) -> Iterator[None]:
-        """Remove the islands, in steps.  Until the last the counters of the state are too high."""
+        """Remove the islands, in steps.  Until the last step the counters of the state are too high."""
         if self._moving is not None:
             yield from self._given_back()
             return
@@ -109,9 +109,9 @@ class Preparation(Converger):
 
     # -- islands ---------------------------------------------------------------------------------
     def _new_tops(self, scope: bytes) -> Iterator[TreeEntry | None]:
-        """The topmost entries of the tree below `scope` for which there is nothing live, but a directory to be in.
+        """Yield the topmost entries of the tree below `scope` that do not exist in a live directory.
 
-        None for each other entry that was looked at.
+        Yields None for each other entry that was compared.
         """
         entry = self._entry(scope)
         if entry is None:
@@ -140,7 +140,7 @@ class Preparation(Converger):
                 yield None
 
     def _is_same(self, node: Inode, entry: TreeEntry) -> bool:
-        """Whether `node` is already as `entry` says."""
+        """Return whether `node` already equals `entry`."""
         if entry.nlink != 1 or node.nlink != 1 or self._view is None:
             return False
         version = self._view.version(entry.inode)
@@ -154,7 +154,7 @@ class Preparation(Converger):
         )
 
     def _walk(self, path: bytes) -> Iterator[TreeEntry]:
-        """See `Converger._walk`.  Without the islands, and what was the same and has not changed since."""
+        """See `Converger._walk`.  Skips the islands, and files that were equal and did not change since."""
         inodes = self._state.inodes
         waiting = [path] if path not in self._tops else []
         while waiting:
@@ -175,7 +175,7 @@ class Preparation(Converger):
                     waiting.append(below)
 
     def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
-        """Make what is below `top` an island of the inodes of the view, whose numbers are consecutive."""
+        """Make `top` and everything below it an island of the view's inodes, whose numbers are consecutive."""
         if len(top.name) > NAME_MAX:
             raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
         node = last = nodes[top.inode]
@@ -205,7 +205,7 @@ class Preparation(Converger):
             if node.content is not None:
                 node.content.ledger = ledger
             if not node.nlink:
-                continue  # the top: counted when it gets its name
+                continue  # the topmost inode is counted when it gets its name
             if node.children is not None:
                 directories += 1
             else:
@@ -233,7 +233,7 @@ class Preparation(Converger):
         self._tops, self._moved, self._counted = {}, [], (0, 0, 0)
 
     def _built(self, top: TreeEntry) -> Iterator[int]:
-        """Build the island of `top`, an entry in a step."""
+        """Build the island of `top`, one entry in each step."""
         if top.inode in self._linked and top.nlink > 1:
             return  # another name of a file on an island
         if len(top.name) > NAME_MAX:
@@ -261,7 +261,7 @@ class Preparation(Converger):
                 finished.append(entry)
                 if above.inode == node.inode:
                     self._subdirectories[node.inode] = self._subdirectories.get(node.inode, 0) + 1
-                    self._inode(node.inode).nlink = 0  # it has no name: what is in it gives it no links
+                    self._inode(node.inode).nlink = 0  # without a name it has no links, whatever it contains
             else:
                 self._leaf(above, entry)
             self._ended(first, before)
@@ -277,7 +277,7 @@ class Preparation(Converger):
         self._set_metadata(self._inode(node.inode), entry)
 
     def _join(self) -> None:
-        """Give the islands their names.  Their inodes are new to the newest snapshot and to all before it."""
+        """Give the islands their names.  Their inodes exist in no snapshot."""
         state = self._state
         newest = state.log.newest
         assert newest is not None, "in a transaction"
@@ -296,7 +296,7 @@ class Preparation(Converger):
             node.lookups -= 1
 
     def _link_filled(self, directory: Inode, name: bytes, node: Inode) -> Inode:
-        """`_link` of an inode that may be a directory with entries."""
+        """Link an inode, which may be a directory with entries."""
         children = node.children
         if not children:
             return self._link(directory, name, node)
@@ -316,16 +316,16 @@ class Preparation(Converger):
             node = found
         return node if node.is_dir else None
 
-    def _place(self, path: bytes, known: dict[bytes, int]) -> Inode | None:
-        """The live directory that `path` can be made in; None where there is none, or the name is taken.
+    def _place(self, path: bytes, directories: dict[bytes, int]) -> Inode | None:
+        """Return the live directory that `path` can be made in; None if it does not exist or the name is taken.
 
-        `known` keeps the directories that were found, for the next call.
+        `directories` caches the directories that were found, for the next call.
         """
         above, _, name = path.rpartition(b"/")
-        if above not in known:
+        if above not in directories:
             found = self._live_directory(above)
-            known[above] = 0 if found is None else found.inode
-        directory = self._state.inodes.get(known[above])  # its version changes with the first name in it
+            directories[above] = 0 if found is None else found.inode
+        directory = self._state.inodes.get(directories[above])  # the first name in it makes a new version
         return directory if directory is not None and self._child(directory, name) is None else None
 
     # -- counters --------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Preparation(Converger):
         return self._state.files, self._state.directories, self._state.size_bytes
 
     def _ended(self, first: int, before: tuple[int, int, int]) -> None:
-        """A step has made the inodes from `first` on: the counters go back to what they were `before`."""
+        """Record the inodes made from `first` on, and set the counters back to `before`."""
         after = self._counters()
         files, directories, size = self._counted
         self._counted = (

@@ -1,19 +1,19 @@
-"""UndoLog: what it takes to get from the live state back to each snapshot.
+"""UndoLog: the records that lead from the live state back to each snapshot.
 
-An `Epoch` begins with every snapshot.  Its pre-images say what each inode, and each directory entry, was
-when it began, for those that changed while it was the newest.  So the state at epoch E is: the first
-pre-image found in E, then in the epochs after it, oldest first; where there is none, the live one.
+An `Epoch` begins with every snapshot.  It holds the pre-images of the inodes and directory entries that changed while
+it was the newest: their state at its beginning.  So the state of an inode at epoch E is the first pre-image found in E
+and the epochs after it, oldest first, or the live version if there is none.
 
-Threading: the serving loop alone changes the log.  A view (`view.SnapshotTree`) may read it from another
-thread.  That is safe because
+Threading: only the serving loop changes the log.  A view (`view.SnapshotTree`) may read it from another thread.  This
+is safe because
 
-- the loop stores a pre-image before it replaces the live version, and the reader reads the live version
-  before the pre-images;
+- the loop stores a pre-image before it replaces the live version, and the reader reads the live version before the
+  pre-images;
 - single dict operations are atomic (the GIL), and a reader copies a dict before it iterates;
-- while a view is open (`pins` > 0) no pre-image is taken away and no epoch merged: `release` does what had to wait.
+- while a view is open (`pins` > 0) no pre-image is removed and no epoch is merged; `release` does so afterwards.
 
-Invariants (`MemoryVolume.check_invariants` holds them): serials increase; the newest epoch is the one
-that pre-images go to; every name belongs to one epoch; without epochs there are no pre-images.
+Invariants (checked by `MemoryVolume.check_invariants`): serials increase; pre-images go to the newest epoch; every name
+belongs to one epoch; without epochs there are no pre-images.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PreNames = dict[int, dict[bytes, int]]  # directory -> name -> inode it stood fo
 
 
 class Epoch:
-    """The time from one snapshot to the next, and the pre-images of what changed in it.
+    """The time from one snapshot to the next, with the pre-images of its changes.
 
-    `info` is None for an epoch that no user sees: opened for a view or a transaction, or dropped.
+    `info` is None for an epoch that is not a snapshot: opened for a view or a transaction, or dropped.
     """
 
     __slots__ = ("info", "inodes", "names", "next", "previous", "serial")
@@ -52,7 +52,7 @@ class Epoch:
 
     @property
     def charge(self) -> int:
-        """What the epoch itself takes, without its pre-images; a string takes four bytes a character at most."""
+        """The memory of the epoch without its pre-images, in bytes; a character takes at most four."""
         info = self.info
         return SNAPSHOT_BYTES + (4 * (len(info.name) + len(info.tag or "")) if info is not None else 0)
 
@@ -65,7 +65,7 @@ class Epoch:
 
 
 class UndoLog:
-    """The epochs of one volume, and what they hold, charged to `ledger` as kept."""
+    """The epochs of one volume, charged to `ledger` as kept."""
 
     __slots__ = ("_by_name", "_dead", "_epochs", "_ledger", "newest", "pins", "serial")
 
@@ -79,7 +79,7 @@ class UndoLog:
         self.pins = 0
 
     def open(self, info: SnapshotInfo | None) -> Epoch:
-        """Begin an epoch; what changes from now on leaves its pre-image there.  O(1)."""
+        """Begin an epoch, which receives the pre-images of all changes from now on.  O(1).  SnapshotExistsError."""
         if info is not None and info.name in self._by_name:
             raise SnapshotExistsError(info.name)
         self.serial += 1
@@ -95,11 +95,11 @@ class UndoLog:
         return epoch
 
     def infos(self) -> Sequence[SnapshotInfo]:
-        """What is known of each snapshot, oldest first."""
+        """Return all snapshots, oldest first."""
         return [epoch.info for epoch in self._epochs.values() if epoch.info is not None]
 
     def find(self, name: str) -> Epoch:
-        """The epoch that begins with snapshot `name`."""
+        """Return the epoch that begins with snapshot `name`.  SnapshotNotFoundError."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -109,11 +109,11 @@ class UndoLog:
         return name in self._by_name
 
     def epochs(self) -> list[Epoch]:
-        """All epochs, oldest first; a copy."""
+        """Return all epochs, oldest first; a copy."""
         return list(self._epochs.values())
 
     def close(self, epoch: Epoch) -> None:
-        """Forget an epoch: its pre-images go to its older neighbour.  Waits while a view is open."""
+        """Forget an epoch: merge its pre-images into the one before it, as soon as no view is open."""
         if epoch.info is not None:
             del self._by_name[epoch.info.name]
             self._ledger.kept -= epoch.charge
@@ -123,11 +123,11 @@ class UndoLog:
         self._bury()
 
     def pin(self) -> None:
-        """A view was opened: nothing that it may read is to go away."""
+        """Record an open view: keep everything that it may read."""
         self.pins += 1
 
     def release(self) -> None:
-        """A view was closed."""
+        """Record that a view was closed; after the last one, merge the closed epochs."""
         self.pins -= 1
         self._bury()
 
@@ -153,7 +153,7 @@ class UndoLog:
             self.newest = older
 
     def _merge_into(self, older: Epoch, newer: Epoch) -> None:
-        """What the older one has stays: it is nearer to the state that it must give back."""
+        """Move the pre-images of `newer` to `older`, which keeps its own: they are of an earlier state."""
         ledger = self._ledger
         for number, version in newer.inodes.items():
             if number in older.inodes:
@@ -171,7 +171,7 @@ class UndoLog:
                         mine[name] = inode
 
     def _forget(self, epoch: Epoch) -> None:
-        """Nobody can go back to before `epoch`, or to its beginning."""
+        """Free the pre-images of the oldest epoch: no snapshot leads back to its beginning any more."""
         for version in epoch.inodes.values():
             self._ledger.forget(version)
         for names in epoch.names.values():
@@ -179,7 +179,7 @@ class UndoLog:
 
 
 def merged(epochs: Iterable[Epoch]) -> tuple[PreInodes, PreNames]:
-    """The pre-images of several epochs as one, given oldest first: the older wins."""
+    """Return the pre-images of several epochs, given oldest first, as one; the older one takes precedence."""
     inodes: PreInodes = {}
     names: PreNames = {}
     for epoch in reversed(list(epochs)):

@@ -1,8 +1,8 @@
-"""SnapshotTree: one state of a memory volume as a read-only tree, for another thread to read.
+"""SnapshotTree: one state of a memory volume as a read-only tree, which another thread may read.
 
-The live table, overlaid with the pre-images of the epoch that the view pins and of all after it.  See
-`undo` for why a thread may read while the loop goes on.  Versions are never changed once a pre-image
-holds them, so what a view hands out stays as it is.
+A view reads the live inode table through the pre-images of its epoch and of all epochs after it.  `undo` explains why a
+thread may read while the loop makes changes.  A version never changes once it is a pre-image, so the values that a view
+returns stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["SnapshotTree"]
 
 
 class SnapshotTree:
-    """The state at the beginning of `epoch`.  `pinned` was opened when the view was: all before it is closed."""
+    """The state at the beginning of `epoch`.  `pinned` was opened with the view; earlier epochs are complete."""
 
     def __init__(self, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
         self._state = state
@@ -40,16 +40,16 @@ class SnapshotTree:
         self._inodes: PreInodes
         self._names: PreNames
         self._inodes, self._names = merged(closed)
-        # Files are asked for folder by folder.  None: the root.  One reference, replaced as a whole: threads may share
-        # a view.
-        self._last_folder: tuple[bytes | None, Inode | None] = (None, None)
+        # The directory of the last path (None: the root), because paths are usually read directory by directory.  A
+        # tuple that is replaced as a whole, because threads may share a view.
+        self._last_directory: tuple[bytes | None, Inode | None] = (None, None)
 
     def belongs_to(self, state: MemoryState) -> bool:
-        """Whether this is a view of `state`: then inode numbers are comparable and blocks can be shared."""
+        """Return whether this is a view of `state`, so that inode numbers are comparable and blocks can be shared."""
         return self._state is state
 
     def inodes_for(self, state: MemoryState) -> dict[int, Inode] | None:
-        """The inodes, if they can become inodes of `state` as they are: see `Snapshots.fill`."""
+        """Return the inodes if `state` can take them over without copying (see `SnapshotHistory.fill`), else None."""
         return self._state.inodes if self._state.destination is state else None
 
     @property
@@ -59,7 +59,7 @@ class SnapshotTree:
 
     # -- versions ------------------------------------------------------------------------------
     def version(self, number: int) -> Inode | None:
-        """The inode as it was, or None where there was none."""
+        """Return the version of inode `number` in this state, or None if it did not exist."""
         live = self._state.inodes.get(number)  # before the pre-images: see `undo`
         if number in self._inodes:
             return self._inodes[number]
@@ -69,7 +69,7 @@ class SnapshotTree:
         return live
 
     def names(self, directory: Inode) -> dict[bytes, int]:
-        """The entries of a directory as they were: name to inode number."""
+        """Return the entries of a directory in this state: name to inode number."""
         assert directory.children is not None
         number = directory.inode
         entries = directory.children.copy()  # before the pre-images
@@ -83,7 +83,7 @@ class SnapshotTree:
         return {name: inode for name, inode in entries.items() if inode}
 
     def name(self, directory: Inode, name: bytes) -> int:
-        """The inode that `name` in `directory` stood for; 0: nothing."""
+        """Return the inode number that `name` in `directory` stood for; 0: none."""
         assert directory.children is not None
         number = directory.inode
         live = directory.children.get(name, 0)
@@ -97,21 +97,21 @@ class SnapshotTree:
         return live
 
     def find(self, path: bytes) -> Inode:
-        """The inode at `path`.  FileNotFoundError, NotADirectoryError."""
+        """Return the inode at `path`.  FileNotFoundError, NotADirectoryError."""
         cut = path.rfind(b"/")
-        folder = path[:cut] if cut >= 0 else None
-        known, inode = self._last_folder
-        if inode is None or known != folder:
-            rest = folder
-            # From where the last search ended, if that is above: else each step down a deep tree starts at the root.
-            if inode is not None and known is not None and folder is not None and folder.startswith(known + b"/"):
-                rest = folder[len(known) + 1 :]
+        directory = path[:cut] if cut >= 0 else None
+        last, inode = self._last_directory
+        if inode is None or last != directory:
+            rest = directory
+            # Continue from the last directory if that is above: a walk down a deep tree must not start at the root.
+            if inode is not None and last is not None and directory is not None and directory.startswith(last + b"/"):
+                rest = directory[len(last) + 1 :]
             else:
                 inode = self.version(ROOT_INODE)
             assert inode is not None
             for part in () if rest is None else rest.split(b"/"):
                 inode = self._child(inode, part, path)
-            self._last_folder = folder, inode
+            self._last_directory = directory, inode
         return self._child(inode, path[cut + 1 :], path) if path else inode
 
     def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
@@ -123,14 +123,14 @@ class SnapshotTree:
         return found
 
     def paths(self, inode: Inode) -> list[bytes]:
-        """All paths that `inode` had: a directory has one at most."""
+        """Return all paths of `inode` in this state: at most one for a directory."""
         if inode.inode == ROOT_INODE:
             return [b""]
         paths = (self._path(*link) for link in inode.links)
         return [path for path in paths if path is not None]
 
     def _path(self, directory: int, name: bytes) -> bytes | None:
-        """The path of an entry; None where the directory had none.  No recursion: trees may be deep."""
+        """Return the path of an entry, or None if its directory had none.  Not recursive: trees may be deep."""
         names = [name]
         while directory != ROOT_INODE:
             parent = self.version(directory)
@@ -187,7 +187,7 @@ class SnapshotTree:
         found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
         live = self._state.inodes.get
         children = [(name, number, live(number)) for name, number in found.items()]
-        # As `version`: all live versions are read before any pre-image is looked for.
+        # As in `version`, all live versions are read before any pre-image.
         layers = [layer for layer in (self._inodes, *(each.inodes for each in self._pinned.chain())) if layer]
         for name, number, child in children:
             for layer in layers:
@@ -217,13 +217,13 @@ class SnapshotTree:
         return total
 
     def same_content(self, path: bytes, other: Tree) -> bool | None:
-        """Whether the regular file at `path` has the same bytes in `other`; None where only reading can tell."""
+        """Return whether the regular file at `path` has the same bytes in `other`; None if only reading can tell."""
         if not isinstance(other, SnapshotTree):
             return None
         return self.find(path).same_content(other.find(path))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
-        """See `protocol.tree.Tree`: the inodes and names that changed in the epochs between the two."""
+        """Return the paths that changed in the epochs between the two trees.  See `protocol.tree.Tree`."""
         if not isinstance(other, SnapshotTree) or not other.belongs_to(self._state):
             return None
         first, last = sorted((self.epoch, other.epoch), key=lambda epoch: epoch.serial)
@@ -233,7 +233,7 @@ class SnapshotTree:
                 break
             between.append(epoch)
         inodes, names = merged(between)
-        # What was made since is named by its name, or lies below a name that is new.
+        # An inode made since has a name that changed, or lies below one.
         numbers = [number for number, version in inodes.items() if version is not None]
         self._state.find_links(numbers)
         paths: set[bytes] = set()
@@ -246,7 +246,7 @@ class SnapshotTree:
         return paths
 
     def paths_of(self, number: int) -> list[bytes]:
-        """All paths that inode `number` had; none where there was no such inode."""
+        """Return all paths of inode `number` in this state; none if it did not exist."""
         version = self.version(number)
         return [] if version is None else self.paths(version)
 
