@@ -1,13 +1,13 @@
-"""CommandProcesses: the processes of one command in a container, to be signalled, and to be ended whatever they did.
+"""CommandProcesses: the processes of one command in a container, to signal and to kill.
 
-They are marked, and found by their mark (`processes`).  Over a service of another machine, or as a user who may
-not see the container's processes, a shell in the container finds them.  In a container of vfsd's own (`owned`) it
-does not help to throw the mark off; and where such a container has no room for that shell (a fork bomb at its limit),
-it is restarted: its files stay, and every command in it ends.
+A variable in their environment marks them (`container_processes`).  If /proc of this machine does not show the
+container's processes (a remote service, or missing rights), a shell in the container finds them.  In a container of
+vfsd's own (`owned`), orphans without the mark are killed too; if such a container cannot start that shell (a fork bomb
+at the process limit), it is restarted: its files stay, and every command in it ends.
 
-What holds in a container that is not vfsd's: a process that takes itself a new session, a new parent *and* a new
-environment is the container's then, and stays.  A daemon that is itself killed can kill nothing: what its commands
-left in a container that stays is ended by the next one that runs any there (`kill_abandoned`), on this machine.
+Limits: in a container that is not vfsd's, a process that takes a new session, a new parent *and* a new environment
+stays.  A killed daemon kills nothing: the next daemon that runs a command in the same container, on this machine,
+kills what the dead daemon's commands left (`kill_abandoned`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _KILL_S: Final = 10.0
 _SHELL_S: Final = 5.0
 
 
-def _outside(container: Container) -> ContainerProcesses | None:
-    """The container's processes, where this machine's /proc has them."""
+def _visible_processes(container: Container) -> ContainerProcesses | None:
+    """The container's processes, if this machine's /proc shows them."""
     if not container.service.is_local:
         return None
     state = container.inspect()
@@ -50,13 +50,13 @@ def _outside(container: Container) -> ContainerProcesses | None:
 
 
 def kill_abandoned(container: Container) -> None:
-    """End what runs in `container` of commands whose daemons were killed.  Blocks.  OSError."""
-    outside = _outside(container)
+    """Kill the processes of commands whose daemons have died.  Blocks.  OSError."""
+    outside = _visible_processes(container)
     if outside is None:
         return
     for value, daemon in outside.values(MARK, DAEMON).items():
         if has_died(daemon):
-            _logger.info("ending what a daemon that died had left running", extra={"operation": "exec"})
+            _logger.info("killing processes that a dead daemon's command left", extra={"operation": "exec"})
             outside.kill(f"{MARK}={value}", with_orphans=False, timeout_s=_KILL_S)
 
 
@@ -70,7 +70,7 @@ class CommandProcesses:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """The mark: what the command's environment must have."""
+        """The mark, as variables for the command's environment."""
         return {MARK: self._value, DAEMON: this_daemon()}
 
     @property
@@ -78,13 +78,13 @@ class CommandProcesses:
         return f"{MARK}={self._value}"
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command's process group; nothing when it has ended."""
+        """Send a signal to the command's process group; a no-op after the command has ended."""
         if not await trio.to_thread.run_sync(self._signal_from_outside, number):
             await self._in_shell(SIGNAL_SCRIPT, str(number), self._mark)
 
     async def kill(self, *, is_alone: bool) -> None:
-        """End them all; `is_alone`: no other command runs in the container.  OSError where that cannot be done."""
-        # While others run, an orphan may be one of theirs.
+        """Kill all; `is_alone`: no other command runs in the container.  OSError if processes remain."""
+        # An orphan may belong to another running command.
         orphans = self._owned and is_alone
         if await trio.to_thread.run_sync(self._kill_from_outside, orphans):
             return
@@ -94,38 +94,35 @@ class CommandProcesses:
             raise OSError(errno.EBUSY, f"processes in the container {self._container.name} cannot be killed")
         await trio.to_thread.run_sync(self._restart)
 
-    async def is_held_still(self) -> bool:
-        """Whether the container is paused: what is killed in it may end when it goes on."""
+    async def is_paused(self) -> bool:
+        """Whether the container is paused: killed processes end when it is unpaused."""
         try:
             return (await trio.to_thread.run_sync(self._container.inspect)).paused
         except OSError:
             return False
 
     # -- from outside: in a worker thread ------------------------------------------------------------
-    def _outside(self) -> ContainerProcesses | None:
-        return _outside(self._container)
-
     def _signal_from_outside(self, number: int) -> bool:
-        outside = self._outside()
+        outside = _visible_processes(self._container)
         if outside is not None:
             outside.signal(self._mark, number)
         return outside is not None
 
     def _kill_from_outside(self, orphans: bool) -> bool:
         try:
-            outside = self._outside()
+            outside = _visible_processes(self._container)
         except ContainerNotFoundError:
-            return True  # and nothing in it
+            return True  # its processes are gone too
         return outside is not None and outside.kill(self._mark, with_orphans=orphans, timeout_s=_KILL_S)
 
     # -- from inside ---------------------------------------------------------------------------------
     async def _in_shell(self, script: str, *arguments: str) -> bool:
-        """Whether a shell in the container could do it, or there was nothing to do."""
+        """Run a script in the container; whether it succeeded or the container is not running."""
         argv: Sequence[str] = ["/bin/sh", "-c", script, "sh", *arguments]
         container = self._container
         try:
             with trio.fail_after(_SHELL_S):
-                # Its end is not waited for by `async with`, which kills: this is what kills.
+                # Not `async with`, which would kill the shell by this same function.
                 shell = await open_exec(container.service, container.id, argv, user="0", cwd="/")
                 try:
                     while await shell.receive():
@@ -136,7 +133,7 @@ class CommandProcesses:
         except trio.TooSlowError:
             return False
         except OSError as error:
-            return error.errno in {errno.ENOTCONN, errno.ENOENT}  # it does not run: nothing in it does
+            return error.errno in {errno.ENOTCONN, errno.ENOENT}  # not running, so no process is left
 
     def _restart(self) -> None:
         self._container.kill()

@@ -1,13 +1,13 @@
-"""Which processes in a container are of one command, and how they are all ended.
+"""ContainerProcesses: a container's processes as this machine's /proc shows them, and how to end a command's.
 
-A command's processes are found by a mark in their environment (MARK=...), which is inherited; by their session and
-their parents; and in a container of vfsd's own, where nothing else makes them, as orphans: what a command has left
-behind, in whatever session and environment, is a child of the container's first process.
+A command's processes are found by a mark in their environment (MARK=...), which children inherit; by their session and
+their parents; and, in a container of vfsd's own, as orphans: a process that a command left behind, in any session and
+environment, is a child of the container's first process.
 
-Two ways: from outside, through this machine's /proc, where the container is on it and its processes may be
-signalled; else by a POSIX shell in the container, with nothing but what is built into it, so that it starts one
-process, whatever the image has.  Only the former works when the container may have no more processes (a fork
-bomb at its limit).  Source: proc_pid_stat(5), proc_pid_environ(5).
+There are two ways: from outside, through this machine's /proc, if the container is on this machine and its processes
+may be signalled; else by a POSIX shell in the container that uses only builtins, so that it needs one process and no
+programs of the image.  Only the first way works if the container may have no more processes (a fork bomb at its
+limit).  Source: proc_pid_stat(5), proc_pid_environ(5).
 
 Threading: everything here blocks; any thread may call it.
 """
@@ -25,13 +25,13 @@ from typing import Final
 __all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "ContainerProcesses"]
 
 MARK: Final = "VFSD_EXEC"
-DAEMON: Final = "VFSD_EXEC_DAEMON"  # whose command it is
+DAEMON: Final = "VFSD_EXEC_DAEMON"  # the daemon that runs the command
 _PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.2
 _GONE: Final = ("Z", "X")
 
-# Arguments: the mark, and 1 where orphans are the command's too.  Exit status 0: nothing of it is left.
-# It stops them first: a process that is killed makes room for another, one that is stopped makes none.
+# Arguments: the mark, and 1 if orphans belong to the command.  Exit status 0: no process is left.
+# Stops all processes before it kills them: a killed process makes room for a new one, a stopped one does not.
 KILL_SCRIPT: Final = r"""
 each() {
   found=0
@@ -61,7 +61,7 @@ done
 exit 1
 """
 
-# Arguments: a signal's number, the mark.  The command itself is whose parent is not in the container.
+# Arguments: a signal's number, the mark.  The command itself is the process whose parent is outside the container.
 SIGNAL_SCRIPT: Final = r"""
 for place in /proc/[0-9]*; do
   pid=${place#/proc/}
@@ -107,7 +107,7 @@ def _environment(pid: int) -> bytes:
 
 
 class ContainerProcesses:
-    """The processes of the container `container_id`, whose first one is `init_pid`, as this machine sees them."""
+    """The processes of the container `container_id`, whose first process is `init_pid`."""
 
     def __init__(self, container_id: str, init_pid: int) -> None:
         self._id = container_id.encode()
@@ -117,8 +117,8 @@ class ContainerProcesses:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is on this machine, and its processes may be looked at."""
-        # Behind a forwarded socket is another machine, where the pid means something else.
+        """Whether the container is on this machine and its processes may be inspected."""
+        # A forwarded socket leads to another machine, where the pid means another process.
         return self._init > 0 and self._namespace is not None and self._is_in_group(self._init)
 
     @staticmethod
@@ -129,11 +129,11 @@ class ContainerProcesses:
             return None
 
     def _is_inside(self, pid: int) -> bool:
-        # Asked of every process of the machine: a link is read sooner than a file.
+        # Called for every process of the machine: reading a link is faster than reading a file.
         namespace = self._namespace_of(pid)
         if self._namespace != self._ours and namespace in {self._namespace, self._ours}:
             return namespace == self._namespace
-        # A namespace that the container has made, or the container shares ours: then it is known by its group alone.
+        # A nested namespace, or the container shares this one: only the cgroup identifies the process.
         return self._is_in_group(pid)
 
     def _is_in_group(self, pid: int) -> bool:
@@ -153,7 +153,7 @@ class ContainerProcesses:
         return found
 
     def find(self, mark: str, *, with_orphans: bool = False) -> set[int]:
-        """The processes of the command whose environment has `mark` ("NAME=VALUE")."""
+        """The pids of the command's processes, by `mark` ("NAME=VALUE") in the environment."""
         there = self._all()
         wanted = _entry(mark)
         of_session: set[int] = set()
@@ -170,7 +170,7 @@ class ContainerProcesses:
             found |= more
 
     def values(self, mark: str, name: str) -> dict[str, str]:
-        """The value of the variable `name` for each value that the variable `mark` has in some process."""
+        """The value of the variable `name` for each value of the variable `mark`, over all processes."""
         found = {}
         for process in self._all():
             entries = _environment(process.pid).decode(errors="replace").split("\0")
@@ -180,7 +180,7 @@ class ContainerProcesses:
         return found
 
     def signal(self, mark: str, number: int) -> None:
-        """Send a signal to the command's own process group: that of whose parent is not in the container."""
+        """Send a signal to the process group of the command itself, whose parent is outside the container."""
         there = self._all()
         inside = {process.pid for process in there} | {self._init}
         wanted = _entry(mark)
@@ -190,11 +190,11 @@ class ContainerProcesses:
                     os.killpg(process.group, number)
 
     def kill(self, mark: str, *, with_orphans: bool, timeout_s: float) -> bool:
-        """End them all; False when some are still there after `timeout_s`."""
+        """Kill all; False if some are left after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         pause_s = _PAUSE_S
         while found := self.find(mark, with_orphans=with_orphans):
-            # What is stopped makes no more; what is killed makes room for others to do so.
+            # Stop all before killing: a killed process makes room for a new one.
             stopped: set[int] = set()
             while found - stopped and time.monotonic() < deadline:
                 self._signal(found - stopped, signal.SIGSTOP)
@@ -212,7 +212,7 @@ class ContainerProcesses:
             with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(pid)
                 try:
-                    # The number may have been given to another process since it was found.
+                    # The pid may have been reused meanwhile.
                     if self._is_inside(pid):
                         signal.pidfd_send_signal(descriptor, number)
                 finally:

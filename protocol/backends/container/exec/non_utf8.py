@@ -1,7 +1,7 @@
-r"""Commands whose words are not valid UTF-8, for Podman's API, which carries JSON strings.
+r"""Commands that are not valid UTF-8, for Podman's API, which carries JSON strings.
 
-Go's JSON decoder replaces bytes that are not UTF-8 by U+FFFD, so such a command would run with other words.  They are
-sent as octal escapes instead, and a shell in the container decodes them (printf(1p), `%b`) and executes the command.
+Go's JSON decoder replaces invalid bytes by U+FFFD, so such a command would run with other words.  vfsd sends the words
+as octal escapes instead; a shell in the container decodes them (printf(1p), `%b`) and executes the command.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 __all__ = ["is_utf8", "through_shell"]
 
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]*")  # environ(7), as shells take it
-# `cd`, `set --`, `export`: generated.  What follows says in the runtime's words that the program is missing; see
-# `executor._refused`.
+# Follows the generated `cd`, `set --` and `export`.  Reports a missing program with the runtime's text; see
+# `runner._start_error`.
 _EXECUTE: Final = r"""
 if ! case $1 in */*) [ -e "$1" ] ;; *) command -v "$1" >/dev/null 2>&1 ;; esac; then
   echo "Error: OCI runtime: no such file or directory" >&2
@@ -30,7 +30,7 @@ cd -- "$_vfsd" 2>/dev/null || { echo "Error: OCI runtime: chdir to it: no such f
 
 
 def is_utf8(*words: str) -> bool:
-    """Whether all `words`, as os.fsdecode(3) gives them, are valid UTF-8."""
+    """Whether all `words`, as os.fsdecode returns them, are valid UTF-8."""
     try:
         "".join(words).encode()
     except UnicodeEncodeError:
@@ -39,9 +39,9 @@ def is_utf8(*words: str) -> bool:
 
 
 def through_shell(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> list[str]:
-    """A command in ASCII for /bin/sh that runs `argv` with `env` added, in the directory `cwd`.
+    """An ASCII command for /bin/sh that runs `argv` with `env` added, in the directory `cwd`.
 
-    OSError (EILSEQ): a variable's name, which a shell has to know, is not UTF-8.
+    OSError (EILSEQ): a variable's name is not one that a shell can set.
     """
     lines = [_assigned(cwd) + _ENTER]
     for name, value in env.items():
@@ -56,6 +56,6 @@ def through_shell(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> list
 
 
 def _assigned(word: str) -> str:
-    """Shell code that puts the bytes of `word` into $_vfsd; "x" keeps the newlines at the end."""
+    """Shell code that assigns the bytes of `word` to $_vfsd; "x" preserves trailing newlines."""
     escaped = "".join(f"\\0{byte:03o}" for byte in os.fsencode(word))
     return f"_vfsd=$(printf '%b' '{escaped}x'); _vfsd=${{_vfsd%x}}"

@@ -1,7 +1,6 @@
-"""Commands in a container: `ContainerCommandRunner` runs them for a trio loop, `ContainerExecutor` for plain threads.
+"""ContainerCommandRunner: commands in a container, each an exec of Podman's service (`exec_stream`).
 
-A command is an exec of Podman's service (`exec_stream`).  It ends with all that it started: `marked` says how, and
-what it cannot promise.
+A command ends with everything that it started; `command_processes` says how, and what it cannot guarantee.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import trio
 from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
 from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
 from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
-from protocol.backends.container.podman.conmon import let_go
+from protocol.backends.container.podman.conmon import release_monitor
 from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, open_exec
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
@@ -31,19 +30,20 @@ __all__ = ["ContainerCommandRunner", "ContainerProcess"]
 
 _logger = logging.getLogger(__name__)
 
-_END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
+_END_OF_INPUT: Final = b"\x04"  # the default VEOF of terminals (termios(3))
 _PIECE_BYTES: Final = 32 * 1024
-_KILLED: Final = 137  # 128 + SIGKILL, as runtimes and shells say it
-# What a runtime that could not start a program says on its standard error, and the status that comes with it.
+_KILLED: Final = 137  # 128 + SIGKILL, as runtimes and shells report it
+# How a runtime reports on standard error that it could not start a program, and the exit statuses that go with it.
 _REFUSAL: Final = b"Error: "
 _REFUSAL_STATUSES: Final = frozenset({125, 126, 127})
 _REFUSAL_BYTES: Final = 8 * 1024
 
 
 class ContainerCommandRunner:
-    """Runs commands in the container that `find` finds (blocking), below its directory `workdir`.
+    """Runs commands in the container that `find` returns (it may block), below the container's directory `workdir`.
 
-    `owned`: nothing but commands run here makes processes in it, and it may be restarted.
+    `owned`: the container belongs to vfsd, so every process but its first one belongs to a command, and the container
+    may be restarted.
     """
 
     def __init__(self, find: Callable[[], Container], workdir: str = DEFAULT_WORKDIR, *, owned: bool = False) -> None:
@@ -51,16 +51,16 @@ class ContainerCommandRunner:
         self._workdir = workdir
         self._owned = owned
         self._running = 0
-        self._tidied = ""  # the container that was looked through for what dead daemons left
-        self._with_shell: dict[str, bool] = {}  # by a container's id
+        self._tidied = ""  # the container in which commands of dead daemons were killed
+        self._with_shell: dict[str, bool] = {}  # by container id
 
     where: Final = "in its container"
 
     @contextlib.asynccontextmanager
     async def started(self, command: Command) -> AsyncIterator[ContainerProcess]:
-        """Start it.  On leaving, nothing that it started runs any more.
+        """See `protocol.execution.runner.CommandRunner`.
 
-        FileNotFoundError: the container is gone; OSError (ENOTCONN): it does not run; see `ContainerProcess.wait`.
+        FileNotFoundError: the container is gone; OSError (ENOTCONN): it is not running; see `ContainerProcess.wait`.
         """
         check_command(command)
         container = await trio.to_thread.run_sync(self._found, abandon_on_cancel=True)
@@ -82,27 +82,27 @@ class ContainerCommandRunner:
         container = self._find()
         if container.id != self._tidied:
             self._tidied = container.id
-            with contextlib.suppress(OSError):  # it does not run
+            with contextlib.suppress(OSError):  # it is not running
                 kill_abandoned(container)
         return container
 
     async def _start(self, container: Container, command: Command) -> ContainerProcess:
         terminal = command.terminal
-        marked = CommandProcesses(container, owned=self._owned)
+        processes = CommandProcesses(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
         with_input = None
-        with _helpful(container):
+        with _advising(container):
             request = await self._request(container, command, directory)
             if command.has_input and terminal is None and await self._has_shell(container):
                 with_input = StdinWrapper(request.argv)
-        # Shielded: what was started must be known.  It has a time limit of its own.
-        with trio.CancelScope(shield=True), _helpful(container):
+        # Shielded: a command that was started must be returned, so that it is ended.  `open_exec` times out by itself.
+        with trio.CancelScope(shield=True), _advising(container):
             try:
                 stream = await open_exec(
                     container.service,
                     container.id,
                     request.argv if with_input is None else with_input.argv,
-                    env={**request.env, **marked.env},
+                    env={**request.env, **processes.env},
                     cwd=request.cwd,
                     tty=terminal is not None,
                     user=command.user,
@@ -110,21 +110,21 @@ class ContainerCommandRunner:
                     size=None if terminal is None else (terminal.rows, terminal.columns),
                 )
             except TimeoutError:
-                with contextlib.suppress(OSError):  # it may have been started all the same
-                    await marked.kill(is_alone=self._running == 1)
+                with contextlib.suppress(OSError):  # it may have been started nevertheless
+                    await processes.kill(is_alone=self._running == 1)
                 raise
         return ContainerProcess(
             stream,
             command,
             directory,
-            marked,
+            processes,
             with_input,
             lambda: self._running == 1,
             is_local=container.service.is_local,
         )
 
     async def _request(self, container: Container, command: Command, directory: str) -> Command:
-        """The command as Podman can carry it.  OSError (EILSEQ): it is not UTF-8, and no shell can decode it."""
+        """The command as Podman's API can carry it.  OSError (EILSEQ): it is not UTF-8, and there is no shell."""
         raw = {name: value for name, value in command.env.items() if not is_utf8(name, value)}
         if not raw and is_utf8(*command.argv, directory, command.user or ""):
             return Command(command.argv, cwd=directory, env=command.env)
@@ -138,7 +138,7 @@ class ContainerCommandRunner:
         return Command(through_shell(command.argv, raw, directory), cwd="/", env=env)
 
     async def _has_shell(self, container: Container) -> bool:
-        """Whether there is a /bin/sh in it."""
+        """Whether the container has a /bin/sh."""
         if container.id not in self._with_shell:
             probe = await open_exec(container.service, container.id, ["/bin/sh", "-c", ":"], stdin=False)
             try:
@@ -151,14 +151,14 @@ class ContainerCommandRunner:
 
 
 class ContainerProcess:
-    """A command in a container, as `protocol.execution.runner.Process` has it.  A terminal's output is all "stdout"."""
+    """Implements `protocol.execution.runner.Process`.  The output of a terminal is all "stdout"."""
 
     def __init__(
         self,
         stream: ExecStream,
         command: Command,
         directory: str,
-        marked: CommandProcesses,
+        processes: CommandProcesses,
         with_input: StdinWrapper | None,
         is_alone: Callable[[], bool],
         *,
@@ -167,20 +167,20 @@ class ContainerProcess:
         self._stream = stream
         self._command = command
         self._directory = directory
-        self._marked = marked
+        self._processes = processes
         self._with_input = with_input
         self._is_alone = is_alone
         self._is_local = is_local
         self._killed = False
         self._is_given_up = False
         self._sending = trio.Lock()
-        self._refusal = b""  # what may be the runtime's word that the program could not be started
+        self._refusal = b""  # the possible start of the runtime's message that it could not start the program
         self._has_begun = False
         self._channel, self.output = trio.open_memory_channel[tuple[Stream, bytes]](0)
 
     # -- output ----------------------------------------------------------------------------------------
     async def pump(self) -> None:
-        """Put what the command writes into `output`, until it has ended."""
+        """Pass the command's output to `output` until the command has ended."""
         async with self._channel:
             while (received := await self._stream.receive()) is not None:
                 if received.channel == STDERR:
@@ -216,9 +216,9 @@ class ContainerProcess:
     async def _is_refused(self) -> bool:
         return await self._stream.wait() in _REFUSAL_STATUSES
 
-    # -- what it is given --------------------------------------------------------------------------------
+    # -- control -----------------------------------------------------------------------------------------
     async def send(self, data: bytes) -> None:
-        """Give it input; waits until it is taken.  BrokenPipeError once it reads no more."""
+        """Write to standard input.  BrokenPipeError once the command no longer reads it."""
         for start in range(0, len(data), _PIECE_BYTES):
             async with self._sending:
                 if self._with_input is not None and self._with_input.has_ended:
@@ -226,7 +226,7 @@ class ContainerProcess:
                 await self._stream.send(data[start : start + _PIECE_BYTES])
 
     async def end_input(self) -> None:
-        """There is no more input."""
+        """End standard input."""
         if self._command.terminal is None:
             async with self._sending:
                 await self._stream.close_stdin()
@@ -235,36 +235,35 @@ class ContainerProcess:
                 await self.send(_END_OF_INPUT)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command's process group; nothing when it has ended."""
-        await self._marked.signal(number)
+        """Send a signal to the command's process group; a no-op after the command has ended."""
+        await self._processes.signal(number)
 
     async def resize(self, terminal: Terminal) -> None:
-        """Its terminal has another size now."""
+        """Change the size of the command's terminal."""
         if self._command.terminal is not None:
             with contextlib.suppress(OSError):  # it has ended
                 await self._stream.resize(terminal.rows, terminal.columns)
 
     async def kill(self) -> None:
-        """Kill it with all that it started.  OSError where that cannot be done."""
+        """Kill the command and everything that it started.  OSError if that fails."""
         self._killed = True
         try:
-            await self._marked.kill(is_alone=self._is_alone())
+            await self._processes.kill(is_alone=self._is_alone())
         except OSError:
-            await self._stream.kill()  # itself at least
-            if await self._marked.is_held_still():
-                # It dies when the container goes on, which nobody can wait for.
+            await self._stream.kill()  # at least the command itself
+            if await self._processes.is_paused():
+                # The command dies when the container is unpaused; do not wait for that.
                 self._is_given_up = True
                 await self._stream.disconnect()
 
     async def wait(self) -> int:
-        """Its exit status, once `output` has ended: 128 + N, as the runtime has it, for one that signal N killed.
+        """The exit status, once `output` has ended: 128 + N after signal N, as the runtime reports it; -9 after `kill`.
 
-        -9 for one that `kill` did.  OSError where it could not be started: FileNotFoundError for a program or a
-        directory that is not there.
+        OSError if the command could not be started: FileNotFoundError if the program or the directory does not exist.
         """
         status = await self._status()
         if self._refusal:
-            raise _refused(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
+            raise _start_error(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
         if self._with_input is not None and self._with_input.is_missing:
             raise os_error(errno.ENOENT, self._command.argv[0])
         return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
@@ -280,21 +279,21 @@ class ContainerProcess:
             return _KILLED  # the container was removed, and the command with it
 
     async def end(self) -> None:
-        """Kill what is left of it, and close the connection.  Not to be cancelled."""
+        """Kill the processes that are left, and close the connection.  Must not be cancelled."""
         try:
-            await self._marked.kill(is_alone=self._is_alone())
+            await self._processes.kill(is_alone=self._is_alone())
         except OSError as error:
-            _logger.warning("what a command may have left is not looked for: %s", error, extra={"operation": "exec"})
+            _logger.warning("processes of a command may be left: %s", error, extra={"operation": "exec"})
         finally:
             await self._stream.aclose()
             if self._is_local:
-                # Nobody has to wait for that, and it goes on when the loop has ended.
-                trio.lowlevel.start_thread_soon(lambda: let_go(self._stream.id), lambda _: None)
+                # In a thread that nothing waits for; it may outlive the loop.
+                trio.lowlevel.start_thread_soon(lambda: release_monitor(self._stream.id), lambda _: None)
 
 
 @contextlib.contextmanager
-def _helpful(container: Container) -> Generator[None]:
-    """An error that says what to do where the container does not run."""
+def _advising(container: Container) -> Generator[None]:
+    """Say in the error what to do if the container is not running."""
     try:
         yield
     except OSError as error:
@@ -306,9 +305,9 @@ def _helpful(container: Container) -> Generator[None]:
         raise OSError(errno.ENOTCONN, reason) from None
 
 
-def _refused(said: str, program: str, directory: str) -> OSError:
-    """The error that a runtime's word for a command that it could not start stands for."""
-    reason = said.splitlines()[0].removeprefix("Error: ")
+def _start_error(message: str, program: str, directory: str) -> OSError:
+    """The error for a runtime's message that it could not start a command."""
+    reason = message.splitlines()[0].removeprefix("Error: ")
     text = reason.lower()
     about = directory if "chdir to" in text else program
     for words, code in (

@@ -1,10 +1,10 @@
-"""StdinWrapper: a command in a container that is given input, and loses none of its output by not reading it.
+"""StdinWrapper: a shell around a command with input, so that input that the command leaves unread costs no output.
 
-Podman passes input on to the command's monitor as it comes.  When the command ends before it has read all of it, the
-monitor closes a socket with something unread, which resets it; then Podman drops output that it has not read yet,
-and writes "Error: read unixpacket ... connection reset by peer" among the command's own errors (seen with 4.3, in
-half of such commands that are short).  So a shell stands between: when the command has ended, it says so, behind
-a mark that nobody can guess, on standard error, and reads input until that ends; which whoever saw the mark sees to.
+Podman passes input to the command's monitor as it arrives.  If the command ends before it has read all of it, the
+monitor closes a socket with unread data, which resets the connection; then Podman drops output that it has not read
+yet, and writes "Error: read unixpacket ... connection reset by peer" to the command's standard error (seen with 4.3,
+in half of such commands that are short).  So the wrapper announces the command's end on standard error, after a random
+mark, and reads the remaining input; the caller ends the input when it sees the mark.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Final
 
 __all__ = ["StdinWrapper"]
 
-# In a subshell: `exec` runs a program, never what the shell has of that name built in.  What the shell itself has to
-# say of the command's death is not the command's.  Signals go to the whole group: the shell has to live on.
+# In a subshell, because `exec` runs a program and never a builtin of that name.  Descriptor 9 keeps the shell's own
+# messages about the command's death out of its standard error.  Signals go to the whole group, so the shell traps them.
 _SCRIPT: Final = r"""
 trap : HUP INT QUIT USR1 USR2 ALRM TERM
 mark=$1; shift
 exec 9>&2 2>/dev/null
 if case $1 in */*) [ -e "$1" ] ;; *) command -v "$1" >/dev/null ;; esac; then
   (exec "$@" 2>&9 9>&-)
-  status=$? said=$?
+  status=$? result=$?
 else
-  status=127 said=missing
+  status=127 result=missing
 fi
-printf '\0%s %s\n' "$mark" "$said" >&9
+printf '\0%s %s\n' "$mark" "$result" >&9
 cat >/dev/null || while read -r line; do :; done
 exit "$status"
 """
 
 
 class StdinWrapper:
-    """`argv` is what to run; `errors` takes what comes on standard error.  `has_ended` is set at the mark."""
+    """`argv` is the wrapped command; `errors` filters its standard error.  `has_ended` is set at the mark."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         mark = secrets.token_hex(16)
@@ -45,7 +45,7 @@ class StdinWrapper:
         self._held = b""
 
     def errors(self, data: bytes) -> bytes:
-        """What of `data`, and of what came before it, the command has written."""
+        """The part of `data`, and of data held back before, that the command itself has written."""
         if self.has_ended:
             return b""
         data, self._held = self._held + data, b""
@@ -61,6 +61,6 @@ class StdinWrapper:
         return data
 
     def rest(self) -> bytes:
-        """At the end: what was held for the mark that it might have begun."""
+        """After the end of the output: the data that was held back as a possible start of the mark."""
         held, self._held = self._held, b""
         return held

@@ -1,9 +1,9 @@
-"""Files: what a kernel asks of a volume, done with the system calls of this container.
+"""Files: a volume's operations, done with the system calls of this container.
 
-Each operation takes the numbers and strings of its request and returns those of its reply (see `wire.Op`).
-A name is one step in one directory: with a slash, or as "..", it is refused.
+Each operation takes the numbers and then the strings of its request, and returns those of its reply (see `wire.Op`).
+A name is one step in one directory; a name with a slash, and "..", are refused.
 
-Threading: operations may run on several threads; what one looks up or enters in the table, it does under the lock.
+Threading: operations may run on several threads and hold the table's lock while they use the table.
 """
 
 import errno
@@ -29,6 +29,7 @@ from protocol.backends.container.helper.wire import (
     SET_UID,
     VERSION,
     Op,
+    Operation,
     Reply,
 )
 
@@ -48,7 +49,7 @@ _NOTHING: Reply = ((), ())
 
 
 class Scan:
-    """The names of one directory, each with a cookie that stays while somebody goes on from it."""
+    """The names of one directory, each with a cookie that stays valid while a listing continues from it."""
 
     def __init__(self) -> None:
         self._cookies: "dict[bytes, int]" = {}
@@ -57,7 +58,7 @@ class Scan:
         self._next = _FIRST_COOKIE
 
     def refresh(self, directory: int) -> None:
-        """Read the directory anew: who was there keeps his cookie, who is new comes last."""
+        """Read the directory again: known names keep their cookies, new names come last."""
         found = {os.fsencode(name) for name in os.listdir(directory)}
         kept = [(cookie, name) for name, cookie in self._cookies.items() if name in found]
         new = sorted(found.difference(self._cookies))
@@ -68,7 +69,7 @@ class Scan:
         self._names = [name for _, name in kept]
 
     def after(self, cookie: int, most: int) -> "list[tuple[int, bytes]]":
-        """Cookies and names of the next entries."""
+        """The cookies and names of the next `most` entries."""
         at = bisect_right(self._order, cookie)
         return list(zip(self._order[at : at + most], self._names[at : at + most]))  # noqa: B905
 
@@ -80,11 +81,11 @@ class Files:
         self.table = AgentInodeTable(root, most_open)
         self._uid = os.geteuid()
         self._gid = os.getegid()
-        self._making = threading.Lock()  # the umask is the process's
+        self._making = threading.Lock()  # the umask belongs to the process
         self._scans: "dict[AgentInode, None]" = {}
         os.umask(0)
         self._umask = 0
-        self.operations = {
+        self.operations: "dict[int, Operation]" = {
             Op.HELLO: self.hello, Op.LOOKUP: self.lookup, Op.FORGET: self.forget, Op.GETATTR: self.getattr,
             Op.SETATTR: self.setattr, Op.READLINK: self.readlink, Op.MKNOD: self.mknod, Op.MKDIR: self.mkdir,
             Op.SYMLINK: self.symlink, Op.LINK: self.link, Op.UNLINK: self.unlink, Op.RMDIR: self.rmdir,
@@ -95,7 +96,7 @@ class Files:
         }  # fmt: skip
 
     # -- inodes --------------------------------------------------------------------------------
-    def hello(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def hello(self) -> Reply:
         try:
             os.getxattr(self.table.root.handle.path, _ACL_ACCESS)  # type: ignore[union-attr]
             acl = 1
@@ -103,8 +104,7 @@ class Files:
             acl = int(error.errno == errno.ENODATA)
         return (VERSION, self._uid, self._gid, acl, *first_process()), ()
 
-    def lookup(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        (number,), (name,) = numbers, strings
+    def lookup(self, number: int, name: bytes) -> Reply:
         with self.table.lock:
             parent = self.table.node(number)
             above = self.table.directory(parent)
@@ -119,20 +119,30 @@ class Files:
             node = self.table.enter(parent, name, seen)
         return _attributes(node, seen), ()
 
-    def forget(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def forget(self, lookups: bytes) -> Reply:
         with self.table.lock:
-            for number, count in FORGET.iter_unpack(strings[0]):
+            for number, count in FORGET.iter_unpack(lookups):
                 self.table.forget(number, count)
         return _NOTHING
 
-    def getattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def getattr(self, number: int) -> Reply:
         with self.table.lock:
-            node = self.table.node(numbers[0])
+            node = self.table.node(number)
         return self._shown(node), ()
 
-    def setattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, bits, mode, uid, gid, size, *times = numbers
-        atime_s, atime_ns, mtime_s, mtime_ns = times
+    def setattr(
+        self,
+        number: int,
+        bits: int,
+        mode: int,
+        uid: int,
+        gid: int,
+        size: int,
+        atime_s: int,
+        atime_ns: int,
+        mtime_s: int,
+        mtime_ns: int,
+    ) -> Reply:
         with self.table.lock:
             node = self.table.node(number)
             if bits & SET_SIZE and node.kind != stat.S_IFREG:
@@ -140,7 +150,7 @@ class Files:
             handle = self.table.handle(node)
         path = handle.path
         if bits & SET_SIZE:
-            # truncate(2), not ftruncate: that would set mtime also where the size stays.
+            # truncate(2), because ftruncate(2) would set mtime even if the size stays.
             os.truncate(path, size)
         if bits & (SET_UID | SET_GID) or _is_touch(bits, handle):
             _chown(path, uid if bits & SET_UID else -1, gid if bits & SET_GID else -1)
@@ -161,20 +171,20 @@ class Files:
         return self._shown(node), ()
 
     def _stop_writing(self, node: AgentInode) -> None:
-        """Nobody could execute it (ETXTBSY)."""
+        """Drop a descriptor for writing: with one open, execve(2) fails with ETXTBSY."""
         if node.writable:
             node.file, node.writable = None, False
 
-    def readlink(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def readlink(self, number: int) -> Reply:
         with self.table.lock:
-            node = self.table.node(numbers[0])
+            node = self.table.node(number)
             if node.kind != stat.S_IFLNK:
                 raise os_error(errno.EINVAL)
             handle = self.table.handle(node)
         return (), (os.readlink(b"", dir_fd=handle.fd),)
 
     def _shown(self, node: AgentInode) -> "tuple[int, ...]":
-        """The attributes of a node, with its birth."""
+        """The attributes of a node, including its birth time."""
         seen = self._stat(node)
         handle = node.handle or node.file
         return _attributes(node, seen, born_ns_of(handle.fd) if handle else self._birth(node))
@@ -195,29 +205,21 @@ class Files:
         return os.fstat(handle.fd)
 
     # -- making --------------------------------------------------------------------------------
-    def mknod(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, mode, rdev, uid, gid, umask = numbers
+    def mknod(self, number: int, mode: int, rdev: int, uid: int, gid: int, umask: int, name: bytes) -> Reply:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind in (stat.S_IFDIR, stat.S_IFLNK):
             raise os_error(errno.EPERM)
-        parent, above, name = self._room(number, strings[0])
+        parent, above, name = self._room(number, name)
         if kind == stat.S_IFREG:
-            return self._made_file(parent, above, name, _O_CREATE, mode, (uid, gid, umask))
+            return self._made_file(parent, above, name, _O_CREATE, mode, uid, gid, umask)
         with self._making:
             self._mask(umask)
             os.mknod(name, kind | mode & 0o1777, rdev, dir_fd=above.fd)
         return self._made(parent, above, name, kind, mode, uid, gid)
 
     def _made_file(
-        self,
-        parent: "AgentInode",
-        above: Handle,
-        name: bytes,
-        flags: int,
-        mode: int,
-        owner: "tuple[int, int, int]",
+        self, parent: AgentInode, above: Handle, name: bytes, flags: int, mode: int, uid: int, gid: int, umask: int
     ) -> Reply:
-        uid, gid, umask = owner
         with self._making:
             self._mask(umask)
             handle = Handle(os.open(name, flags, mode & 0o1777, dir_fd=above.fd))
@@ -232,34 +234,32 @@ class Files:
             self.table.keep_file(node, handle, True)
         return _attributes(node, seen), ()
 
-    def mkdir(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, mode, uid, gid, umask = numbers
-        parent, above, name = self._room(number, strings[0])
+    def mkdir(self, number: int, mode: int, uid: int, gid: int, umask: int, name: bytes) -> Reply:
+        parent, above, name = self._room(number, name)
         with self._making:
             self._mask(umask)
             os.mkdir(name, mode & 0o1777, dir_fd=above.fd)
         return self._made(parent, above, name, stat.S_IFDIR, mode, uid, gid)
 
-    def symlink(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, uid, gid = numbers
-        parent, above, name = self._room(number, strings[0])
-        os.symlink(strings[1], name, dir_fd=above.fd)
+    def symlink(self, number: int, uid: int, gid: int, name: bytes, target: bytes) -> Reply:
+        parent, above, name = self._room(number, name)
+        os.symlink(target, name, dir_fd=above.fd)
         return self._made(parent, above, name, stat.S_IFLNK, 0, uid, gid)
 
-    def tmpfile(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, mode, uid, gid, umask = numbers
+    def tmpfile(self, number: int, mode: int, uid: int, gid: int, umask: int) -> Reply:
         with self.table.lock:
             parent = self.table.node(number)
             above = self.table.directory(parent)
-        return self._made_file(parent, above, b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode, (uid, gid, umask))
+        flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+        return self._made_file(parent, above, b".", flags, mode, uid, gid, umask)
 
-    def link(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def link(self, number: int, parent_number: int, name: bytes) -> Reply:
         with self.table.lock:
-            node = self.table.node(numbers[0])
+            node = self.table.node(number)
             if node.kind == stat.S_IFDIR:
                 raise os_error(errno.EPERM)
             handle = self.table.handle(node)
-        parent, above, name = self._room(numbers[1], strings[0])
+        parent, above, name = self._room(parent_number, name)
         os.link(handle.path, name, dst_dir_fd=above.fd, follow_symlinks=True)
         with self.table.lock:
             self.table.place(node, parent, name)
@@ -267,7 +267,7 @@ class Files:
         return _attributes(node, os.fstat(handle.fd)), ()
 
     def _room(self, number: int, name: bytes) -> "tuple[AgentInode, Handle, bytes]":
-        """The directory in which `name` is to be made."""
+        """The directory for a new entry `name`, its descriptor, and the checked name."""
         if name in (b".", b".."):
             raise os_error(errno.EEXIST)
         with self.table.lock:
@@ -283,14 +283,14 @@ class Files:
         handle = Handle(os.open(name, _O_PATH, dir_fd=above.fd))
         seen = os.fstat(handle.fd)
         if stat.S_IFMT(seen.st_mode) != kind or seen.st_uid != self._uid:
-            raise os_error(errno.ESTALE)  # somebody has replaced what was just made
+            raise os_error(errno.ESTALE)  # another process has replaced the new entry
         seen = self._hand_over(above, handle, mode, uid, gid)
         with self.table.lock:
             node = self.table.enter(parent, name, seen, is_new=True)
         return _attributes(node, seen), ()
 
     def _hand_over(self, above: Handle, handle: Handle, mode: int, uid: int, gid: int) -> "os.stat_result":
-        """Give what was made to whom it is for, with its set-id bits.  Made by root, without them, for a moment."""
+        """Give a new inode its owner and set-id bits.  Until then it belongs to root and has no set-id bits."""
         seen = os.fstat(handle.fd)
         changed = False
         if self._uid == 0:
@@ -301,7 +301,7 @@ class Files:
                     os.chown(handle.path, uid, gid)
                     changed = True
                 except OSError as error:
-                    # An id that this user namespace has no number for: it stays the helper's.
+                    # This user namespace does not map the id: the inode stays the helper's.
                     if error.errno not in _NOT_MAPPED:
                         raise
         bits = mode & _SET_ID_BITS
@@ -311,16 +311,16 @@ class Files:
         return os.fstat(handle.fd) if changed else seen
 
     # -- removing and renaming -----------------------------------------------------------------
-    def unlink(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        self._remove(numbers[0], strings[0], False)
+    def unlink(self, number: int, name: bytes) -> Reply:
+        self._remove(number, name, False)
         return _NOTHING
 
-    def rmdir(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        if strings[0] == b".":
+    def rmdir(self, number: int, name: bytes) -> Reply:
+        if name == b".":
             raise os_error(errno.EINVAL)
-        if strings[0] == b"..":
+        if name == b"..":
             raise os_error(errno.ENOTEMPTY)
-        self._remove(numbers[0], strings[0], True)
+        self._remove(number, name, True)
         return _NOTHING
 
     def _remove(self, number: int, name: bytes, is_dir: bool) -> None:
@@ -334,7 +334,7 @@ class Files:
                 self.table.unplace(node, parent, name)
 
     def _held(self, above: Handle, name: bytes) -> "AgentInode | None":
-        """The known node that is about to lose a name; open from now on."""
+        """The known node that is about to lose a name, opened so that it stays reachable."""
         seen = os.stat(name, dir_fd=above.fd, follow_symlinks=False)
         with self.table.lock:
             node = self.table.at(seen)
@@ -346,9 +346,11 @@ class Files:
                     return None
             return node
 
-    def rename(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, new_number, flags, uid, gid = numbers
-        name, new_name = _checked(strings[0]), _checked(strings[1])
+    def rename(
+        self, number: int, new_number: int, flags: int, uid: int, gid: int, name: bytes, new_name: bytes
+    ) -> Reply:
+        _checked(name)
+        _checked(new_name)
         with self.table.lock:
             source, target = self.table.node(number), self.table.node(new_number)
             old, new = self.table.directory(source), self.table.directory(target)
@@ -366,7 +368,7 @@ class Files:
         with self.table.lock:
             node = self.table.at(moved)
             if node is victim and node is not None:
-                return _NOTHING  # two names of one file: rename(2) does nothing
+                return _NOTHING  # two names of one file: rename(2) changes nothing
             if node is not None:
                 self.table.place(node, target, new_name)
             if victim is not None:
@@ -377,8 +379,7 @@ class Files:
         return _NOTHING
 
     # -- directories ---------------------------------------------------------------------------
-    def readdir(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, cookie, most = numbers
+    def readdir(self, number: int, cookie: int, most: int) -> Reply:
         with self.table.lock:
             node = self.table.node(number)
             above = self.table.directory(node)
@@ -394,7 +395,7 @@ class Files:
             parts.append(ENTRY.pack(2, (node.parent or node).number, stat.S_IFDIR, *[0] * 14, 2) + b"..")
         with self.table.lock:
             wanted = scan.after(cookie, most)
-            # Gone since: as long as anything follows, there must be an entry.
+            # All were removed meanwhile: while more entries follow, a reply must have at least one.
             while wanted and not self._entries(node, above, wanted, parts):
                 wanted = scan.after(wanted[-1][0], most)
         return (), (b"".join(parts),)
@@ -428,49 +429,30 @@ class Files:
         with self.table.lock:
             return self.table.file(self.table.node(number), write)
 
-    def read(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, offset, size = numbers
+    def read(self, number: int, offset: int, size: int) -> Reply:
         return (), (os.pread(self._file(number).fd, size, offset),)
 
-    def write(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, offset, kill = numbers
-        with self.table.lock:
-            node = self.table.node(number)
-            handle = node.file if node.writable and node.file else self._to_write(node)
-        written = os.pwrite(handle.fd, strings[0], offset)
+    def write(self, number: int, offset: int, kill: int, data: bytes) -> Reply:
+        handle = self._file(number, write=True)
+        written = os.pwrite(handle.fd, data, offset)
         if kill:
             _kill_privileges(handle.path, handle.fd)
         return (written,), ()
 
-    def _to_write(self, node: AgentInode) -> Handle:
-        """A descriptor to write a file, kept unless it is a program."""
-        if node.kind != stat.S_IFREG:
-            raise os_error(errno.EISDIR if node.kind == stat.S_IFDIR else errno.EINVAL)
-        handle = Handle(os.open(self.table.handle(node).path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
-        self.table.keep_file(node, handle, True)
-        return handle
-
-    def fallocate(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, mode, offset, length = numbers
-        with self.table.lock:
-            handle = self._to_write(self.table.node(number))
-        fallocate(handle.fd, mode, offset, length)
+    def fallocate(self, number: int, mode: int, offset: int, length: int) -> Reply:
+        fallocate(self._file(number, write=True).fd, mode, offset, length)
         return _NOTHING
 
-    def seek(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, offset, whence = numbers
+    def seek(self, number: int, offset: int, whence: int) -> Reply:
         return (os.lseek(self._file(number).fd, offset, whence),), ()
 
-    def copy(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        source, source_offset, target, target_offset, length = numbers
-        with self.table.lock:
-            new = self._to_write(self.table.node(target))
-            old = self._file(source)
+    def copy(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Reply:
+        new, old = self._file(target, write=True), self._file(source)
         return (copy_range(old.fd, source_offset, new.fd, target_offset, length),), ()
 
-    def fsync(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def fsync(self, number: int, data_only: int) -> Reply:
         with self.table.lock:
-            node = self.table.node(numbers[0])
+            node = self.table.node(number)
             if node.kind == stat.S_IFREG:
                 handle = self.table.file(node, False)
             elif node.kind == stat.S_IFDIR:
@@ -478,32 +460,32 @@ class Files:
                 handle = Handle(os.open(b".", flags, dir_fd=self.table.directory(node).fd))
             else:
                 return _NOTHING
-        (os.fdatasync if numbers[1] else os.fsync)(handle.fd)
+        (os.fdatasync if data_only else os.fsync)(handle.fd)
         return _NOTHING
 
     # -- the rest ------------------------------------------------------------------------------
-    def statfs(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def statfs(self) -> Reply:
         shown = os.fstatvfs(self.table.root.handle.fd)  # type: ignore[union-attr]
         counts = (shown.f_frsize, shown.f_blocks, shown.f_bavail, shown.f_files, shown.f_favail, shown.f_namemax)
-        return tuple(min(count, _MOST_COUNT) for count in counts), ()  # some say 2**64 - 1 for "without limit"
+        return tuple(min(count, _MOST_COUNT) for count in counts), ()  # 2**64 - 1 may stand for "unlimited"
 
     def _path(self, number: int) -> Handle:
         with self.table.lock:
             return self.table.handle(self.table.node(number))
 
-    def getxattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        return (), (os.getxattr(self._path(numbers[0]).path, strings[0]),)
+    def getxattr(self, number: int, name: bytes) -> Reply:
+        return (), (os.getxattr(self._path(number).path, name),)
 
-    def setxattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        os.setxattr(self._path(numbers[0]).path, strings[0], strings[1], numbers[1])
+    def setxattr(self, number: int, flags: int, name: bytes, value: bytes) -> Reply:
+        os.setxattr(self._path(number).path, name, value, flags)
         return _NOTHING
 
-    def listxattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        names = os.listxattr(self._path(numbers[0]).path)
+    def listxattr(self, number: int) -> Reply:
+        names = os.listxattr(self._path(number).path)
         return (), (b"".join(os.fsencode(name) + b"\0" for name in names),)
 
-    def removexattr(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        os.removexattr(self._path(numbers[0]).path, strings[0])
+    def removexattr(self, number: int, name: bytes) -> Reply:
+        os.removexattr(self._path(number).path, name)
         return _NOTHING
 
 
@@ -525,7 +507,7 @@ def _attributes(node: AgentInode, seen: "os.stat_result", born_ns: int = 0) -> "
 
 
 def first_process() -> "tuple[int, int]":
-    """The user and group of the container's own: its first process."""
+    """The user and group of the container's first process."""
     try:
         with open("/proc/1/status", "rb") as file:
             fields = dict(line.split(b":", 1) for line in file if b":" in line)
@@ -538,19 +520,19 @@ def _chown(path: bytes, uid: int, gid: int) -> None:
     try:
         os.chown(path, uid, gid)
     except OSError as error:
-        # An id that this user namespace has no number for: as the kernel has it where a mount's ids are mapped.
+        # This user namespace does not map the id; the kernel reports EOVERFLOW for an idmapped mount.
         raise os_error(errno.EOVERFLOW) if error.errno == errno.EINVAL else error from None
 
 
 def _is_touch(bits: int, handle: Handle) -> bool:
-    """Whether ctime is all that changes: chown(2) to (-1, -1) does that, but takes set-id bits away too."""
+    """Whether only ctime changes: chown(2) to (-1, -1) does that, but also clears set-id bits."""
     if bits & ~(SET_CTIME | KILL_PRIVILEGES):
         return False
     return bool(bits & KILL_PRIVILEGES) or not os.fstat(handle.fd).st_mode & _SET_ID_BITS
 
 
 def _kill_privileges(path: bytes, descriptor: int) -> None:
-    """Without suid, and without sgid where it is one (with group execute): fs/attr.c."""
+    """Clear suid, and sgid if the file is group-executable (otherwise the bit is not sgid): fs/attr.c."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
     kept = mode & ~stat.S_ISUID
     if mode & stat.S_IXGRP:
@@ -566,7 +548,7 @@ def _set_times(path: bytes, descriptor: int, atime_ns: "int | None", mtime_ns: "
     try:
         os.utime(path, ns=(atime_ns, mtime_ns))
     except PermissionError:
-        # Whoever may write to a file that is not his own may set its times to now, and to nothing else.
+        # A user who may write to another user's file may only set its times to now.
         now = int(time.time() * SECOND_NS)
         if abs(now - atime_ns) > _NOW_NS or abs(now - mtime_ns) > _NOW_NS:
             raise

@@ -1,15 +1,15 @@
-"""The inodes that vfsd knows, and what is open of them.
+"""The table of the inodes that vfsd knows, with their open descriptors.
 
-A node is an inode by (st_dev, st_ino), with the place at which it was seen last.  It lives while vfsd has lookups of
-it; and, if it has a name, for some time after, among a bounded number of idle ones.  Its number is st_ino wherever
-that is free, so that it is the same in the next helper too.
+A node is an inode by (st_dev, st_ino), with the directory and name at which it was last seen.  A node lives while vfsd
+has lookups of it; a node with a name is kept longer, among a bounded number of idle ones.  Its number is st_ino if that
+is free, so that the number is the same in the next helper.
 
-Whatever is done to an inode goes by a descriptor: opened from its parent's by one name, never through a symlink,
-and proved to be that inode.  Few are kept; but one whose last name was removed is held on to (`pinned`), as nothing
-else leads to it.  A descriptor is closed when nobody refers to its Handle any more: a thread that works with it
-need not care who else makes room.
+Every access to an inode uses a descriptor, opened from the parent's descriptor by one name, never through a symlink,
+and checked to be that inode.  A bounded number of descriptors stays open.  The descriptor of a node whose last name was
+removed stays open as well (`pinned`), because no path leads to the inode.  A descriptor is closed when the last
+reference to its Handle goes, so a thread can use one while another thread evicts it.
 
-Threading: every method is called with `lock` held, which no slow operation keeps.
+Threading: every method is called with `lock` held; slow operations do not hold it.
 """
 
 import errno
@@ -32,12 +32,12 @@ _IDLE_NODES = 8192
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-# A file may have become a fifo or a device since: to open it must neither wait nor take a terminal.
+# The file may be a fifo or a device by now: opening must not block or take a controlling terminal.
 _O_CAREFUL = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Handle:
-    """A descriptor, closed when nobody refers to it any more."""
+    """A descriptor that is closed with the last reference to this object."""
 
     __slots__ = ("fd",)
 
@@ -49,7 +49,7 @@ class Handle:
 
     @property
     def path(self) -> bytes:
-        """A path of the very inode, for calls that take no descriptor, or none of O_PATH."""
+        """A path of this inode, for calls that take no descriptor, or no O_PATH descriptor."""
         return b"/proc/self/fd/%d" % self.fd
 
 
@@ -74,12 +74,12 @@ class AgentInode:
         self.scan: "object" = None
 
     def is_shown(self, seen: "os.stat_result") -> bool:
-        """Whether `seen` is of this inode."""
+        """Whether `seen` shows this inode."""
         return (seen.st_dev, seen.st_ino) == self.key and stat.S_IFMT(seen.st_mode) == self.kind
 
 
 class AgentInodeTable:
-    """The nodes, by number and by what the system knows them by."""
+    """The nodes by number and by (st_dev, st_ino)."""
 
     def __init__(self, root: bytes, most: int = 0) -> None:
         handle = Handle(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -96,7 +96,7 @@ class AgentInodeTable:
         self._most = most or _room()
 
     def node(self, number: int) -> AgentInode:
-        """The node of a number.  ENOENT."""
+        """The node with a number.  ENOENT."""
         node = self.by_number.get(number)
         if node is None:
             raise os_error(errno.ENOENT)
@@ -105,17 +105,17 @@ class AgentInodeTable:
         return node
 
     def at(self, seen: "os.stat_result") -> "AgentInode | None":
-        """The node of an inode that the system showed, if it is known."""
+        """The known node of an inode, or None."""
         return self._by_key.get((seen.st_dev, seen.st_ino))
 
     def enter(
         self, parent: "AgentInode | None", name: bytes, seen: "os.stat_result", is_new: bool = False
     ) -> AgentInode:
-        """The node of what was seen as `name` in `parent` (None: without a name), with one more lookup."""
+        """The node of the inode `seen`, which is `name` in `parent` (None: no name), with one more lookup."""
         key, kind = (seen.st_dev, seen.st_ino), stat.S_IFMT(seen.st_mode)
         node = self._by_key.get(key)
         if node is not None and (is_new or node.kind != kind):
-            self.lose(node)  # the number of a removed inode was given to another one
+            self.lose(node)  # the inode number of a removed file was reused
             node = None
         if node is None:
             node = AgentInode(self._free_number(key), key, kind)
@@ -126,19 +126,19 @@ class AgentInodeTable:
         return node
 
     def look_up(self, node: AgentInode) -> None:
-        """One lookup more."""
+        """Add a lookup."""
         node.lookups += 1
         self._idle.pop(node, None)
 
     def place(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
-        """`node` is `name` in `parent` now."""
+        """Record that `node` is `name` in `parent`."""
         node.parent, node.name = parent, name
         if node.pinned:
             node.pinned = False
             self._admit(node)
 
     def lose(self, node: AgentInode) -> None:
-        """The inode is another one's now: whoever has the number is told so (ESTALE)."""
+        """Forget the inode of a node: requests with the node's number fail with ESTALE."""
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
         node.parent = None
@@ -147,7 +147,7 @@ class AgentInodeTable:
             self._drop(node)
 
     def unplace(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
-        """`node` is not `name` in `parent` any more; `handle` has been called before."""
+        """Record that `node` is no longer `name` in `parent`; `handle` must have been called before."""
         if node.parent is parent and node.name == name:
             node.parent = None
             node.pinned = True
@@ -156,7 +156,7 @@ class AgentInodeTable:
                 self._drop(node)
 
     def forget(self, number: int, count: int) -> None:
-        """Take lookups away; with the last a node without a name goes."""
+        """Subtract lookups.  A node without a name goes with its last lookup."""
         node = self.by_number.get(number)
         if node is None or node is self.root or node.lookups <= 0:
             return
@@ -181,7 +181,7 @@ class AgentInodeTable:
         node.scan = None
 
     def number_of(self, seen: "os.stat_result") -> int:
-        """The number that an inode has, or would have."""
+        """The number that an inode has or would get."""
         node = self.at(seen)
         return node.number if node is not None else self._usual_number((seen.st_dev, seen.st_ino))
 
@@ -208,7 +208,7 @@ class AgentInodeTable:
         return node.handle or self.handle(node)
 
     def handle(self, node: AgentInode) -> Handle:
-        """An O_PATH descriptor of a node of any kind.  ESTALE where it is not at its place any more."""
+        """An O_PATH descriptor of a node of any kind.  ESTALE if the inode is no longer at its place."""
         if node.handle is not None:
             return node.handle
         if node.parent is None:
@@ -236,9 +236,9 @@ class AgentInodeTable:
         return handle
 
     def keep_file(self, node: AgentInode, handle: Handle, writable: bool) -> None:
-        """Keep a descriptor of a file's content.
+        """Keep a descriptor of a file's content, except one for writing to a program.
 
-        Not one that could write to a program: while there is one, nobody can execute it (ETXTBSY).
+        While such a descriptor is open, execve(2) of the program fails with ETXTBSY.
         """
         if writable and os.fstat(handle.fd).st_mode & 0o111:
             node.file, node.writable = None, False
@@ -248,6 +248,7 @@ class AgentInodeTable:
             self._admit(node)
 
     def _opened(self, path: bytes, flags: int, above: "Handle | None") -> int:
+        """Open a path; close half of the kept descriptors and retry while the process has none left."""
         while True:
             try:
                 return os.open(path, flags, dir_fd=above.fd if above else None)
@@ -274,7 +275,7 @@ class AgentInodeTable:
 
 
 def _room() -> int:
-    """How many nodes may have something open: two descriptors each, and half of what there is."""
+    """The number of nodes that may have open descriptors: with two each, half of the process's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,11 +1,11 @@
-"""The helper's main program: takes requests from standard input, one reply each to standard output.
+"""The helper's main program: reads requests from standard input and writes one reply each to standard output.
 
-Threads: one leads.  It reads a request, serves it, replies, reads the next.  Should an operation wait (a slow disk, a
-file system over a network), somebody else leads on: at once where that is to be expected (`wire.SLOW`), else
-when `watch` has seen it busy with the same request for _PATIENCE_S.  Who led before replies when he is done, and ends.
-So requests that take no time cost no change of threads, and none waits for those that take long.
+Threading: one thread, the leader, reads a request, serves it, replies and reads the next.  If an operation blocks (a
+slow disk, a network file system), another thread becomes the leader: at once for operations that are known to be slow
+(`wire.SLOW`), else when `_watch` has seen the leader busy with the same request for _PATIENCE_S.  The former leader
+replies when its operation is done, and ends.  So fast requests cost no thread switch, and do not wait for slow ones.
 
-It ends with its standard input.
+The program ends when its standard input ends.
 """
 
 import errno
@@ -23,6 +23,7 @@ from protocol.backends.container.helper.wire import (
     MAX_BODY_BYTES,
     SLOW,
     Op,
+    Operation,
     Reply,
     WireError,
     pack,
@@ -30,7 +31,7 @@ from protocol.backends.container.helper.wire import (
 )
 
 _PATIENCE_S = 0.005
-_IDLE_ROUNDS = 200  # for so long it is watched without anything to do
+_IDLE_ROUNDS = 200  # rounds without a request before `_watch` sleeps
 _MOST_THREADS = 64
 _READ_BYTES = 256 * 1024
 _REASONS = {
@@ -41,19 +42,23 @@ _REASONS = {
 
 
 class Server:
-    """Serves the requests that come on `source`, replying on `target`."""
+    """Serves the requests from `source` and replies on `target`."""
 
     def __init__(self, files: Files, source: int, target: int) -> None:
-        self._operations = {**files.operations, **Trees(files).operations, Op.PING: _pong}
+        self._operations: "dict[int, Operation]" = {
+            **files.operations,
+            **Trees(files).operations,
+            Op.PING: _pong,
+        }
         self._source = source
         self._target = target
         self._buffer = bytearray()
-        # Read into, and kept: so much memory asked for each time would be mapped and unmapped each time.
+        # One buffer for all reads: allocating this much each time would map and unmap memory each time.
         self._read = memoryview(bytearray(_READ_BYTES))
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._awake = threading.Event()
-        self._term = 0  # who leads says this number; others are on their way out
+        self._term = 0  # the leader has this number; threads with others end after their reply
         self._served = 0
         self._busy = False
         self._threads = 0
@@ -68,7 +73,7 @@ class Server:
         self._watch()
 
     def _elect(self) -> None:
-        """Another thread leads from now on; unless there may be no more (a fork bomb, say)."""
+        """Start a thread that leads from now on, unless the process limit is reached (by a fork bomb, say)."""
         try:
             threading.Thread(target=self._lead, args=(self._term + 1,), daemon=True).start()
         except RuntimeError:
@@ -89,12 +94,12 @@ class Server:
                 if idle <= _IDLE_ROUNDS or self._busy:
                     continue
                 self._awake.clear()
-            # A request that came in between has set it again.
+            # A request that arrived in between has set it again.
             self._awake.wait()
 
     def _lead(self, term: int) -> None:
         with self._lock:
-            pass  # who elected this thread holds it until that is entered
+            pass  # `_elect` is called with the lock held: wait until it has recorded the new term
         try:
             while True:
                 number, op, body = self._request()
@@ -113,7 +118,7 @@ class Server:
                         self._threads -= 1
                         return
                     self._busy = False
-        except BaseException:  # noqa: BLE001 (without a leader nobody would be answered)
+        except BaseException:  # noqa: BLE001 (without a leader no request would be answered)
             traceback.print_exc()
             os._exit(3)
 
@@ -122,15 +127,16 @@ class Server:
         if operation is None:
             return pack(number, errno.ENOSYS)
         try:
-            numbers, strings = operation(*unpack(body))
+            given, names = unpack(body)
+            numbers, strings = operation(*given, *names)
             return b"" if op == Op.FORGET else pack(number, 0, numbers, strings)
         except OSError as error:
             return pack(number, error.errno or errno.EIO)
         except WireError:
             return pack(number, errno.EBADMSG)
-        except (ValueError, OverflowError):  # not the numbers and strings that the operation takes
+        except (TypeError, ValueError, OverflowError):  # not the numbers and strings that the operation takes
             return pack(number, errno.EINVAL)
-        except Exception:  # noqa: BLE001 (it is the request's own failure)
+        except Exception:  # noqa: BLE001 (the failure of one request)
             traceback.print_exc()
             return pack(number, errno.EIO)
 
@@ -159,15 +165,15 @@ class Server:
                 try:
                     view = view[os.write(self._target, view) :]
                 except OSError:
-                    os._exit(0)  # nobody reads
+                    os._exit(0)  # the other end is closed
 
 
-def _pong(numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+def _pong() -> Reply:
     return (), ()
 
 
 def make_directories(path: bytes) -> None:
-    """Make what is missing of a path; it belongs to the container's own user."""
+    """Create the missing directories of a path, owned by the container's own user."""
     if os.path.isdir(path):
         return
     make_directories(os.path.dirname(path))
@@ -177,7 +183,7 @@ def make_directories(path: bytes) -> None:
 
 
 def main(arguments: "list[str]") -> None:
-    """`arguments`: the directory to serve, made where it is missing."""
+    """Serve the directory `arguments[0]`, which is created if it is missing."""
     root = os.fsencode(arguments[0])
     try:
         make_directories(root)
@@ -185,7 +191,7 @@ def main(arguments: "list[str]") -> None:
     except OSError as error:
         sys.stderr.write("the working directory %s\n" % _REASONS.get(error.errno or 0, error.strerror))
         sys.exit(2)
-    # What is printed must not come between frames.
+    # Printed text must not mix with frames.
     target = os.dup(1)
     os.dup2(2, 1)
     os.set_inheritable(target, False)

@@ -1,7 +1,7 @@
-"""The system calls that Python's os lacks (renameat2, fallocate, statx, copy_file_range before 3.8).
+"""System calls that Python's os lacks (renameat2, fallocate, statx, copy_file_range before 3.8).
 
-Source: the man pages of section 2.  Where Python was built without ctypes, or the C library is too old, a call fails
-with EOPNOTSUPP or does by other means what it can.
+Source: the man pages of section 2.  If Python was built without ctypes, or the C library is too old, a call fails with
+EOPNOTSUPP or falls back to other calls.
 """
 
 import errno
@@ -23,7 +23,7 @@ _ELSEWHERE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.E
 
 
 def os_error(code: int) -> OSError:
-    """The error of an errno, to be raised."""
+    """The OSError for an errno."""
     return OSError(code, os.strerror(code))
 
 
@@ -54,7 +54,7 @@ def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
 
 
 def born_ns_of(descriptor: int) -> int:
-    """When an inode was made, in nanoseconds since the epoch; 0 where nobody knows."""
+    """An inode's birth time in nanoseconds since the epoch; 0 if unknown."""
     if not hasattr(_LIBC, "statx"):
         return 0
     buffer = ctypes.create_string_buffer(256)
@@ -67,7 +67,7 @@ def born_ns_of(descriptor: int) -> int:
 
 
 def copy_range(source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
-    """copy_file_range(2), to the end of `length` or of the source; by hand where the kernel cannot."""
+    """copy_file_range(2) until `length` bytes or the end of the source; pread and pwrite if the kernel cannot."""
     kernel = getattr(os, "copy_file_range", None)
     copied = 0
     while copied < length:

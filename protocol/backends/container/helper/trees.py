@@ -1,6 +1,6 @@
-"""Trees: whole states by path, many entries in one reply, for what reads a workspace rather than works in it.
+"""Trees: entries by path, many in one reply, for reading a whole workspace.
 
-A path is opened step by step below the root, never through a symlink, never by "..".
+A path is opened step by step below the root, never through a symlink and never by "..".
 """
 
 import errno
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from protocol.backends.container.helper.files import Files
 from protocol.backends.container.helper.inode_table import Handle
 from protocol.backends.container.helper.syscalls import os_error
-from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Reply
+from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Operation, Reply
 
 _WALKS_KEPT = 16
 _O_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -29,7 +29,7 @@ class Trees:
         self._walks: "OrderedDict[int, Walk]" = OrderedDict()
         self._last = 0
         self._lock = threading.Lock()
-        self.operations = {
+        self.operations: "dict[int, Operation]" = {
             Op.TREE_ENTRY: self.entry,
             Op.TREE_CHILDREN: self.children,
             Op.TREE_READ: self.read,
@@ -38,11 +38,10 @@ class Trees:
             Op.TREE_END: self.end,
         }
 
-    def entry(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        return (), (self.packed(strings[0], self._opened(strings[0], _O_STEP)),)
+    def entry(self, path: bytes) -> Reply:
+        return (), (self.packed(path, self._opened(path, _O_STEP)),)
 
-    def children(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        path, after = strings
+    def children(self, path: bytes, after: bytes) -> Reply:
         names = [name for name in _names(self._opened(path, _O_LIST)) if name > after]
         size = 0
         for count, name in enumerate(names):
@@ -51,17 +50,16 @@ class Trees:
                 return (1,), (b"".join(name + b"\0" for name in names[:count]),)
         return (0,), (b"".join(name + b"\0" for name in names),)
 
-    def read(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        offset, size = numbers
-        handle = self._opened(strings[0], _O_READ)
+    def read(self, offset: int, size: int, path: bytes) -> Reply:
+        handle = self._opened(path, _O_READ)
         kind = stat.S_IFMT(os.fstat(handle.fd).st_mode)
         if kind != stat.S_IFREG:
             raise os_error(errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL)
         return (), (os.pread(handle.fd, min(size, CHUNK_BYTES), offset),)
 
     # -- walking -------------------------------------------------------------------------------
-    def walk(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        walk = Walk(self, strings[0], self._opened(strings[0], _O_STEP))
+    def walk(self, path: bytes) -> Reply:
+        walk = Walk(self, path, self._opened(path, _O_STEP))
         with self._lock:
             self._last += 1
             self._walks[self._last] = walk
@@ -69,8 +67,7 @@ class Trees:
                 self._walks.popitem(last=False)
             return (self._last,), ()
 
-    def next(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
-        number, most = numbers
+    def next(self, number: int, most: int) -> Reply:
         with self._lock:
             walk = self._walks.get(number)
         if walk is None:
@@ -78,9 +75,9 @@ class Trees:
         more, page = walk.page(min(most, CHUNK_BYTES))
         return (int(more),), (page,)
 
-    def end(self, numbers: "tuple[int, ...]", strings: "list[bytes]") -> Reply:
+    def end(self, number: int) -> Reply:
         with self._lock:
-            self._walks.pop(numbers[0], None)
+            self._walks.pop(number, None)
         return (), ()
 
     # -- helpers -------------------------------------------------------------------------------
@@ -95,7 +92,7 @@ class Trees:
         return Handle(os.open(b".", flags, dir_fd=handle.fd))
 
     def packed(self, path: bytes, handle: Handle) -> bytes:
-        """A TREE_ENTRY with what follows it."""
+        """A TREE_ENTRY with its path, symlink target and xattrs."""
         seen = os.fstat(handle.fd)
         kind = stat.S_IFMT(seen.st_mode)
         target = os.readlink(b"", dir_fd=handle.fd) if kind == stat.S_IFLNK else b""
@@ -114,32 +111,32 @@ class Trees:
 
 
 class Walk:
-    """A path and all that is below it: parents first, siblings sorted, depth first; in pages."""
+    """A walk over a path and everything below it, depth first, siblings sorted, in pages."""
 
     def __init__(self, trees: Trees, path: bytes, handle: Handle) -> None:
         self._trees = trees
         self._lock = threading.Lock()
-        self._ready = trees.packed(path, handle)
-        # Of each directory under way: its path, its descriptor, and the names still to come, the next one last.
+        self._next_entry = trees.packed(path, handle)
+        # Open directories: path, descriptor, and the remaining names, the next one last.
         self._stack: "list[tuple[bytes, Handle, list[bytes]]]" = []
         self._descend(path, handle)
 
     def page(self, most: int) -> "tuple[bool, bytes]":
-        """Whether there is more after this, and the next entries: `most` bytes of them, or one."""
+        """The next entries, at most `most` bytes or a single entry, and whether more follow."""
         with self._lock:
-            parts, size = [self._ready], len(self._ready)
-            self._ready = b""
+            parts, size = [self._next_entry], len(self._next_entry)
+            self._next_entry = b""
             while self._stack:
                 entry = self._next()
                 if size and size + len(entry) > most:
-                    self._ready = entry
+                    self._next_entry = entry
                     return True, b"".join(parts)
                 parts.append(entry)
                 size += len(entry)
             return False, b"".join(parts)
 
     def _next(self) -> bytes:
-        """The next entry; b"" where the end of a directory, or something that has gone, was found instead."""
+        """The next entry; b"" at the end of a directory, and for an entry that was removed."""
         above, directory, names = self._stack[-1]
         if not names:
             self._stack.pop()
@@ -165,7 +162,7 @@ class Walk:
 
 
 def step(above: Handle, name: bytes, flags: int) -> Handle:
-    """What is `name` in a directory.  ELOOP, ENOTDIR, ENOENT."""
+    """Open the entry `name` of a directory.  ELOOP, ENOTDIR, ENOENT."""
     if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
         raise os_error(errno.EINVAL)
     return Handle(os.open(name, flags, dir_fd=above.fd))
@@ -182,6 +179,6 @@ def _xattrs(handle: Handle) -> bytes:
             name, value = os.fsencode(text), os.getxattr(handle.path, text)
             parts.append(XATTR.pack(len(name), len(value)) + name + value)
     except OSError:
-        pass  # a file system without them, or one that went in between
+        pass  # a file system without xattrs, or an xattr that was removed meanwhile
     found = b"".join(parts)
     return found if len(found) <= _MOST_XATTR_BYTES else b""

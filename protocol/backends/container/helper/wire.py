@@ -1,33 +1,34 @@
-"""The frames that vfsd and its helper exchange: one codec, which both use.
+"""The codec of the frames that vfsd and its helper exchange.
 
-A frame is a header (length of the body, number of the request, code) and a body: any count of signed 64-bit
-numbers and of byte strings, whose lengths stand before them all.  Of a request the code is an `Op`; of a reply it
-is 0, or an errno, then the body is empty.  Which numbers and strings belong to an operation is said beside it.
+A frame is a header (length of the body, number of the request, code) and a body: any count of signed 64-bit numbers
+and of byte strings; the strings' lengths come first.  A request's code is an `Op`.  A reply's code is 0, or an errno
+with an empty body.  The comments of `Op` list each operation's numbers and strings.
 
-Neither side believes the other: a body that does not come out even is refused (WireError), as is one that is
-longer than MAX_BODY_BYTES before any of it is kept.
+Neither side trusts the other: a body whose length does not match its content is refused (WireError).  A body longer
+than MAX_BODY_BYTES is refused before any of it is kept.
 """
 
 import struct
-from typing import Tuple
+from typing import Any, Callable, Tuple
 
-Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # as Python 3.6 says it
+Reply = Tuple[Tuple[int, ...], Tuple[bytes, ...]]  # in the syntax of Python 3.6
+Operation = Callable[..., Any]  # from the numbers and strings of a request to the Reply
 
 VERSION = 1
-MAGIC = b"vfsd-helper 1\n"  # what a helper says first, so that what else an image says is not taken for a frame
+MAGIC = b"vfsd-helper 1\n"  # the helper's first bytes, so that other output of the image is not taken for a frame
 HEADER = struct.Struct("<IIH")  # bytes in the body, number of the request, Op or errno
-CHUNK_BYTES = 1024 * 1024  # what one request reads or writes at most
+CHUNK_BYTES = 1024 * 1024  # the most that one request reads or writes
 MAX_BODY_BYTES = CHUNK_BYTES + 128 * 1024
 MAX_STRINGS = 4096
 NAME_MAX = 255
 
-# Of an inode: inode, mode, nlink, uid, gid, rdev, size, blocks; atime, mtime, ctime, birth in seconds; and the
-# nanoseconds of these four.  (Not in nanoseconds together: file systems have times that need more than 64 bits so.)
+# The attributes of an inode: inode, mode, nlink, uid, gid, rdev, size, blocks; atime, mtime, ctime, birth in seconds;
+# and the nanoseconds of these four.  (Some file systems' times in nanoseconds alone would need more than 64 bits.)
 ATTRIBUTE_COUNT = 16
 ENTRY = struct.Struct("<q16qH")  # cookie, attributes, length of the name that follows
 FORGET = struct.Struct("<qq")  # inode, lookups
-# Of a walk: mode, size, mtime (seconds, nanoseconds), uid, gid, nlink, inode, rdev; lengths of path, target and
-# xattrs, which follow.
+# An entry of a walk: mode, size, mtime (seconds, nanoseconds), uid, gid, nlink, inode, rdev; lengths of path, target
+# and xattrs, which follow.
 TREE_ENTRY = struct.Struct("<9qIII")
 XATTR = struct.Struct("<II")  # lengths of name and value, which follow
 
@@ -36,11 +37,11 @@ SECOND_NS = 1000000000
 
 
 class WireError(ValueError):
-    """The other side sends what is no frame."""
+    """The other side sent an invalid frame."""
 
 
 class Op:
-    """The operations.  "attributes" stands for ATTRIBUTE_COUNT numbers, and for one lookup that is taken."""
+    """The operations: numbers; strings -> the same.  "attributes" means ATTRIBUTE_COUNT numbers, with one lookup."""
 
     HELLO = 1  # -> version, uid, gid, whether there are ACLs, uid and gid of the container's first process
     LOOKUP = 2  # parent; name -> attributes
@@ -55,7 +56,7 @@ class Op:
     UNLINK = 11  # parent; name
     RMDIR = 12  # parent; name
     RENAME = 13  # parent, new parent, flags, uid, gid; name, new name
-    READDIR = 14  # inode, cookie, most entries -> ; ENTRY..., a lookup taken for each but the dots
+    READDIR = 14  # inode, cookie, most entries -> ; ENTRY..., with one lookup each except for the dots
     READ = 15  # inode, offset, size -> ; data
     WRITE = 16  # inode, offset, whether to clear suid and sgid; data -> written
     FALLOCATE = 17  # inode, mode, offset, length
@@ -77,7 +78,7 @@ class Op:
     PING = 33
 
 
-# Not before others are served: they wait for a disk, or move much.
+# Operations that wait for a disk or move much data: another thread serves the next request at once.
 SLOW = frozenset({Op.FALLOCATE, Op.COPY, Op.FSYNC, Op.TREE_NEXT})
 
 SET_MODE = 1

@@ -1,11 +1,10 @@
-"""let_go: have Podman's monitor of a command that has ended clean up now, rather than in five minutes.
+"""release_monitor: let Podman's monitor of an ended command clean up now instead of in five minutes.
 
-conmon waits that long before it removes what Podman knows of the command (containers.conf(5), exit_command_delay),
-for those who have yet to ask for its exit status: two processes for each command, hundreds beside an agent that is
-at work.  SIGTERM ends the wait, and nothing else: the command has ended, and what conmon runs then is what it
-would have run (conmon, src/ctr_exit.c).
+conmon waits that long before it removes Podman's record of the command (containers.conf(5), exit_command_delay), so
+that clients can still ask for the exit status: two processes for each command, hundreds while an agent works.  SIGTERM
+only ends the wait: the command has ended, and conmon then runs the same clean-up (conmon, src/ctr_exit.c).
 
-Only for monitors on this machine that this process may signal; the others wait.  Blocks.
+Works for monitors on this machine that this process may signal; the others wait.  Blocks.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import signal
 import time
 from typing import Final
 
-__all__ = ["let_go"]
+__all__ = ["release_monitor"]
 
 _PROGRAM: Final = b"conmon"
-# It says that the command has ended before it begins to wait.
+# conmon reports the command's end before it begins to wait.
 _TRIES: Final = 10
 _PAUSE_S: Final = 0.01
 
 
-def let_go(exec_id: str) -> None:
-    """See above; `exec_id` is of a command that has ended, and whose exit status nobody will ask for any more."""
+def release_monitor(exec_id: str) -> None:
+    """End the wait for the ended command `exec_id`, whose exit status has been read."""
     for _ in range(_TRIES):
         monitors = _monitors(exec_id.encode())
-        # The one that waits is a child of the other.
+        # There are two; the waiting one is the child of the other.
         waiting = [pid for pid, parent in monitors.items() if parent in monitors]
         for pid in waiting:
             with contextlib.suppress(OSError):
@@ -39,7 +38,7 @@ def let_go(exec_id: str) -> None:
 
 
 def _monitors(exec_id: bytes) -> dict[int, int]:
-    """The monitors of that command, each with its parent."""
+    """The monitors of the command, with their parents."""
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
