@@ -275,7 +275,7 @@ def test_a_helper_that_is_killed_is_replaced_and_open_files_go_on(
         for times in (1, 2):
             os.kill(helper_of(container), signal.SIGKILL)
             log = Path(log_path(workspace.name))
-            eventually(lambda: log.read_text().count("runs again, and is served") == times)  # noqa: B023
+            eventually(lambda: log.read_text().count("is running again and served") == times)  # noqa: B023
         assert file.read() == b"56789"
         file.write(b"!")
     assert inside(container, "cat /workspace/d/f") == b"0123456789!"
@@ -305,7 +305,7 @@ def test_while_the_helper_is_gone_all_is_eio_and_nobody_waits(
 
     container.start()
     log = Path(log_path(workspace.name))
-    eventually(lambda: "runs again, and is served" in log.read_text())
+    eventually(lambda: "is running again and served" in log.read_text())
     assert (root / "f").read_text() == "x"
 
 

@@ -1,4 +1,4 @@
-"""A container that stops takes its files away, not the mount: everything is EIO until it runs again."""
+"""A container that stops keeps its mount: every request fails with EIO until the container is running again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answers(path: Path) -> bool:
 def is_served_again(workspace: Workspace, times: int = 1) -> Callable[[], bool]:
     """Whether the daemon has noticed that the container was started again, for the so manyth time."""
     log = Path(log_path(workspace.name))
-    return lambda: log.read_text().count("runs again, and is served") >= times
+    return lambda: log.read_text().count("is running again and served") >= times
 
 
 @pytest.fixture

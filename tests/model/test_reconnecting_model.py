@@ -145,7 +145,7 @@ class Replaced(RuleBasedStateMachine):
             del self.held[number], self.identity[number]
 
     def _is_a_parent(self, number: int) -> bool:
-        return any(place[0] == number for file in self.volume.known_files() for place in file.places)
+        return any(place[0] == number for file in self.volume._map for place in file.dentries)
 
     # -- the volume beneath is replaced --------------------------------------------------------
     @precondition(lambda self: self.connected)
@@ -172,7 +172,7 @@ class Replaced(RuleBasedStateMachine):
             directory = fresh.mkdir(ROOT_INODE, name, 0o755, ME).inode
             for below in sorted(below for above, below in kept if above == name):
                 fresh.mknod(directory, below, FILE | 0o644, 0, ME)
-        places = {file.number: (file.kind, list(file.places)) for file in self.volume.known_files()}
+        places = {file.number: (file.kind, list(file.dentries)) for file in self.volume._map}
 
         trio.run(self.volume.connect, fresh)
 
@@ -195,7 +195,7 @@ class Replaced(RuleBasedStateMachine):
         for one in at:
             self.volume.forget(one, 1)
         assert number in at
-        file = next(one for one in self.volume.known_files() if one.number == number)
+        file = next(one for one in self.volume._map if one.number == number)
         return file.inner
 
     @invariant()

@@ -1,7 +1,7 @@
-"""ContainerConnection: keeps a volume connected to a container, through stops and starts.
+"""ContainerConnection: keeps a volume connected to a container while the container stops and starts.
 
-One loop: inspect the container, open the transport, wait until it is lost, close it, and look again.  While it is lost
-Podman is asked every now and then whether the container runs again.
+One loop inspects the container, opens the transport, waits until it is lost, closes it, and starts again.  While the
+container is not running, the loop polls Podman.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
 from protocol.volume import CacheInvalidation
 
-__all__ = ["ContainerConnection", "Tell"]
+__all__ = ["ContainerConnection", "InvalidateCaches"]
 
 _logger = logging.getLogger(__name__)
 
-# What makes the kernel forget what it knows: it may wait for requests, which the loop goes on answering.
-Tell: TypeAlias = Callable[[CacheInvalidation], Awaitable[None]]
+# Invalidates kernel caches.  It may wait for requests of the kernel, which the loop must go on answering.
+InvalidateCaches: TypeAlias = Callable[[CacheInvalidation], Awaitable[None]]
 
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MOST_S: Final = 2.0
@@ -31,53 +31,55 @@ _INSPECT_TIMEOUT_S: Final = 10.0
 
 
 class ContainerConnection:
-    """`volume` is served; `attend` must run meanwhile."""
+    """Serves the container as `volume` while `attend` runs."""
 
     def __init__(self, target: ContainerTarget, transport: Transport, *, read_only: bool = False) -> None:
         self.target: Final = target
         self.transport: Final = transport
         self.volume: Final = ReconnectingVolume(read_only=read_only, supports_acl=transport.supports_acl)
-        self._complaint = ""
-        self._tell: Tell | None = None
+        self._last_error = ""
+        self._invalidate: InvalidateCaches | None = None
 
-    async def attend(self, tell: Tell, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Connect, say `started`, and keep connected until cancelled.  OSError where the first connection fails."""
+    async def attend(
+        self, invalidate: InvalidateCaches, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Connect, report `started`, and stay connected until cancelled.  OSError if the first connection fails."""
 
-        async def connected_first(_known: CacheInvalidation) -> None:
-            task_status.started()  # no kernel knows anything yet
+        async def connected_first(_caches: CacheInvalidation) -> None:
+            task_status.started()  # no kernel has cached anything yet
 
-        async def connected_again(known: CacheInvalidation) -> None:
-            self._complaint = ""
-            _logger.info("container %s runs again, and is served", self.target.name, extra={"operation": "container"})
-            await tell(known)
+        async def connected_again(caches: CacheInvalidation) -> None:
+            self._last_error = ""
+            _logger.info("container %s is running again and served", self.target.name, extra={"operation": "container"})
+            await invalidate(caches)
 
-        self._tell = tell
-        await self._attend_once(await self._running(), tell, connected_first)
+        self._invalidate = invalidate
+        await self._attend_once(await self._running(), invalidate, connected_first)
         delay_s = _RETRY_FIRST_S
         while True:
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, _RETRY_MOST_S)
             try:
                 state = await self._running()
-                await self._attend_once(state, tell, connected_again)
+                await self._attend_once(state, invalidate, connected_again)
             except OSError as error:
-                self._complain(error)
+                self._log_once(error)
             else:
                 delay_s = _RETRY_FIRST_S
 
     async def refresh(self) -> None:
-        """Have the kernel forget what it knows: it may be of a moment ago, and the container goes on."""
-        if self._tell is not None:
-            await self._tell(self.volume.all_known())
+        """Invalidate the kernel's caches, because the container changes files without notice."""
+        if self._invalidate is not None:
+            await self._invalidate(self.volume.cached_by_kernel())
 
     async def inspect(self) -> ContainerState:
-        """The container as it is now.  ContainerNotFoundError, TimeoutError, and as `PodmanService`."""
+        """The container's current state.  ContainerNotFoundError, TimeoutError, and the errors of `PodmanService`."""
         with trio.move_on_after(_INSPECT_TIMEOUT_S):
             return await trio.to_thread.run_sync(self.target.inspect, abandon_on_cancel=True)
         raise TimeoutError(f"Podman does not answer at {self.target.service.address}")
 
     async def describe(self) -> str:
-        """What Podman says of the container, in words."""
+        """The container's status in words."""
         try:
             return (await self.inspect()).describe()
         except FileNotFoundError:
@@ -88,8 +90,10 @@ class ContainerConnection:
     async def _running(self) -> ContainerState:
         return check_running(await self.inspect())
 
-    async def _attend_once(self, state: ContainerState, tell: Tell, connected: Tell) -> None:
-        """Serve one run of the container, until it is lost.  OSError where it cannot be connected to."""
+    async def _attend_once(
+        self, state: ContainerState, invalidate: InvalidateCaches, connected: InvalidateCaches
+    ) -> None:
+        """Serve one run of the container until the transport is lost.  OSError if connecting fails."""
         reason = "its transport failed"
         try:
             async with trio.open_nursery() as nursery:
@@ -102,19 +106,19 @@ class ContainerConnection:
                 raise _first(group) from None
             _logger.exception("the %s transport failed", self.transport.name, exc_info=_first(group))
         finally:
-            forgotten = self.volume.disconnect() if self.volume.connected else CacheInvalidation()
+            stale = self.volume.disconnect() if self.volume.connected else CacheInvalidation()
             with trio.CancelScope(shield=True):
                 await self.transport.close()
         _logger.warning(
-            "container %s: %s; every request fails with EIO until it runs again", state.name, reason,
+            "container %s: %s; every request fails with EIO until it is running again", state.name, reason,
             extra={"operation": "container"},
         )  # fmt: skip
-        await tell(forgotten)
+        await invalidate(stale)
 
-    def _complain(self, error: OSError) -> None:
-        """Once for each reason, however often it is met."""
-        if str(error) != self._complaint:
-            self._complaint = str(error)
+    def _log_once(self, error: OSError) -> None:
+        """Log an error unless it is the same as the last one."""
+        if str(error) != self._last_error:
+            self._last_error = str(error)
             _logger.info("not connected: %s", error, extra={"operation": "container"})
 
 

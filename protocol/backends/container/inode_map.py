@@ -1,11 +1,11 @@
-"""InodeMap: the inodes that a kernel holds of a volume that is replaced now and then, and the names they were seen by.
+"""InodeMap: the inodes that a kernel holds while the mount's volume is replaced, and the names they were seen by.
 
-A `File` has a number, which is the kernel's for as long as that holds it, and an `inner` number, which is what the
-present volume calls the same file.  Until the first replacement the two are equal.
+A `File` has a number, which the kernel keeps while it holds the inode, and an `inner` number, which is the present
+volume's for the same file.  Until the first replacement the two are equal.
 
-Invariants: a number means one file until its last lookup is forgotten, and none is given twice meanwhile.
-`_by_inner` has exactly the files whose `inner` is not 0, each once.  `_at` maps a place to the file seen there last,
-and a file's `places` are exactly the keys that lead to it.  Every file but the root has lookups.
+Invariants: a number means one file until its last lookup is forgotten, and is not reused before.  `_by_inner` has
+exactly the files whose `inner` is not 0, each once.  `_at` maps a dentry to the file last seen there, and a file's
+`dentries` are exactly the keys that lead to it.  Every file but the root has lookups.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from protocol.volume import ROOT_INODE
 
 __all__ = ["DentryKey", "File", "InodeMap"]
 
-DentryKey: TypeAlias = tuple[int, bytes]  # the number of a directory, and a name in it
-# Numbers that no volume gives: for files whose own number stands for another file here.
+DentryKey: TypeAlias = tuple[int, bytes]  # a directory's number and a name in it
+# Numbers that no volume uses, for files whose own number is taken by another file here.
 _FIRST_SPARE: Final = 1 << 62
 
 
 class File:
-    """One inode that the kernel holds.  `held` counts the lookups that the present volume has counted for it."""
+    """One inode that the kernel holds.  `held` is the lookup count that the present volume has for it."""
 
-    __slots__ = ("held", "inner", "kind", "lookups", "number", "places")
+    __slots__ = ("dentries", "held", "inner", "kind", "lookups", "number")
 
     def __init__(self, number: int, inner: int, kind: int) -> None:
         self.number = number
@@ -34,11 +34,11 @@ class File:
         self.kind = kind
         self.lookups = 0
         self.held = 0
-        self.places: list[DentryKey] = []  # the one seen last comes last
+        self.dentries: list[DentryKey] = []  # the last seen one last
 
 
 class InodeMap:
-    """The files by number, by the present volume's number, and by place."""
+    """The files by number, by the present volume's number, and by dentry."""
 
     def __init__(self) -> None:
         self.root: Final = File(ROOT_INODE, ROOT_INODE, stat.S_IFDIR)
@@ -55,20 +55,20 @@ class InodeMap:
         return iter(tuple(self._by_number.values()))
 
     def number_of(self, inner: int) -> int:
-        """The number of what the present volume calls `inner`; of a file that is not known, what it would get."""
+        """The number of the present volume's inode `inner`; for an unknown file, the number that it would get."""
         file = self._by_inner.get(inner)
         if file is not None:
             return file.number
         return inner if inner not in self._by_number else inner ^ _FIRST_SPARE
 
     def inner_of(self, number: int) -> int:
-        """The other way round, for the number of a file that is not held, which lives while it has a name."""
+        """The present volume's number for the number of a file that the kernel does not hold; 0 for none."""
         inner = number & ~_FIRST_SPARE
         return inner if self.number_of(inner) == number else 0
 
-    # -- files come and go ---------------------------------------------------------------------
+    # -- lookups ---------------------------------------------------------------------
     def enter(self, inner: int, mode: int) -> File:
-        """The file that the present volume calls `inner`, with one lookup more; both here and there."""
+        """The file of the present volume's inode `inner`, with one more lookup, here and in the volume."""
         file = self._by_inner.get(inner)
         if file is None:
             file = File(self._free_number(inner), inner, stat.S_IFMT(mode))
@@ -85,50 +85,50 @@ class InodeMap:
         return number
 
     def forget(self, file: File, count: int) -> bool:
-        """Take lookups away; whether that was the last, after which the file is not known any more."""
+        """Subtract lookups; return whether the last one has gone, which removes the file from the map."""
         file.lookups -= count
         if file.lookups > 0 or file is self.root:
             return False
         del self._by_number[file.number]
         if file.inner:
             del self._by_inner[file.inner]
-        for place in file.places:
-            del self._at[place]
+        for dentry in file.dentries:
+            del self._at[dentry]
         return True
 
     # -- names ---------------------------------------------------------------------------------
-    def put(self, file: File, place: DentryKey) -> None:
-        """`file` was seen at `place`, which says nothing of its other names; but a directory has only one."""
-        at = self._at.get(place)
-        if at is file and file.places[-1] is place:
+    def put(self, file: File, dentry: DentryKey) -> None:
+        """Record that `file` was seen at `dentry`.  A directory has one name; other files keep their other names."""
+        at = self._at.get(dentry)
+        if at is file and file.dentries[-1] is dentry:
             return
         if at is not None:
-            at.places.remove(place)
+            at.dentries.remove(dentry)
         if file.kind == stat.S_IFDIR:
-            for former in file.places:
+            for former in file.dentries:
                 del self._at[former]
-            file.places.clear()
-        self._at[place] = file
-        file.places.append(place)
+            file.dentries.clear()
+        self._at[dentry] = file
+        file.dentries.append(dentry)
 
-    def take(self, place: DentryKey) -> File | None:
-        """Nothing is at `place` any more; what was, if that is known."""
-        file = self._at.pop(place, None)
+    def take(self, dentry: DentryKey) -> File | None:
+        """Record that `dentry` was removed; return the file that was there, if known."""
+        file = self._at.pop(dentry, None)
         if file is not None:
-            file.places.remove(place)
+            file.dentries.remove(dentry)
         return file
 
     # -- another volume ------------------------------------------------------------------------
     def detach(self) -> None:
-        """The volume is gone: what it called the files means nothing any more."""
+        """Drop the inner numbers, because the volume is gone."""
         self._by_inner.clear()
         for file in self._by_number.values():
             file.inner = file.held = 0
 
     def attach(self, file: File, inner: int, held: int) -> bool:
-        """The present volume calls `file` `inner`.
+        """Record that `inner` is the present volume's number of `file`.
 
-        False where it calls another file so, which was there first, and where `file` was forgotten meanwhile.
+        Returns False if another file has that number already, or if `file` was forgotten meanwhile.
         """
         if inner in self._by_inner or self._by_number.get(file.number) is not file:
             return False
@@ -137,10 +137,10 @@ class InodeMap:
         return True
 
     def check_invariants(self) -> None:
-        """AssertionError where the table contradicts itself."""
-        places = {place: file for file in self._by_number.values() for place in file.places}
-        assert places == self._at, (places, self._at)
-        assert sum(len(file.places) for file in self._by_number.values()) == len(places)
+        """Raise AssertionError if an invariant is broken."""
+        dentries = {dentry: file for file in self._by_number.values() for dentry in file.dentries}
+        assert dentries == self._at, (dentries, self._at)
+        assert sum(len(file.dentries) for file in self._by_number.values()) == len(dentries)
         named = {file.inner: file for file in self._by_number.values() if file.inner}
         assert named == self._by_inner, (named, self._by_inner)
         for number, file in self._by_number.items():

@@ -1,6 +1,6 @@
-"""open_container: a connection to a container's workspace, with the transport that reaches it best.
+"""open_container and open_image: the workspace of a container, over the best transport that reaches it.
 
-Blocks; for a worker thread.  The connection is made by `ContainerConnection.attend`; here is found out that it can be.
+Both block, for a worker thread.  They check that the container can be reached; `ContainerConnection.attend` connects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
 
 @dataclass(frozen=True, slots=True)
 class ContainerWorkspace:
-    """A workspace in a container.  `close` ends what was opened for it, and removes a container of ours."""
+    """A workspace in a container.  `close` releases its resources and removes a container of vfsd's own."""
 
     connection: ContainerConnection
     close: Callable[[], None]
@@ -41,7 +41,7 @@ class ContainerWorkspace:
         return self.connection.target
 
     def tidy(self) -> None:
-        """To be called on the loop about once a second."""
+        """Close idle descriptors.  To be called by the loop about once a second."""
         transport = self.connection.transport
         if isinstance(transport, RootfsTransport):
             transport.tidy()
@@ -55,7 +55,7 @@ def open_container(
     transport: TransportChoice = "auto",
     read_only: bool = False,
 ) -> ContainerWorkspace:
-    """The directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with what to do."""
+    """Open the directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with advice."""
     service = PodmanService(podman_url)
     try:
         target = ContainerTarget(service, name, check_workdir(workdir))
@@ -78,7 +78,7 @@ def open_image(
     memory_bytes: int | None = None,
     read_only: bool = False,
 ) -> ContainerWorkspace:
-    """The directory `workdir` of a new container of `image`, which lives as long as the workspace."""
+    """Open the directory `workdir` of a new container of `image`, which lives as long as the workspace."""
     service = PodmanService(podman_url)
     container: Container | None = None
 
@@ -104,16 +104,16 @@ def open_image(
 def _remove(container: Container) -> None:
     try:
         container.remove()
-    except OSError as error:  # the workspace ends all the same; the next one that starts tries again
-        _logger.warning("container %s is left: %s", container.name, error, extra={"operation": "container"})
+    except OSError as error:  # not fatal: the next workspace that starts removes it
+        _logger.warning("container %s was not removed: %s", container.name, error, extra={"operation": "container"})
 
 
 def _transport(
     target: ContainerTarget, state: ContainerState, choice: TransportChoice, *, read_only: bool
 ) -> Transport:
-    """Of "auto", rootfs where it reaches everything: on this machine, for root."""
+    """The transport for `choice`.  "auto" prefers rootfs where it reaches every file: on this machine, as root."""
     if choice == "rootfs" and not target.service.is_local:
-        reason = f"a container at {target.service.address} is not reached through /proc; take the agent transport"
+        reason = f"a container at {target.service.address} cannot be reached through /proc; use --transport agent"
         raise OSError(errno.EOPNOTSUPP, f"no rootfs transport: {reason}", target.name)
     if choice == "rootfs" or (choice == "auto" and os.geteuid() == 0 and target.service.is_local):
         rootfs = RootfsTransport(target.workdir, read_only=read_only)
@@ -125,10 +125,6 @@ def _transport(
             _logger.info("not reached through /proc: %s", error, extra={"operation": "container"})
         else:
             return rootfs
-    return _agent(target, state, read_only=read_only)
-
-
-def _agent(target: ContainerTarget, state: ContainerState, *, read_only: bool) -> Transport:
     agent = AgentTransport(target.service, target.workdir, read_only=read_only)
     agent.probe(state)
     return agent

@@ -1,7 +1,7 @@
-"""FrameDecoder: the replies of a helper, out of whatever pieces its stream comes in.
+"""FrameDecoder: decodes the replies of a helper from a stream of bytes.
 
-What a frame announces is believed only as far as `limit` says: for a request that nobody made, or for more than was
-asked for, nothing is kept.
+The length in a frame's header is checked against `limit`, so a frame that no request asked for, or that is longer than
+the request allows, takes no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Frame(NamedTuple):
 
 
 class FrameDecoder:
-    """`limit` gives the most bytes that the reply to a request may have; WireError where there is no such request."""
+    """`limit` returns the largest size of the reply to a request; WireError if there is no such request."""
 
     def __init__(self, limit: Callable[[int], int]) -> None:
         self._limit = limit
@@ -32,7 +32,7 @@ class FrameDecoder:
         self._header: tuple[int, int, int] | None = None
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete with `data`, in order; to be read to the end.  WireError."""
+        """Add `data`; yield the frames that are complete now.  The caller must exhaust the iterator.  WireError."""
         self._buffer += data
         at = 0
         while len(self._buffer) - at >= self._needed:

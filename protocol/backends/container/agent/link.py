@@ -1,12 +1,12 @@
-"""AgentLink: requests to a helper and its replies, many at a time over one stream.
+"""AgentLink: requests to a helper and its replies, many in flight over one stream.
 
-The helper is not believed.  A reply to nothing that was asked, or larger than what was asked for, or none in
-`timeout_s`, and the link is lost: whoever waits gets EIO, and so does whoever asks from then on.  What it can make
-us keep is bounded by what we asked it for.
+The helper is not trusted.  The link is lost if a reply belongs to no request, exceeds the size that was asked for, or
+does not arrive within `timeout_s`: pending and later requests then fail with EIO.  The memory that replies can take is
+bounded by the requests.
 
-An answer is waited for also when its caller is interrupted, for a moment: many programs are interrupted by signals of
-their own all the time, and would see EINTR where no local file system has it.  After that it goes without, and what the
-answer says is undone when it comes.
+If a caller is interrupted, the link still waits a moment for its reply: many programs get signals all the time, and
+would see EINTR where no local file system returns it.  After that the caller goes without, and a reply that comes later
+is undone.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Reply: TypeAlias = tuple[tuple[int, ...], list[bytes]]
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 60.0
-_SLOW_TIMES: Final = 10  # what waits for a disk, or moves much, may take so many times as long
+_SLOW_TIMES: Final = 10  # slow operations (`SLOW`) may take this many times longer
 _START_S: Final = 30.0
 _GRACE_S: Final = 1.0  # for the answer to an interrupted request
 _MOST_IN_FLIGHT: Final = 256
 _MOST_QUEUED_BYTES: Final = 16 * CHUNK_BYTES
-_REPLY_BYTES: Final = 4096  # of most operations; others say how much they want
+_REPLY_BYTES: Final = 4096  # for most operations; others pass `most_bytes`
 _SAID_BYTES: Final = 2000
 _RECEIVE_BYTES: Final = 256 * 1024
 _MOST_FORGETS: Final = CHUNK_BYTES // FORGET.size
-# What a kernel would take for more than the failure of one request.
-_OTHERWISE: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
+# Errnos that mean more to a kernel than the failure of one request.
+_REPLACED_ERRNOS: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
 
 
 class HelperStream(Protocol):
-    """The two-way stream to a helper: `protocol.backends.container.podman.exec_stream.ExecStream`, or one like it."""
+    """The two-way stream to a helper, such as `protocol.backends.container.podman.exec_stream.ExecStream`."""
 
     async def send(self, data: bytes) -> None: ...
     def send_nowait(self, data: bytes) -> int:
-        """Send what can be sent at once, while no `send` is under way: how many bytes that were."""
+        """Send what fits without waiting, while no `send` is under way; return the number of bytes."""
         ...
 
     async def receive(self, max_bytes: int = ...) -> Output | None: ...
@@ -75,13 +75,13 @@ class Pending:
         self.deadline_s = deadline_s
         self.most_bytes = most_bytes
         self.undo = undo
-        self.done: trio.Event | None = trio.Event()  # None: nobody waits any more
+        self.done: trio.Event | None = trio.Event()  # None: the caller has gone
         self.code = errno.EIO
         self.reply: Reply = ((), [])
 
 
 class AgentLink:
-    """One helper.  `start`, then `running` serves it; `call` and `forget` are for the same loop's tasks."""
+    """One helper.  Call `start`, then enter `running`; `call` and `forget` are for tasks of the same loop."""
 
     def __init__(self, stream: HelperStream, *, timeout_s: float = TIMEOUT_S, start_s: float = _START_S) -> None:
         self.lost: Final = trio.Event()
@@ -102,7 +102,7 @@ class AgentLink:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The helper, once started, serves inside the block; the stream is closed with it."""
+        """Serve requests inside the block; the stream is closed after it."""
         try:
             async with trio.open_nursery() as nursery:
                 for task in (self._receive, self._send, self._watch):
@@ -115,35 +115,35 @@ class AgentLink:
             await self._stream.aclose()
 
     async def start(self, program: bytes) -> None:
-        """Start the helper by sending it `program`.  OSError: it does not start; closing the stream is the caller's."""
-        heard = b""
+        """Start the helper by sending `program`.  OSError if it does not start; the caller closes the stream."""
+        magic = b""
         try:
             with trio.fail_after(self._start_s):
                 await self._stream.send(program)
-                while len(heard) < len(MAGIC):
-                    output = await self._stream.receive(len(MAGIC) - len(heard))
+                while len(magic) < len(MAGIC):
+                    output = await self._stream.receive(len(MAGIC) - len(magic))
                     if output is None:
-                        raise OSError(errno.EIO, f"the helper does not start: {self.said or 'it says nothing'}")
+                        raise OSError(errno.EIO, f"the helper does not start: {self.said or 'no output'}")
                     if output.channel == STDERR:
                         self._note(output.data)
                     else:
-                        heard += output.data
+                        magic += output.data
         except trio.TooSlowError:
             raise TimeoutError(errno.ETIMEDOUT, "the helper does not start in time") from None
         except BrokenPipeError:
             raise OSError(errno.EIO, f"the helper does not start: {await self._last_words()}") from None
-        if heard != MAGIC:
-            raise OSError(errno.EPROTO, f"this is no helper: it begins with {heard!r}")
+        if magic != MAGIC:
+            raise OSError(errno.EPROTO, f"this is no helper: it begins with {magic!r}")
 
     async def _last_words(self) -> str:
         with trio.move_on_after(1):
             while (output := await self._stream.receive(_SAID_BYTES)) is not None:
                 self._note(output.data)
-        return self.said or "it says nothing"
+        return self.said or "no output"
 
     @property
     def said(self) -> str:
-        """The end of what it said on standard error, in one line."""
+        """The last part of the helper's standard error, in one line."""
         return " ".join(self._said.decode("utf-8", "replace").split())
 
     def _note(self, data: bytes) -> None:
@@ -159,9 +159,9 @@ class AgentLink:
         most_bytes: int = 0,
         undo: Callable[[Reply], None] | None = None,
     ) -> Reply:
-        """What the helper replies.  OSError: what it says, or EIO.
+        """Send a request and wait for the reply.  OSError with the helper's errno, or EIO.
 
-        `most_bytes` of strings are to be expected.  `undo` gets the reply when it comes after its caller is gone.
+        The strings of the reply have at most `most_bytes`.  `undo` gets a reply that arrives after its caller has gone.
         """
         while len(self._pending) >= _MOST_IN_FLIGHT or self._queued >= _MOST_QUEUED_BYTES:
             await self._room.park()
@@ -176,7 +176,7 @@ class AgentLink:
         most_bytes: int = 0,
         undo: Callable[[Reply], None] | None = None,
     ) -> Pending:
-        """Ask, as `call` does, and wait later, by `answer`.  Who asks so bounds by himself how much is under way."""
+        """Send a request as `call` does; `answer` waits for the reply.  The caller bounds the requests in flight."""
         if self.lost.is_set():
             raise os_error(errno.EIO)
         number = self._last = (self._last + 1) & 0xFFFFFFFF
@@ -185,7 +185,7 @@ class AgentLink:
         frame = pack(number, op, numbers, strings)
         self._pending[number] = pending
         if not self._outgoing and not self._is_sending:
-            # Mostly there is room: a trip through the scheduler costs more than the call.
+            # Usually there is room: a switch of tasks costs more than the system call.
             frame = frame[self._stream.send_nowait(frame) :]
         if frame:
             self._queued += len(frame)
@@ -194,7 +194,7 @@ class AgentLink:
         return pending
 
     async def answer(self, pending: Pending) -> Reply:
-        """What the helper replies to a request that was posted.  OSError, as `call`."""
+        """Wait for the reply to a posted request.  OSErrors as for `call`."""
         done = pending.done
         assert done is not None
         try:
@@ -210,7 +210,7 @@ class AgentLink:
         return pending.reply
 
     def forget(self, inode: int, count: int) -> None:
-        """Tell the helper, with what is told next, that `count` lookups of `inode` are given back."""
+        """Return `count` lookups of `inode` to the helper, together with the next frame."""
         if not self.lost.is_set():
             self._forgets[inode] = self._forgets.get(inode, 0) + count
             self._work.set()
@@ -223,7 +223,7 @@ class AgentLink:
             self.lose(str(error))
 
     def lose(self, reason: str) -> None:
-        """Use it no more: whoever waits gets EIO."""
+        """Mark the link as lost: pending and later requests fail with EIO."""
         if self.lost.is_set():
             return
         self.reason = reason
@@ -244,7 +244,7 @@ class AgentLink:
                 await self._work.wait()
             frames, self._outgoing = self._outgoing, []
             if self._forgets:
-                # Behind them: the first may be the rest of a frame whose begin was sent at once.
+                # Last: the first may be the rest of a frame whose start was sent already.
                 frames.append(self._take_forgets())
             self._is_sending = True
             await self._stream.send(b"".join(frames))
@@ -262,7 +262,7 @@ class AgentLink:
         while (output := await self._stream.receive(_RECEIVE_BYTES)) is not None:
             if output.channel == STDERR:
                 self._note(output.data)
-                logger.debug("the helper says: %s", output.data.decode("utf-8", "replace").rstrip())
+                logger.debug("standard error of the helper: %s", output.data.decode("utf-8", "replace").rstrip())
                 continue
             for frame in self._decoder.feed(output.data):
                 self._deliver(frame)
@@ -271,13 +271,13 @@ class AgentLink:
     def _limit(self, number: int) -> int:
         pending = self._pending.get(number)
         if pending is None:
-            raise WireError(f"a reply to request {number}, which was not made")
+            raise WireError(f"a reply to the unknown request {number}")
         return pending.most_bytes
 
     def _deliver(self, frame: Frame) -> None:
         pending = self._pending[frame.number]
         if frame.code:
-            code = _OTHERWISE.get(frame.code, frame.code)
+            code = _REPLACED_ERRNOS.get(frame.code, frame.code)
             pending.code = code if code in errno.errorcode else errno.EIO
         else:
             pending.reply = unpack(frame.body)
@@ -290,7 +290,7 @@ class AgentLink:
             pending.undo(pending.reply)
 
     async def _watch(self) -> None:
-        """Lose what does not answer."""
+        """Lose the link if a request times out."""
         while not self.lost.is_set():
             await trio.sleep(self._timeout_s / 8)
             now_s = trio.current_time()

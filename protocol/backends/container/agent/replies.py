@@ -1,7 +1,7 @@
-"""What a helper's replies must be, to be passed on: WireError for what no honest helper says.
+"""Checks of a helper's replies: WireError for values that no correct helper sends.
 
-A kernel is told nothing here that it could stumble over: inode numbers of files that are not the root, types that
-there are, sizes that are not negative, names that are names, cookies that increase.
+They keep malformed values from the kernel: inode numbers of other files than the root, known file types, sizes that
+are not negative, valid names, increasing cookies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "tree_entries_in",
 ]
 
-_MOST_INODE: Final = 1 << 62  # beyond are the numbers of `known` and the flags of engines
+_MOST_INODE: Final = 1 << 62  # larger numbers are those of `inode_map` and the flags of engines
 _KINDS: Final = frozenset(
     {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK}
 )
@@ -47,7 +47,7 @@ _DOTS: Final = {1: b".", 2: b".."}  # by their cookies
 
 
 class AgentAttributes(NamedTuple):
-    """What the helper showed of an inode, as `protocol.volume.Attributes`."""
+    """The attributes of an inode from the helper; a `protocol.volume.Attributes`."""
 
     inode: int
     mode: int
@@ -66,10 +66,10 @@ class AgentAttributes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whose number inside is whose outside: the helper's user is the daemon's, and the other way round.
+    """The swap of user and group ids between container and host: the helper's ids are the daemon's, and vice versa.
 
-    So an unprivileged user who runs vfsd is root in his rootless container, and not a stranger to his own files.  A
-    root daemon sees the container's own numbers.
+    So an unprivileged user who runs vfsd is root in a rootless container and owns the files there.  A root daemon sees
+    the container's own ids.
     """
 
     users: tuple[int, int] = (0, 0)  # the helper's, the daemon's
@@ -80,7 +80,7 @@ class Owners:
         return self.users[0] == self.users[1] and self.groups[0] == self.groups[1]
 
     def user(self, uid: int) -> int:
-        """The number on the other side, from either."""
+        """The id on the other side, in either direction."""
         return _swapped(uid, self.users)
 
     def group(self, gid: int) -> int:
@@ -97,7 +97,7 @@ def _swapped(number: int, pair: tuple[int, int]) -> int:
 
 
 def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: bool = False) -> AgentAttributes:
-    """The attributes that `numbers` are; of the root only where it may be that."""
+    """Parse attributes; `root`: they may be those of the root."""
     if len(numbers) != ATTRIBUTE_COUNT:
         raise WireError(f"{len(numbers)} numbers for attributes")
     inode, mode, nlink, uid, gid, rdev, size, blocks, *times = numbers
@@ -122,14 +122,14 @@ def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: 
 
 
 class Listed(NamedTuple):
-    """An entry of a directory; with its attributes, and a lookup taken, unless it is a dot."""
+    """An entry of a directory, with its attributes and one lookup unless it is a dot."""
 
     entry: DirectoryEntry
     seen: AgentAttributes | None
 
 
 def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[Listed]:
-    """The entries after `cookie` that a page of a directory has."""
+    """Parse a page of a directory: the entries after `cookie`."""
     at = 0
     while at < len(blob):
         if len(blob) - at < ENTRY.size:
@@ -152,7 +152,7 @@ def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[
 
 
 def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntry]:
-    """The entries that a page of a walk has.  Their order is the caller's to check."""
+    """Parse a page of a walk.  The caller checks the order of the entries."""
     at = 0
     while at < len(blob):
         if len(blob) - at < TREE_ENTRY.size:
@@ -200,7 +200,7 @@ def _xattrs_in(blob: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def statfs_in(numbers: tuple[int, ...]) -> StatFs:
-    """What `numbers` say of a file system."""
+    """Parse the numbers of statfs."""
     if len(numbers) != 6 or min(numbers) < 0 or not 0 < numbers[0] <= _MOST_32:
         raise WireError(f"statfs {numbers}")
     block_size, blocks, free, inodes, inodes_free, name_max = numbers
@@ -208,14 +208,14 @@ def statfs_in(numbers: tuple[int, ...]) -> StatFs:
 
 
 def number_in(numbers: tuple[int, ...], most: int) -> int:
-    """The one number of a reply, from 0 to `most`."""
+    """The single number of a reply, from 0 to `most`."""
     if len(numbers) != 1 or not 0 <= numbers[0] <= most:
         raise WireError(f"{numbers} where a number up to {most} was expected")
     return numbers[0]
 
 
 def string_in(strings: list[bytes], most: int) -> bytes:
-    """The one string of a reply, of `most` bytes."""
+    """The single string of a reply, of at most `most` bytes."""
     if len(strings) != 1 or len(strings[0]) > most:
         raise WireError(f"{len(strings)} strings, of {[len(one) for one in strings[:3]]} bytes")
     return strings[0]

@@ -1,7 +1,7 @@
-"""How the helper gets into a container: its sources are sent over the stream on which it then serves.
+"""Starts the helper in a container: vfsd sends its sources over the stream on which the helper then serves.
 
-The command is `python3 -I -S -c LOADER`: it reads so many bytes of standard input, which are a program that makes the
-helper's modules and calls `main`.  So nothing is installed in the image, and nothing is left there.
+The command is `python3 -I -S -c LOADER`, which reads a program of known length from standard input.  The program
+creates the helper's modules and calls `main`.  So nothing is installed in the image, and nothing is left there.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ module.main({arguments!r})
 
 
 def helper_program(directory: str) -> bytes:
-    """The program that serves `directory`, made where it is missing; to be sent first."""
+    """The program that serves `directory`, and creates it if it is missing; to be sent first."""
     files = resources.files(_PACKAGE)
     sources = [(f"{_PACKAGE}.{name}", files.joinpath(f"{name}.py").read_text("utf-8")) for name in _MODULES]
     return _PROGRAM.format(sources=sources, arguments=[directory]).encode()
 
 
 def helper_command(program: bytes, python: str = PYTHONS[0]) -> list[str]:
-    """What to run in the container, to be sent `program`."""
-    # -I -S: whatever lies in the workspace is not imported.
+    """The command to run in the container before `program` is sent."""
+    # -I -S: nothing in the workspace is imported.
     return [python, "-I", "-S", "-c", _LOADER.format(length=len(program))]

@@ -1,10 +1,10 @@
-"""AgentTransport: a container anywhere, by a helper that is started in it over one exec stream.
+"""AgentTransport: a container anywhere, through a helper that vfsd starts in it over one exec stream.
 
-It needs nothing but a Podman service that can exec, and a Python in the image.  The helper runs as the container's
-root, so that it may do what a mount may; what the mount's callers may, the kernel checks by what is shown.
+It needs only a Podman service that can exec and a Python in the image.  The helper runs as the container's root, so it
+may do everything that a mount may; the kernel checks the permissions of the mount's callers by the attributes shown.
 
-Which ids the mount shows: those of the container, to a root daemon; to another one its own user is the container's
-root, and the other way round (`agent_replies.Owners`), as it is to a rootless Podman.
+Ids: a root daemon shows those of the container.  For another daemon its own user is the container's root, and vice
+versa (`agent.replies.Owners`), as in rootless Podman.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["AgentTransport"]
 
 _logger = logging.getLogger(__name__)
 
-_NOT_FOUND: Final = frozenset({126, 127})  # the exit status of what could not be started
+_NOT_FOUND: Final = frozenset({126, 127})  # exit statuses of a command that could not be started
 _ROOT: Final = "0:0"
 
 
 @dataclass(frozen=True, slots=True)
 class _Hello:
-    """What a helper says of itself: its user, whether the directory has ACLs, and the container's own user."""
+    """The helper's description: its user, whether the directory has ACLs, and the container's own user."""
 
     uid: int
     gid: int
@@ -64,12 +64,12 @@ class AgentTransport:
         self._timeout_s = timeout_s
         self._python = ""
         self._link: AgentLink | None = None
-        self._shown_as = IDENTITY
+        self._shown_owners = IDENTITY
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
 
     def probe(self, state: ContainerState) -> None:
-        """OSError with what to do where this transport cannot reach the container; blocks, for a worker thread."""
+        """Raise OSError with advice if this transport cannot reach the container; blocks, for a worker thread."""
 
         async def start_once() -> None:
             async with self._started(state.id) as link:
@@ -88,20 +88,20 @@ class AgentTransport:
         link: AgentLink = await nursery.start(self._serve, state.id)
         self._link = link
         hello = await _hello(link)
-        self._shown_as = self._owners(hello)
+        self._shown_owners = self._owners(hello)
         return AgentVolume(
             link,
             read_only=self._read_only,
-            owners=self._shown_as,
+            owners=self._shown_owners,
             user=hello.user,
             supports_acl=self.supports_acl,
         )
 
     def tree(self) -> AgentTree:
-        """The live state as a tree, for another thread than this one, which serves it.  EIO while nothing is open."""
+        """The live state as a tree, for use in another thread than the serving one.  EIO while nothing is open."""
         if self._link is None:
             raise os_error(errno.EIO)
-        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_as)
+        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_owners)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""
@@ -128,7 +128,7 @@ class AgentTransport:
 
     @asynccontextmanager
     async def _started(self, container: str) -> AsyncIterator[AgentLink]:
-        """A helper in the container, by the first Python that there is."""
+        """Start a helper in the container with the first Python that exists there."""
         for python in [self._python] if self._python else PYTHONS:
             command = helper_command(self._program, python)
             stream = await open_exec(self._service, container, command, user=_ROOT, cwd="/")
@@ -165,13 +165,13 @@ class AgentTransport:
 async def _hello(link: AgentLink) -> _Hello:
     numbers, _ = await link.call(Op.HELLO)
     if len(numbers) != 6 or numbers[0] != VERSION or min(numbers) < 0:
-        raise OSError(errno.EPROTO, f"the helper in the container says {numbers} of itself")
+        raise OSError(errno.EPROTO, f"the helper in the container is not compatible: {numbers}")
     _, uid, gid, acl, user, group = numbers
     return _Hello(uid, gid, bool(acl), (user, group))
 
 
 async def _status(stream: ExecStream) -> int:
-    """How a helper that did not start has ended; -1 where nobody can tell, or it has not."""
+    """The exit status of a helper that did not start; -1 if unknown."""
     with trio.move_on_after(1):
         try:
             return await stream.wait()

@@ -1,12 +1,12 @@
 """AgentTree: the live state of a container's directory as a tree, read through a helper in bulk.
 
-Listing takes one request for thousands of entries, and the next is under way while these are used.  Who reads a file
-in the course of a walk will read those that come after it: they are asked for ahead, as many as _AHEAD_BYTES hold, so
-that a workspace of many small files costs few round trips.
+One request lists thousands of entries, and the next is in flight while they are used.  A reader that reads a file
+during a walk will read the following ones too, so they are requested ahead, as many as _AHEAD_BYTES
+hold.  So a workspace of many small files costs few round trips.
 
-It is the state at the time of each reading: what changes meanwhile is seen before or after the change.
+The tree shows the state at the time of each read: a concurrent change is seen before or after it.
 
-Threading: any one thread but the serving loop's, which must run.
+Threading: any one thread but the serving loop's, which must be running.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from protocol.tree import Tree, TreeEntry
 __all__ = ["AgentTree"]
 
 _PAGE_BYTES: Final = 256 * 1024
-_ENTRY_BYTES: Final = 512 * 1024  # the largest, with its attributes: one may be longer than a page
+_ENTRY_BYTES: Final = 512 * 1024  # the largest entry with its xattrs, which may be longer than a page
 _AHEAD_BYTES: Final = 4 * CHUNK_BYTES
 _AHEAD_FILES: Final = 128
 _COMING_FILES: Final = 65536
-# What the entries of a directory take here, and of those it is in: some five million, which no honest helper has.
+# Memory for the entries of a directory and its parents: some five million, more than any real workspace has.
 _LISTED_BYTES: Final = 512 * 1024 * 1024
-_EACH_BYTES: Final = 64  # of each beside its name
+_EACH_BYTES: Final = 64  # per entry, without its name
 
 
 class AgentTree:
-    """Implements `protocol.tree.Tree`.  `token` is of the loop that serves `link`."""
+    """Implements `protocol.tree.Tree`.  `token` belongs to the loop that serves `link`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class AgentTree:
         self._token = token
         self._owners = owners
         self._most_listed_bytes = most_listed_bytes
-        # Files of the last walk that were not read yet: path, size; and those that were asked for.
+        # Files of the last walk that were not read yet (path, size), and those that were requested.
         self._coming: OrderedDict[bytes, int] = OrderedDict()
         self._ahead: OrderedDict[bytes, tuple[Pending, int]] = OrderedDict()
         self._ahead_bytes = 0
@@ -79,19 +79,19 @@ class AgentTree:
         return trio.from_thread.run(self._link.answer, pending, trio_token=self._token)
 
     @contextmanager
-    def _believed(self) -> Iterator[None]:
-        """What is read of a reply in the block makes sense; else the helper is not asked again."""
+    def _checked(self) -> Iterator[None]:
+        """Lose the link if the block finds an invalid reply."""
         try:
             yield
         except WireError as error:
-            trio.from_thread.run_sync(self._link.lose, f"its reply makes no sense: {error}", trio_token=self._token)
+            trio.from_thread.run_sync(self._link.lose, f"invalid reply: {error}", trio_token=self._token)
             raise os_error(errno.EIO) from None
 
     # -- entries ---------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
         """See `protocol.tree.Tree`, as for all that follow."""
         _, strings = self._call(Op.TREE_ENTRY, (), (path,), _ENTRY_BYTES)
-        with self._believed():
+        with self._checked():
             found = list(tree_entries_in(string_in(strings, _ENTRY_BYTES), self._owners))
             if len(found) != 1 or found[0].path != path:
                 raise WireError(f"{len(found)} entries for {path!r}")
@@ -104,7 +104,7 @@ class AgentTree:
         while more:
             after = names[-1] if names else b""
             numbers, strings = self._call(Op.TREE_CHILDREN, (), (path, after), CHUNK_BYTES)
-            with self._believed():
+            with self._checked():
                 more = bool(number_in(numbers, 1))
                 page = string_in(strings, CHUNK_BYTES).split(b"\0")[:-1]
                 _check_names(page, after)
@@ -118,13 +118,13 @@ class AgentTree:
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         numbers, _ = self._call(Op.TREE_WALK, (), (path,), 0)
-        with self._believed():
+        with self._checked():
             walk = number_in(numbers, 1 << 62)
         self._coming.clear()
         try:
             yield from self._walked(path, walk)
         finally:
-            # Also where a walk is given up, in whatever thread, or after the link was lost.
+            # Also if the walk is abandoned, in any thread, or after the link was lost.
             with suppress(OSError, RuntimeError):
                 self._post({b"": (Op.TREE_END, (walk,), (), 0)})
 
@@ -135,7 +135,7 @@ class AgentTree:
         (pending,) = self._post(request)
         while more:
             numbers, strings = self._answer(pending)
-            with self._believed():
+            with self._checked():
                 more = bool(number_in(numbers, 1))
                 page = list(tree_entries_in(string_in(strings, _PAGE_BYTES + _ENTRY_BYTES), self._owners))
                 for entry in page:
@@ -163,7 +163,7 @@ class AgentTree:
         return b"".join(parts)
 
     def _content(self, reply: Reply, most: int) -> bytes:
-        with self._believed():
+        with self._checked():
             return string_in(reply[1], most)
 
     def chunks(self, path: bytes, size: int = TREE_CHUNK_BYTES) -> Iterator[bytes]:
@@ -182,11 +182,11 @@ class AgentTree:
         return pending, CHUNK_BYTES
 
     def _asked(self, path: bytes) -> tuple[Pending, int]:
-        """The request for the begin of a file; those that come after it in the walk are asked for as well."""
+        """The request for the start of a file; requests the files that follow it in the walk as well."""
         if path not in self._ahead:
             if path not in self._coming:
                 return self._ask(path, 0)
-            # What was asked for and is before this one in the walk, nobody will want.
+            # Drop the files before this one in the walk: they will not be read.
             self._ahead.clear()
             self._ahead_bytes = 0
             while next(iter(self._coming)) != path:
@@ -202,7 +202,7 @@ class AgentTree:
         total = self._ahead_bytes
         while self._coming and total < _AHEAD_BYTES and len(self._ahead) + len(wanted) < _AHEAD_FILES:
             path, size = self._coming.popitem(last=False)
-            # One more than it had, to see whether it has grown since.
+            # One byte more than its size, to see whether it has grown.
             wanted[path] = min(size + 1, CHUNK_BYTES)
             total += wanted[path]
         requests = {path: (Op.TREE_READ, (0, size), (path,), size) for path, size in wanted.items()}
@@ -210,25 +210,25 @@ class AgentTree:
             self._ahead[path] = pending, size
         self._ahead_bytes = total
 
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (nothing is known without a walk)
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 (unknown without a walk)
         return None
 
 
 class _Order:
-    """What a walk of `root` may give next: parents before what is in them, siblings in order, nothing twice.
+    """Checks the order of a walk of `root`: parents before children, siblings sorted, nothing twice.
 
-    And of the directories that it is in, whose entries the caller keeps, only as many as `room` bytes hold.
+    Also limits the entries of the directories that the walk is in, which the caller keeps, to `room` bytes.
     """
 
     def __init__(self, root: bytes, room: int) -> None:
         self._root = root
         self._room = room
         self._begun = False
-        # The directories that the walk is in, each with the last name that was given of it, and what all those take.
+        # The directories that the walk is in: path, last name yielded, and bytes of the names so far.
         self._inside: list[tuple[bytes, bytes, int]] = []
 
     def check(self, entry: TreeEntry) -> None:
-        """WireError where an honest walk would not give `entry`."""
+        """Raise WireError if a correct walk would not yield `entry` next."""
         if not self._begun:
             if entry.path != self._root:
                 raise WireError(f"a walk of {self._root!r} that begins with {entry.path!r}")

@@ -1,11 +1,11 @@
-"""AgentVolume: a volume whose every answer comes from a helper inside a container (see `agent_link`).
+"""AgentVolume: a volume whose answers come from a helper inside a container (see `agent.link`).
 
-One request of the kernel is one request to the helper; any number may be under way.  Nothing is kept that could grow
-stale, but for the page of a directory that was listed last: a kernel asks for its entries next, one by one
-(READDIRPLUS), and for the rest of it, and gets them without a trip each, for _LISTED_S at most and until anything is
-changed; and that a file that was just made has no capabilities, for which it asks before it writes.
+Each request of the kernel is one request to the helper; any number may be in flight.  Only two things are cached.  The
+page of a directory that was listed last, for at most _LISTED_S and until anything is changed: a kernel looks up its
+entries next, one by one (READDIRPLUS), and reads the rest of it.  And the fact that a new file has no capabilities,
+which a kernel asks before the first write.
 
-What the helper says is checked (`agent_replies`); a reply that makes no sense ends the link to it.
+The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
 Threading: the serving loop.
 """
@@ -57,12 +57,12 @@ T = TypeVar("T")
 Answer = Coroutine[Any, Any, T]
 
 MAX_FILE_BYTES: Final = 2**63 - 1
-# A page that a kernel asks for with attributes (READDIRPLUS) has some 200 entries, one without five times as many.
+# A page that a kernel requests with attributes (READDIRPLUS) has some 200 entries, without attributes 1,000.
 _PAGE_ENTRIES: Final = 200
 _MOST_PAGE_ENTRIES: Final = 1600
 _LISTED_S: Final = 0.2
-_LISTINGS_KEPT: Final = 16
-# What a kernel asks for before the first write to a file, and what a file that was just made cannot have.
+_PAGES_KEPT: Final = 16
+# A kernel asks for this before the first write to a file; a new file cannot have it.
 _CAPABILITY: Final = b"security.capability"
 _NEW_S: Final = 0.2
 _NEW_KEPT: Final = 256
@@ -72,23 +72,23 @@ _SUPERUSER: Final = Caller(0, 0)
 _DOTS: Final = frozenset({b".", b".."})
 
 
-class _Listing:
-    """A page of a directory: its entries, and what they were seen as, each with a lookup that nobody has yet."""
+class _Page:
+    """A page of a directory: its entries and their attributes, each with a lookup that was not handed out yet."""
 
-    __slots__ = ("entries", "places", "seen", "until_s", "wanted")
+    __slots__ = ("entries", "positions", "seen", "until_s", "wanted")
 
-    def __init__(self, page: list[Listed], until_s: float, wanted: int) -> None:
-        self.entries = [one.entry for one in page]
-        self.places = {one.entry.cookie: at for at, one in enumerate(page, 1)}  # where a scan goes on after it
-        self.seen = {one.entry.name: one.seen for one in page if one.seen is not None}
+    def __init__(self, entries: list[Listed], until_s: float, wanted: int) -> None:
+        self.entries = [one.entry for one in entries]
+        self.positions = {one.entry.cookie: at for at, one in enumerate(entries, 1)}  # where a listing continues
+        self.seen = {one.entry.name: one.seen for one in entries if one.seen is not None}
         self.until_s = until_s
-        self.wanted = wanted  # how many entries were asked for
+        self.wanted = wanted  # the number of entries that were requested
 
 
 class AgentVolume:
-    """Implements `protocol.volume.Volume`.  `readdir` answers with a page: more follows after its last cookie.
+    """Implements `protocol.volume.Volume`.  `readdir` returns a page: more may follow after its last cookie.
 
-    `owners` translates users and groups; what the daemon's root makes belongs to `user` (user and group inside).
+    `owners` translates users and groups; files that the daemon's root creates belong to `user` (ids of the container).
     """
 
     def __init__(
@@ -105,39 +105,39 @@ class AgentVolume:
         self._link = link
         self._owners = owners
         self._user = user
-        self._listings: dict[int, _Listing] = {}
-        self._new: dict[int, float] = {}  # files made a moment ago, and until when they are that
-        self._changes = 0  # grows with the beginning and the end of each
-        self._changing = 0
+        self._pages: dict[int, _Page] = {}
+        self._new: dict[int, float] = {}  # new files, and until when they count as new
+        self._change_count = 0  # grows at the start and at the end of each change
+        self._changes_in_flight = 0
 
     # -- asking ----------------------------------------------------------------------------------
     def _checked(self, read: Callable[[], T]) -> T:
-        """What `read` makes of a reply; where that makes no sense, the helper is not asked again."""
+        """Parse a reply with `read`; an invalid one ends the link."""
         try:
             return read()
         except WireError as error:
-            self._link.lose(f"its reply makes no sense: {error}")
+            self._link.lose(f"invalid reply: {error}")
             raise os_error(errno.EIO) from None
 
     async def _seen(
         self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = (), *, root: bool = False
     ) -> AgentAttributes:
-        """An answer of attributes, with a lookup."""
+        """Send a request whose reply is attributes with one lookup."""
         reply = await self._link.call(op, numbers, strings, undo=self._undo)
         return self._checked(lambda: attributes_in(reply[0], self._owners, root=root))
 
     def _undo(self, reply: Reply) -> None:
-        """Nobody took the lookup of this reply."""
+        """Return the lookup of a reply whose caller has gone."""
         seen = self._checked(lambda: attributes_in(reply[0], root=True))
         self._link.forget(seen.inode, 1)
 
     async def _change(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = ()) -> Reply:
-        """Ask for a change that answers with nothing to look up."""
+        """Send a change whose reply has no lookup."""
         with self._changed():
             return await self._link.call(op, numbers, strings)
 
     async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> AgentAttributes:
-        """Ask for a change that answers with a new inode, of type `kind` (0: any)."""
+        """Send a change whose reply is a new inode, of type `kind` (0: any)."""
         with self._changed():
             seen = await self._seen(op, numbers, strings)
         if kind and seen.mode & 0o170000 != kind:
@@ -147,48 +147,48 @@ class AgentVolume:
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        """While a change is under way: what a listing says meanwhile may be of before or of after."""
-        self._changes += 1
-        self._changing += 1
-        self._drop_listings()
+        """Drop cached pages, and keep pages that arrive during the change from being cached."""
+        self._change_count += 1
+        self._changes_in_flight += 1
+        self._drop_pages()
         try:
             yield
         finally:
-            self._changes += 1
-            self._changing -= 1
+            self._change_count += 1
+            self._changes_in_flight -= 1
 
     def _check_writable(self) -> None:
         if self.read_only:
             raise os_error(errno.EROFS)
 
     def _owner(self, caller: Caller) -> tuple[int, int]:
-        """Whose, inside, is what `caller` makes."""
+        """The owner, in the container's ids, of a file that `caller` creates."""
         uid, gid = (caller.uid, caller.gid)
         if self._owners.is_identity:
             return (uid, gid) if uid or not any(self._user) else self._user
         return self._owners.user(uid), self._owners.group(gid)
 
-    # -- what a listing said -----------------------------------------------------------------------
+    # -- cached pages -----------------------------------------------------------------------
     def _listed(self, parent: int, name: bytes) -> AgentAttributes | None:
-        listing = self._fresh_listing(parent)
-        return None if listing is None else listing.seen.pop(name, None)
+        page = self._fresh_page(parent)
+        return None if page is None else page.seen.pop(name, None)
 
-    def _fresh_listing(self, parent: int) -> _Listing | None:
-        listing = self._listings.get(parent)
-        if listing is not None and listing.until_s < trio.current_time():
-            self._drop_listing(parent)
+    def _fresh_page(self, parent: int) -> _Page | None:
+        page = self._pages.get(parent)
+        if page is not None and page.until_s < trio.current_time():
+            self._drop_page(parent)
             return None
-        return listing
+        return page
 
-    def _drop_listing(self, parent: int) -> None:
-        listing = self._listings.pop(parent, None)
-        if listing is not None:
-            for seen in listing.seen.values():
+    def _drop_page(self, parent: int) -> None:
+        page = self._pages.pop(parent, None)
+        if page is not None:
+            for seen in page.seen.values():
                 self._link.forget(seen.inode, 1)
 
-    def _drop_listings(self) -> None:
-        for parent in tuple(self._listings):
-            self._drop_listing(parent)
+    def _drop_pages(self) -> None:
+        for parent in tuple(self._pages):
+            self._drop_page(parent)
 
     # -- inodes ------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> AgentAttributes | Answer[AgentAttributes]:
@@ -306,31 +306,31 @@ class AgentVolume:
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry] | Answer[Iterator[DirectoryEntry]]:
-        """A page of the entries after `cookie`; none where there are no more."""
-        listing = self._fresh_listing(inode) if cookie else None
+        """A page of the entries after `cookie`; empty at the end."""
+        page = self._fresh_page(inode) if cookie else None
         wanted = _PAGE_ENTRIES
-        if listing is not None:
-            at = listing.places.get(cookie, 0)
-            if 0 < at < len(listing.entries):
-                return iter(listing.entries[at:])
-            # Somebody reads on and on, and changes nothing in between.
-            wanted = min(2 * listing.wanted, _MOST_PAGE_ENTRIES)
+        if page is not None:
+            at = page.positions.get(cookie, 0)
+            if 0 < at < len(page.entries):
+                return iter(page.entries[at:])
+            # A sequential listing without changes in between.
+            wanted = min(2 * page.wanted, _MOST_PAGE_ENTRIES)
         return self._page(inode, cookie, wanted)
 
     async def _page(self, inode: int, cookie: int, wanted: int) -> Iterator[DirectoryEntry]:
-        changes, changing = self._changes, self._changing
+        count, is_changing = self._change_count, self._changes_in_flight > 0
         most = (wanted + 2) * (ENTRY.size + NAME_MAX)
         reply = await self._link.call(
             Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._forget_page(reply, cookie)
         )
-        page = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._owners)))
-        self._drop_listing(inode)
-        listing = self._listings[inode] = _Listing(page, trio.current_time() + _LISTED_S, wanted)
-        if changing or changes != self._changes:
-            self._drop_listing(inode)  # it may say what is true no more
-        elif len(self._listings) > _LISTINGS_KEPT:
-            self._drop_listing(next(iter(self._listings)))
-        return iter(listing.entries)
+        entries = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._owners)))
+        self._drop_page(inode)
+        page = self._pages[inode] = _Page(entries, trio.current_time() + _LISTED_S, wanted)
+        if is_changing or count != self._change_count:
+            self._drop_page(inode)  # the page may be outdated
+        elif len(self._pages) > _PAGES_KEPT:
+            self._drop_page(next(iter(self._pages)))
+        return iter(page.entries)
 
     def _forget_page(self, reply: Reply, cookie: int) -> None:
         for one in self._checked(lambda: list(entries_in(string_in(reply[1], CHUNK_BYTES), cookie))):
@@ -418,7 +418,7 @@ class AgentVolume:
 
 
 def _check_name(name: bytes, *, dots: bool = False) -> None:
-    """A name is one step: with a slash it would be many, and could lead anywhere."""
+    """Check that a name is a single step: one with a slash could lead anywhere."""
     if not name or b"/" in name or b"\0" in name or (name in _DOTS and not dots):
         raise os_error(errno.EINVAL)
     if len(name) > NAME_MAX:

@@ -1,4 +1,4 @@
-"""ServiceAddress: where a Podman service listens, from a URL or from what the user's environment says.
+"""ServiceAddress: the address of a Podman service, from a URL or from the user's environment.
 
 Source: podman-system-service(1), podman(1) ("--url", CONTAINER_HOST).
 """
@@ -18,7 +18,7 @@ _TCP_PORT: Final = 8080  # podman-system-service(1)
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """One Podman service.  `path` is its socket's (unix, ssh), `host` [USER@]HOST; `port` None for the usual one."""
+    """One Podman service.  `path` is the socket's (unix, ssh), `host` is [USER@]HOST, `port` None the default."""
 
     kind: Literal["unix", "ssh", "tcp"]
     path: str = ""
@@ -27,11 +27,11 @@ class ServiceAddress:
 
     @property
     def url(self) -> str:
-        """As --podman-url takes it."""
+        """The address in the form of --podman-url."""
         if self.kind == "unix":
             return f"unix://{self.path}"
         user, at, host = self.host.rpartition("@")
-        host = f"[{host}]" if ":" in host else host  # RFC 3986 has the numbers of IPv6 so
+        host = f"[{host}]" if ":" in host else host  # IPv6 addresses: RFC 3986
         return f"{self.kind}://{user}{at}{host}{f':{self.port}' if self.port else ''}{self.path}"
 
     def __str__(self) -> str:
@@ -47,18 +47,18 @@ def parse_address(url: str) -> ServiceAddress:
     except ValueError:
         port = -1
     user, at, place = parts.netloc.rpartition("@")
-    # As it was written: a name in ssh_config(5) has its case, which `hostname` loses.
+    # Names in ssh_config(5) are case-sensitive, and `hostname` is lower case.
     start = place.lower().find(parts.hostname or "")
     host = user + at + place[start : start + len(parts.hostname or "")]
     if parts.scheme == "unix" and parts.path.startswith("/") and not parts.netloc:
         return ServiceAddress("unix", path=parts.path)
-    # What ssh would take for an option is no host.
+    # ssh would take a host that begins with "-" for an option.
     if parts.scheme == "ssh" and parts.hostname and port != -1 and not host.startswith("-") and len(parts.path) > 1:
         return ServiceAddress("ssh", path=parts.path, host=host, port=port)
     if parts.scheme == "tcp" and parts.hostname and port != -1 and parts.path in {"", "/"}:
         return ServiceAddress("tcp", host=parts.hostname, port=port or _TCP_PORT)
     raise ValueError(
-        f"{url!r} is no address of a Podman service: unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH or tcp://HOST[:PORT]"
+        f"{url!r} is not the address of a Podman service; use unix:///PATH, ssh://[USER@]HOST[:PORT]/PATH or tcp://HOST[:PORT]"
     )
 
 

@@ -1,16 +1,16 @@
 """ExecStream: a two-way stream to a process in a container, by the exec endpoint of Podman's service.
 
-podman-py has no such stream (`exec_run(socket=True)` is ignored, `stdin=True` hangs), and of the two ways round
-that, speaking the endpoint's HTTP upgrade and running `podman exec -i`, this is the former.  Measured against
-Podman 4.3 on one machine: started in 20 ms (`podman exec -i`: 50 ms), 20 µs a round trip (15 µs; 40 µs with
-`--url`), 450 MB/s (450; 250 with `--url`).  Beside that it needs no client program, no process for each stream,
-and has the exit status, the pid and the size of the terminal as fields rather than as a client's habits.
+podman-py has no such stream (it ignores `exec_run(socket=True)`, and `stdin=True` hangs).  There are two
+ways: the endpoint's HTTP upgrade, which this module speaks, and `podman exec -i`.  Measured against Podman 4.3 on one
+machine: started in 20 ms (`podman exec -i`: 50 ms), 20 µs a round trip (15 µs; 40 µs with `--url`), 450 MB/s (450; 250
+with `--url`).  Besides, the endpoint needs no client program and no process for each stream, and it has fields for the
+exit status, the pid and the terminal's size.
 
-Without a terminal standard output and standard error come apart, in frames with a header of 8 bytes: one byte for
-the stream, three of nothing, four for the length (docs.docker.com, "Attach to a container": stream format).
+Without a terminal, standard output and standard error arrive in frames with a header of 8 bytes: one byte for the
+stream, three zero bytes, four for the length (docs.docker.com, "Attach to a container": stream format).
 
-An exec outlives its connection: the process gets EOF on its standard input and goes on.  So `aclose` kills it: by
-its pid, where the service is on this machine and that may be done, else by a `kill` in the container.
+An exec outlives its connection: the process gets EOF on its standard input and continues.  So `aclose` kills it: by its
+pid if the service is on this machine and the process may be signalled, else by a `kill` in the container.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CONNECT_S: Final = 30.0
 
 
 class Output(NamedTuple):
-    """What a process said: on STDOUT or STDERR (with a terminal all is STDOUT)."""
+    """A piece of output, from STDOUT or STDERR (with a terminal always STDOUT)."""
 
     channel: Literal[1, 2]
     data: bytes
@@ -69,31 +69,31 @@ class ExecStream:
         self._pending = bytearray(early)
         self._tty = tty
         self._channel: Literal[1, 2] = STDOUT
-        self._left = 0  # bytes of the current frame that are still to come
+        self._left = 0  # bytes of the current frame that have not arrived
         self._is_over = False
         self._status: int | None = None
 
     async def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Give it `data` on standard input.  BrokenPipeError."""
+        """Write `data` to standard input.  BrokenPipeError."""
         try:
             await self._stream.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise BrokenPipeError(errno.EPIPE, "the process in the container reads no more") from None
 
     def send_nowait(self, data: bytes) -> int:
-        """Give it what there is room for at once, while nobody is in `send`: how many bytes that were."""
+        """Write what fits without waiting, while no `send` is under way; return the number of bytes."""
         try:
             return self._plain.send(data)
-        except OSError:  # no room, or nobody there: `send` finds out
+        except OSError:  # full or closed; `send` will tell
             return 0
 
     async def close_stdin(self) -> None:
-        """Let its standard input end.  (A terminal has no end: send it Ctrl-D.)"""
+        """End standard input.  (A terminal's input has no end: send Ctrl-D.)"""
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self._stream.send_eof()
 
     async def receive(self, max_bytes: int = _RECEIVE_BYTES) -> Output | None:
-        """The next piece of output, of `max_bytes` at most; None at its end.  OSError: it makes no sense."""
+        """The next piece of output, at most `max_bytes`; None at the end.  OSError for an invalid stream."""
         if not self._tty:
             while not self._left:
                 while len(self._pending) < _FRAME.size:
@@ -101,7 +101,7 @@ class ExecStream:
                         return None
                 channel, self._left = _FRAME.unpack_from(self._pending)
                 if channel not in {STDOUT, STDERR}:
-                    raise OSError(errno.EPROTO, f"the Podman service speaks of a stream {channel}")
+                    raise OSError(errno.EPROTO, f"the Podman service sent output of an unknown stream {channel}")
                 self._channel = channel
                 del self._pending[: _FRAME.size]
         if not self._pending and not await self._fill(max_bytes):
@@ -123,14 +123,14 @@ class ExecStream:
         return not self._is_over
 
     async def resize(self, rows: int, columns: int) -> None:
-        """Tell its terminal how large it is."""
+        """Set the size of the process's terminal."""
         size = urlencode({"h": rows, "w": columns})
         await _ask(self._service, "POST", f"/exec/{self.id}/resize?{size}", {})
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended (128 + N: killed by signal N; 126, 127: it could not be started).
+        """Wait for the exit status (128 + N: killed by signal N; 126, 127: it could not be started).
 
-        Does not read what it says: somebody must, or it may not end.  OSError: nobody can tell.
+        The caller must read the output meanwhile, or the process may block.  OSError if the status is unknown.
         """
         pause_s = _FIRST_PAUSE_S
         while self._status is None:
@@ -145,17 +145,17 @@ class ExecStream:
     async def _inspect(self) -> dict[str, Any]:
         shown = await _ask(self._service, "GET", f"/exec/{self.id}/json")
         if not isinstance(shown, dict):
-            raise OSError(errno.EPROTO, "the Podman service says nothing of a process")
+            raise OSError(errno.EPROTO, "the Podman service does not describe the process")
         return shown
 
     async def kill(self) -> None:
-        """Kill it, if it runs.  What it has started itself is not found by this.  OSError."""
+        """Kill the process if it is running, but not its children.  OSError."""
         shown = await self._inspect()
         if shown.get("Running") and not await self._kill_from_outside(shown):
             await self._kill_from_inside(str(shown["ContainerID"]), int(shown["Pid"]))
 
     async def _kill_from_outside(self, shown: Mapping[str, Any]) -> bool:
-        """Whether it could be killed by its pid on this machine, if it is on this machine."""
+        """Kill the process by its pid; False if it is not on this machine or may not be signalled."""
         if not self._service.is_local:
             return False
         pid, container = int(shown["Pid"]), str(shown["ContainerID"])
@@ -164,7 +164,7 @@ class ExecStream:
         except OSError:
             return False
         try:
-            # The pid may be of another machine, behind a forwarded socket, or may have been given to another process.
+            # The pid may belong to another machine, behind a forwarded socket, or may have been reused.
             with open(f"/proc/{pid}/cgroup", "rb") as file:
                 if container.encode() not in file.read():
                     return False
@@ -194,19 +194,18 @@ class ExecStream:
         raise OSError(errno.ESRCH, "a process in the container cannot be killed: the image has neither kill nor sh")
 
     async def disconnect(self) -> None:
-        """Close the connection; a process that still runs goes on, with its standard input at its end."""
+        """Close the connection; a running process continues, with its standard input ended."""
         self._is_over = True
         await trio.aclose_forcefully(self._stream)
 
     async def aclose(self) -> None:
-        """Kill what runs, and close the connection.  Waits _KILL_S at most, also when cancelled; raises no OSError."""
+        """Kill the process and close the connection, within _KILL_S even if cancelled.  Raises no OSError."""
         with trio.CancelScope(shield=True), trio.move_on_after(_KILL_S):
             with contextlib.suppress(OSError):
                 if self._status is None:
                     await self.kill()
             await self.disconnect()
-            # For what cancelled the caller, if anything did.
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()  # raises Cancelled if the caller was cancelled
 
     async def __aenter__(self) -> ExecStream:
         return self
@@ -230,8 +229,8 @@ async def open_exec(
     """Start `argv` in the running `container` (name or id) of the service.
 
     `env` is added to the container's; `cwd` and `user` ("uid:gid", or a name) default to its own; `size` (rows,
-    columns) is of the terminal.  FileNotFoundError: no such container; OSError with ENOTCONN: it does not run;
-    others: the service cannot be reached.  A program that is not there shows as status 127.
+    columns) is the terminal's.  FileNotFoundError: no such container; OSError with ENOTCONN: it is not running;
+    other OSErrors: the service cannot be reached.  A missing program shows as exit status 127.
     """
     request: dict[str, Any] = {
         "AttachStdin": stdin,
@@ -259,12 +258,12 @@ async def open_exec(
     except trio.TooSlowError:
         raise TimeoutError(errno.ETIMEDOUT, "the Podman service does not answer") from None
     except (KeyError, TypeError):
-        raise OSError(errno.EPROTO, "the Podman service does not say which process it started") from None
+        raise OSError(errno.EPROTO, "the Podman service does not identify the process that it started") from None
     return ExecStream(service, exec_id, stream, connection.plain, early, tty=tty)
 
 
 async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """One request on a connection of its own: that of the process is a plain stream."""
+    """Send a request on a new connection: the process's own connection is a plain stream."""
     connection: PodmanConnection | None = None
     try:
         with trio.fail_after(_CONNECT_S):

@@ -1,7 +1,7 @@
-"""PodmanConnection: one HTTP/1.1 connection to a Podman service, that may become a plain two-way stream (Upgrade).
+"""PodmanConnection: an HTTP/1.1 connection to a Podman service that may become a plain two-way stream (Upgrade).
 
-podman-py, which does everything else, has no such stream.  h11 is the state machine of HTTP/1.1 without any I/O,
-so that what is read past the head of an upgraded reply is not lost in somebody's buffer.
+podman-py, which does everything else, has no such stream.  h11 is a state machine of HTTP/1.1 without I/O, so data that
+was read past the head of the upgraded reply stays available.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.backends.container.podman.service import PodmanService
 
 __all__ = ["PodmanConnection", "connect"]
 
-API: Final = "/v4.0.0/libpod"  # spoken by every Podman since 4.0
+API: Final = "/v4.0.0/libpod"  # supported by every Podman since 4.0
 _RECEIVE_BYTES: Final = 64 * 1024
 _MOST_REPLY_BYTES: Final = 4 * 1024 * 1024
 _ERRNO_OF: Final = {400: errno.EINVAL, 404: errno.ENOENT, 409: errno.EBUSY}
@@ -28,7 +28,7 @@ _NOT_RUNNING: Final = "container state improper"
 
 
 class PodmanConnection:
-    """Requests one after the other, over `stream`, which is that of the non-blocking socket `plain`."""
+    """Requests one after the other over `stream`, which wraps the non-blocking socket `plain`."""
 
     def __init__(self, stream: trio.SocketStream, plain: socket.socket) -> None:
         self.plain: Final = plain
@@ -36,9 +36,9 @@ class PodmanConnection:
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_RECEIVE_BYTES)
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the service answers with, None where it is empty.
+        """Send a request and return the JSON of the answer, None if it is empty.
 
-        FileNotFoundError: no such container; OSError with ENOTCONN: it does not run; other OSErrors.
+        FileNotFoundError: no such container; OSError with ENOTCONN: it is not running; other OSErrors.
         """
         await self._send(method, path, body, ())
         status, data = await self._reply()
@@ -50,7 +50,7 @@ class PodmanConnection:
             raise OSError(errno.EPROTO, f"the Podman service does not answer with JSON: {error}") from None
 
     async def upgrade(self, path: str, body: Mapping[str, Any]) -> tuple[trio.SocketStream, bytes]:
-        """Make it a plain stream: that stream, and what was read of it already.  OSError, as for `request`."""
+        """Upgrade to a plain stream; return it with the data already read from it.  OSErrors as for `request`."""
         await self._send("POST", path, body, ((b"Connection", b"Upgrade"), (b"Upgrade", b"tcp")))
         event = await self._event()
         while isinstance(event, h11.InformationalResponse) and event.status_code != 101:
@@ -92,7 +92,7 @@ class PodmanConnection:
         while isinstance(event := await self._event(), h11.Data):
             body += event.data
             if len(body) > _MOST_REPLY_BYTES:
-                raise OSError(errno.EMSGSIZE, "the Podman service answers with too much")
+                raise OSError(errno.EMSGSIZE, "the Podman service's answer is too long")
         return bytes(body)
 
     async def _event(self) -> object:
@@ -117,7 +117,7 @@ def _lost() -> OSError:
 
 
 def _refusal(status: int, data: bytes) -> OSError:
-    """What the service says of a request that it refuses, in the words of its JSON."""
+    """The error for a request that the service refused, with the text of its JSON."""
     message = data.decode("utf-8", "replace").strip()
     try:
         answer = json.loads(data)
@@ -129,8 +129,10 @@ def _refusal(status: int, data: bytes) -> OSError:
 
 
 async def connect(service: PodmanService) -> PodmanConnection:
-    """A connection to `service`.  OSError that says why there is none."""
-    wanted = threading.Lock()  # taken by whoever is first: the caller that takes the socket, or leaves
+    """Connect to `service`.  OSError that says what to do."""
+    wanted = (
+        threading.Lock()
+    )  # held by the first of two: the thread that made the socket, and the caller if it was cancelled
     made: list[socket.socket] = []
 
     def make() -> None:
@@ -140,7 +142,7 @@ async def connect(service: PodmanService) -> PodmanConnection:
             plain.close()
 
     try:
-        # In a thread: behind ssh a tunnel may have to be made first.
+        # In a thread: an ssh tunnel may have to be started first.
         await trio.to_thread.run_sync(make, abandon_on_cancel=True)
     except trio.Cancelled:
         if not wanted.acquire(blocking=False):

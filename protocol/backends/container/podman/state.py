@@ -1,4 +1,4 @@
-"""ContainerState: what Podman knows of a container at one moment."""
+"""ContainerState: the state of a container as Podman reports it at one moment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["ContainerMount", "ContainerState", "state_of"]
 
 @dataclass(frozen=True, slots=True)
 class ContainerMount:
-    """What is mounted at `destination` in the container; `source` is a path on the service's host, "" for none.
+    """A mount at `destination` in the container.  `source` is a path on the service's host, or "".
 
-    `size_bytes` limits a tmpfs that is to be made.
+    `size_bytes` limits a tmpfs of a container to create.
     """
 
     kind: str  # "bind", "volume", "tmpfs"
@@ -27,9 +27,9 @@ class ContainerMount:
 class ContainerState:
     """One container, as `podman inspect` shows it.
 
-    `pid` is its init's on the service's host, `conmon_pid` that of its monitor; both 0 when it is not running.
-    `status` is Podman's word: created, initialized, running, paused, stopping, exited, ...
-    `user` is what commands run as by default, as the image or `--user` names it ("" is root).
+    `pid` is the init process's on the service's host, `conmon_pid` its monitor's; both are 0 if it is not running.
+    `status` is Podman's: created, initialized, running, paused, stopping, exited, ...
+    `user` is the default user of commands, as the image or `--user` names it ("" is root).
     """
 
     id: str
@@ -53,7 +53,7 @@ class ContainerState:
 
     @property
     def running(self) -> bool:
-        """Whether its processes exist; they may be paused."""
+        """Whether the container's processes exist; they may be paused."""
         return self.status in {"running", "paused"} and self.pid > 0
 
     @property
@@ -61,14 +61,14 @@ class ContainerState:
         return self.status == "paused"
 
     def describe(self) -> str:
-        """What it does, in words for people: "exited with status 137, killed for want of memory"."""
+        """The status in words: "exited with status 137, out of memory"."""
         if self.status != "exited":
             return self.status
-        return f"exited with status {self.exit_code}{', killed for want of memory' if self.oom_killed else ''}"
+        return f"exited with status {self.exit_code}{', out of memory' if self.oom_killed else ''}"
 
 
 def state_of(shown: Mapping[str, Any]) -> ContainerState:
-    """The state that the document of GET /libpod/containers/NAME/json describes."""
+    """The state in the document of GET /libpod/containers/NAME/json."""
     state, config, host = shown["State"], shown.get("Config") or {}, shown.get("HostConfig") or {}
     running = state.get("Status") in {"running", "paused"}
     return ContainerState(
@@ -107,6 +107,6 @@ def _mounts(shown: Mapping[str, Any]) -> list[ContainerMount]:
         )
         for mount in shown.get("Mounts") or ()
     ]
-    # Podman lists these apart.
+    # Podman lists tmpfs mounts separately.
     tmpfs = (shown.get("HostConfig") or {}).get("Tmpfs") or {}
     return found + [ContainerMount("tmpfs", "", place, "ro" in options.split(",")) for place, options in tmpfs.items()]

@@ -1,4 +1,4 @@
-"""ContainerTarget: which container a workspace is in, and which directory of it."""
+"""ContainerTarget: the container of a workspace and the directory in it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DEFAULT_WORKDIR: Final = "/workspace"
 class ContainerTarget:
     """The directory `workdir` of a container.
 
-    `name` is what the service is asked for each time: a name, so that a container that was removed and made anew is
-    found again, or the id of one that is ours.
+    Each call asks the service for `name`: a name, so that a container that was removed and created again is found, or
+    the id of a container of vfsd's own.
     """
 
     service: PodmanService
@@ -28,23 +28,23 @@ class ContainerTarget:
     workdir: str = DEFAULT_WORKDIR
 
     def inspect(self) -> ContainerState:
-        """The container as it is now.  ContainerNotFoundError."""
+        """The container's current state.  ContainerNotFoundError."""
         return self.service.inspect(self.name)
 
     def container(self) -> Container:
-        """A handle of the container that is there now.  ContainerNotFoundError."""
+        """A handle of the current container.  ContainerNotFoundError."""
         return self.service.container(self.name)
 
 
 def check_workdir(workdir: str) -> str:
-    """`workdir` without what means nothing in it.  ValueError for one that is not absolute, or goes up."""
+    """Normalise `workdir`.  ValueError if it is not absolute or contains ".."."""
     if not workdir.startswith("/") or "\0" in workdir or ".." in workdir.split("/"):
         raise ValueError(f"the working directory must be an absolute path in the container, without ..: {workdir!r}")
     return "/" + posixpath.normpath(workdir).lstrip("/")
 
 
 def check_running(state: ContainerState) -> ContainerState:
-    """`state`, of a container that runs.  OSError (EIO) with what to do where it does not."""
+    """Return `state` if the container is running.  Else OSError (EIO) that says what to do."""
     if not state.running:
         raise OSError(errno.EIO, f"the container is not running ({state.describe()}): podman start {state.name}")
     return state

@@ -1,7 +1,7 @@
-"""Tunnel: a Podman service on another machine, as a socket here, through the user's own ssh.
+"""Tunnel: a local socket for a Podman service on another machine, forwarded by the user's own ssh.
 
-Podman's client can do that too, but tells ssh to accept any host key (StrictHostKeyChecking=no), and starts one
-ssh for each client.  Ours asks nothing of a terminal: keys come from the agent or from ssh_config(5).
+Podman's client can forward too, but it makes ssh accept any host key (StrictHostKeyChecking=no), and starts an ssh for
+each client.  This ssh never asks on a terminal: keys come from the agent or from ssh_config(5).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from protocol.backends.container.podman.address import ServiceAddress
 __all__ = ["Tunnel"]
 
 _CONNECT_TIMEOUT_S: Final = 30.0
-_POLL_S: Final = 0.05  # ssh does not say when the socket is there
+_POLL_S: Final = 0.05  # ssh does not report when it has created the socket
 _OPTIONS: Final = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 
 
 class Tunnel:
-    """An ssh that forwards the socket at `path` to the service of `address`.  OSError where it cannot."""
+    """An ssh process that forwards the socket at `path` to the service at `address`.  OSError if it fails."""
 
     def __init__(self, address: ServiceAddress) -> None:
         self._directory = tempfile.mkdtemp(prefix="vfsd-podman-")
@@ -52,7 +52,7 @@ class Tunnel:
         return self._ssh.poll() is None
 
     def close(self) -> None:
-        """End ssh; what goes through it ends too."""
+        """End ssh and the connections through it."""
         self._ssh.terminate()
         try:
             self._ssh.wait(5)
@@ -69,7 +69,7 @@ class Tunnel:
             if not self.alive:
                 raise OSError(errno.ECONNREFUSED, f"ssh: {self._last_words()}", address.url)
             if time.monotonic() > deadline_s:
-                raise OSError(errno.ETIMEDOUT, "ssh does not get through", address.url)
+                raise OSError(errno.ETIMEDOUT, "ssh does not connect in time", address.url)
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:

@@ -1,8 +1,8 @@
-"""Resource limits of containers, lowered to what this machine lets Podman set.
+"""Resource limits of containers, lowered to what Podman can set on this machine.
 
-Podman gives a container of root's a hard limit of 1048576 open files and processes unless containers.conf says
-otherwise.  Where Podman itself has a lower hard limit and may not raise it (a container without CAP_SYS_RESOURCE, as
-CI services run), the container is made, but does not start: "error setting rlimit type 7: operation not permitted".
+Podman gives a container of root's a hard limit of 1048576 open files and processes unless containers.conf sets another.
+If Podman itself has a lower hard limit and may not raise it (a container without CAP_SYS_RESOURCE, as in CI services),
+the container is created but does not start: "error setting rlimit type 7: operation not permitted".
 
 Source: setrlimit(2), containers.conf(5) "default_ulimits".
 """
@@ -16,20 +16,20 @@ from typing import Any, Final
 __all__ = ["PODMAN_DEFAULT", "own_hard_limits", "permitted_ulimits"]
 
 PODMAN_DEFAULT: Final = 1048576  # of open files and of processes, for root
-# Only those that Podman sets by itself: what else a container has somebody asked for.
+# Only the limits that Podman sets by default; others were requested explicitly.
 _NAMES: Final = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
 
 
 def own_hard_limits() -> dict[str, int]:
-    """This process's hard limits by Podman's names; without those that are unlimited."""
+    """This process's finite hard limits, by Podman's names."""
     limits = {name: resource.getrlimit(number)[1] for name, number in _NAMES.items()}
     return {name: limit for name, limit in limits.items() if limit != resource.RLIM_INFINITY}
 
 
 def permitted_ulimits(container: Mapping[str, Any], hard_limits: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The limits with which to make `container` (as Podman inspects it) again; empty where its own can be set.
+    """The limits with which to create `container` (as Podman inspects it) again; empty if its own can be set.
 
-    A limit above the one in `hard_limits` is lowered to it.
+    Limits above `hard_limits` are lowered to them.
     """
     given = {
         str(limit["Name"]).lower().removeprefix("rlimit_"): limit
