@@ -398,6 +398,8 @@ class SnapshotInfo:
     size_bytes: int  # sum of the sizes of regular files, each inode once
     tag: str | None = None
     kind: SnapshotKind = "user"
+    unstable: tuple[bytes, ...] = ()  # files that changed while they were read: they may mix old and new content
+    unreadable: tuple[bytes, ...] = ()  # paths that could not be read, and are not in the snapshot
 
 
 class EntryChange(NamedTuple):

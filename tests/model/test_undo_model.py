@@ -34,18 +34,18 @@ ME = Caller(os.geteuid(), os.getegid())
 
 
 class Unmounted:
-    """A `Served` without a mount: no kernel has to be told."""
+    """A `MountedVolume` without a mount: there are no kernel caches to invalidate."""
 
     mountpoint = "/"
 
     def __init__(self) -> None:
-        self.changing = trio.Lock()
+        self.change_lock = trio.Lock()
         self.meanwhile: list[Callable[[], None]] = []  # what programs do right after the next commit
 
-    async def settle(self) -> None:
+    async def write_back(self) -> None:
         pass
 
-    async def changed(self, coherence: CacheInvalidation) -> None:
+    async def invalidate(self, invalidation: CacheInvalidation) -> None:
         while self.meanwhile:
             self.meanwhile.pop()()
 
@@ -53,8 +53,8 @@ class Unmounted:
         raise AssertionError("no garbage is collected here")
 
 
-class Beside:
-    """A `Changeable` that nobody has open."""
+class Unopened:
+    """An `ExternallyChangedVolume` without open files."""
 
     def hold(self, paths: Iterable[bytes]) -> None:
         pass
@@ -124,7 +124,7 @@ class InStore:
         self.store.close()
         self.store = Store(self.store.directory)
         stored = Stored(self.store, f"host:{place}", DirectorySource(place), DirectoryTarget(place))
-        self.snapshots: SnapshotService = StoreSnapshots(self.served, Beside(), stored)  # type: ignore[arg-type]
+        self.snapshots: SnapshotService = StoreSnapshots(self.served, Unopened(), stored)  # type: ignore[arg-type]
 
     def write(self, name: str, content: bytes) -> None:
         (self.place / name).write_bytes(content)
@@ -271,7 +271,7 @@ class UndoMachine(RuleBasedStateMachine):
 
     def agrees_on_changes(self, outcome: Outcome, before: Content) -> None:
         now = self.model.live
-        counts = outcome.listed.counts
+        counts = outcome.counts
         same = {name for name in now.keys() & before.keys() if now[name] == before[name]}
         assert counts.added == len(now.keys() - before.keys())
         assert counts.removed == len(before.keys() - now.keys())

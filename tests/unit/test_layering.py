@@ -44,6 +44,17 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 # Pairs that point downward and are forbidden all the same: who drives a daemon, and the daemon, share the wire only.
 APART: tuple[tuple[str, str], ...] = (("vfsd.daemon", "vfsd.client"), ("vfsd.client", "vfsd.daemon"))
 
+# The daemon and the engines work with every volume that keeps its contract, so only the registry imports backends.
+# `vfsd.daemon.exec` runs commands in containers: it imports modules that hold no volume.
+BACKEND_IMPORTERS: Mapping[str, tuple[str, ...]] = {
+    "vfsd.daemon.backends": ("protocol.backends",),
+    "vfsd.daemon.exec": (
+        "protocol.backends.container.exec",
+        "protocol.backends.container.podman",
+        "protocol.backends.container.workspace",
+    ),
+}
+
 # Who alone may import a distribution or a module of the standard library.
 OWNERS: Mapping[str, tuple[str, ...]] = {
     "pyfuse3": ("vfsd.kernel.engines.pyfuse3",),
@@ -200,6 +211,18 @@ def trespasses(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def concrete_backends(imports: list[Import]) -> list[str]:
+    """The imports of a backend by the daemon or an engine that are not in BACKEND_IMPORTERS."""
+    wrong = []
+    for one in imports:
+        drives = is_within(one.importer, "vfsd.daemon") or is_within(one.importer, "vfsd.kernel")
+        owners = [names for owner, names in BACKEND_IMPORTERS.items() if is_within(one.importer, owner)]
+        is_allowed = any(is_within(one.imported, name) for names in owners for name in names)
+        if drives and is_within(one.imported, "protocol.backends") and not is_allowed:
+            wrong.append(f"{one}, which is for the registry of backends only")
+    return wrong
+
+
 def cycle(imports: list[Import]) -> list[str]:
     """The modules of one cycle at import time, the first again as the last; empty where there is none."""
     graph: dict[str, set[str]] = {}
@@ -259,6 +282,11 @@ def test_the_client_and_the_daemon_do_not_import_each_other() -> None:
     assert not wrong, "\n".join(wrong) + ADVICE
 
 
+def test_only_the_registry_of_backends_imports_a_concrete_backend() -> None:
+    wrong = concrete_backends(imports_of(REPOSITORY, "protocol", "vfsd"))
+    assert not wrong, "\n".join(wrong) + "\n\nUse `volume.capabilities` and the protocols of protocol.volume."
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     found = cycle(imports_of(REPOSITORY, "protocol", "vfsd"))
     assert not found, " -> ".join(found) + ADVICE
@@ -287,6 +315,8 @@ def sources(tmp_path: Path) -> Path:
         "vfsd/wire/lines.py": "from vfsd.wire.options import x",
         "vfsd/machine/logs.py": "if TYPE_CHECKING:\n    from vfsd.client.launch import Launch",
         "vfsd/client/launch.py": "from vfsd.machine import logs\nimport vfsd\nprint(vfsd.__version__, vfsd.__file__)",
+        "vfsd/daemon/backends.py": "from protocol.backends import memory",
+        "vfsd/kernel/engines/native.py": "def f():\n    from protocol.backends.memory import MemoryVolume",
         "vfsd/daemon/main.py": "import vfsd\nfrom vfsd.client import launch\nprint(vfsd.__version__, vfsd.Workspace)",
     }
     for name, source in files.items():
@@ -327,6 +357,12 @@ def test_of_its_own_package_a_module_may_use_version_and_path_only(sources: Path
 def test_a_daemon_that_imports_the_client_is_reported(sources: Path) -> None:
     assert [line.split(", and")[0] for line in together(imports_of(sources, "vfsd"))] == [
         "vfsd/daemon/main.py:2: vfsd.daemon.main imports vfsd.client.launch"
+    ]
+
+
+def test_an_engine_that_imports_a_backend_is_reported(sources: Path) -> None:
+    assert [line.split(", which")[0] for line in concrete_backends(imports_of(sources, "protocol", "vfsd"))] == [
+        "vfsd/kernel/engines/native.py:2: vfsd.kernel.engines.native imports protocol.backends.memory"
     ]
 
 

@@ -257,7 +257,7 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
 
     Their key names the container, or for a container that vfsd made, the workspace.
     """
-    from vfsd.daemon.snapshots.container import stored_container  # noqa: PLC0415 (deferred as above)
+    from protocol.backends.container.snapshot_files import ContainerSource, MountTarget  # noqa: PLC0415 (as above)
 
     target = workspace.target
     kind = options.workspace.backend.kind
@@ -265,7 +265,8 @@ def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> S
     key = f"{kind}:{target.service.address}:{name}:{target.workdir}"
     store = Store(options.workspace.store)
     _check_outside(options, store)
-    return stored_container(store, key, workspace.connection, options.workspace.mountpoint)
+    source = ContainerSource(workspace.connection, options.workspace.mountpoint)
+    return Stored(store, key, source, MountTarget(options.workspace.mountpoint, source))
 
 
 _BUILT_IN: Final[Mapping[str, BackendOpener]] = {

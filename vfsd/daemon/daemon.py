@@ -129,14 +129,14 @@ class _Daemon:
                 if container is not None:
                     await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
                 volume, engine, place = self._backend.volume, self._engine, options.workspace.mountpoint
-                served = MountedVolume(volume, engine, self._replay, place, nursery, container)
-                snapshots = open_snapshots(served, self._backend.stored)
+                mounted = MountedVolume(volume, engine, self._replay, place, nursery, container)
+                snapshots = open_snapshots(mounted, self._backend.stored)
                 runner = choose_runner(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
                 self._commands = commands = Commands(options.workspace.name, runner=runner, take_snapshot=each)
-                methods = Methods(served, snapshots, options.workspace, started_at, commands)
+                methods = Methods(mounted, snapshots, options.workspace, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
-                await nursery.start(self._handle_signals, served)
+                await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
                 nursery.start_soon(self._tidy)
                 nursery.start_soon(self._serve, methods, nursery)
@@ -180,7 +180,7 @@ class _Daemon:
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
         with trio.move_on_after(_ANSWER_S):
-            while methods.answering_unmount:
+            while methods.unmounts_to_answer:
                 await trio.sleep(_ANSWER_POLL_S)
         nursery.cancel_scope.cancel()
 
@@ -199,7 +199,7 @@ class _Daemon:
 
     # -- the end -------------------------------------------------------------------------------
     async def _handle_signals(
-        self, served: MountedVolume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, mounted: MountedVolume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
@@ -211,13 +211,13 @@ class _Daemon:
                         _logger.warning("asked again: ending at once", extra={"operation": "unmount"})
                         self._engine.stop()
                         return
-                    nursery.start_soon(self._unmount, served)
+                    nursery.start_soon(self._unmount, mounted)
 
-    async def _unmount(self, served: MountedVolume) -> None:
+    async def _unmount(self, mounted: MountedVolume) -> None:
         """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
         self._notifier.stopping("unmounting")
         place = self._options.workspace.mountpoint
-        await served.left()
+        await mounted.wait_unused()
         await self._leave()
         try:
             # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.

@@ -1,14 +1,13 @@
-"""MountedVolume: a volume that an engine serves, and how it is changed beside the mount.
+"""MountedVolume: a volume that an engine serves, and the changes to it that do not come through the mount.
 
-Every change that comes another way than through the mount (restore, import) goes through here, so that
+Each such change (restore, import, `vfsd fs`) takes three steps:
 
-- what programs have written to shared mappings is in the volume before a state is kept, replaced or
-  exported (`settle`);
-- the kernel has forgotten the old state when the caller is answered (`changed`);
-- only one such change is made at a time (`changing`), and none begins before the kernel was told of the last.
+1. hold `change_lock`, so that there is only one at a time;
+2. `write_back`, so that the dirty pages of shared mappings are in the volume before its state is kept or replaced;
+3. make the change with one call on the volume, and `invalidate` the kernel's caches before the answer.
 
-Threading: the serving loop.  `settle` and `changed` await; the change itself is one call on the volume
-between them, so the mount sees it whole or not at all.
+Threading: the serving loop.  The mount shows the change whole or not at all, because step 3 does not await between the
+call and the invalidation's start.
 """
 
 from __future__ import annotations
@@ -18,32 +17,43 @@ import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal, Protocol
 
 import trio
 
-from protocol.backends.memory import MemoryVolume
-from protocol.backends.overlay import OverlayVolume
 from protocol.linux.syscalls import syncfs
-from protocol.volume import CacheInvalidation, Volume
+from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify_replay import Replay
 from vfsd.kernel.invalidation import apart_moved_directories, invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 
-if TYPE_CHECKING:
-    from protocol.backends.container.connection import ContainerConnection
-
-__all__ = ["MountedVolume"]
+__all__ = ["ContainerStatus", "MountedVolume"]
 
 _logger = logging.getLogger(__name__)
-_LEAVING_S: Final = 5.0  # the longest replay takes about one
+_IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
+
+
+class ContainerStatus(Protocol):
+    """The container that holds a volume."""
+
+    @property
+    def transport_name(self) -> Literal["rootfs", "agent"]: ...
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether requests are answered; if not, they fail with EIO."""
+        ...
+
+    async def describe(self) -> str:
+        """The state of the container in words."""
+        ...
 
 
 class MountedVolume:
-    """One volume, its engine and its mountpoint.  `nursery` outlives every call on it.
+    """One volume, its engine and its mountpoint.  `nursery` outlives every call.
 
-    `container` is the connection to the container that the volume is in.
+    `container`: the container that holds the volume, if one does.
     """
 
     def __init__(
@@ -53,75 +63,79 @@ class MountedVolume:
         replay: Replay,
         mountpoint: str,
         nursery: trio.Nursery,
-        container: ContainerConnection | None = None,
+        container: ContainerStatus | None = None,
     ) -> None:
         self.volume = volume
         self.container = container
         self.engine = engine
         self.mountpoint = mountpoint
-        self.changing = trio.Lock()
+        self.change_lock = trio.Lock()
+        self._snapshotable = snapshotable(volume)
         self._replay = replay
         self._nursery = nursery
-        self._visits = 0  # threads of ours that have something open on the mount
-        self._left = trio.Event()
-        if isinstance(volume, OverlayVolume):
-            token = trio.lowlevel.current_trio_token()
+        self._threads = 0  # threads of this process that have files open on the mount
+        self._thread_ended = trio.Event()
+        lower = overlaid(volume)
+        if lower is not None:
+            self._follow_lower_layer(lower)
 
-            def follow(coherence: CacheInvalidation) -> None:
-                with contextlib.suppress(trio.RunFinishedError):
-                    token.run_sync_soon(nursery.start_soon, self._follow, volume, coherence)
+    def _follow_lower_layer(self, volume: OverlaidVolume) -> None:
+        token = trio.lowlevel.current_trio_token()
 
-            volume.on_change = follow
+        async def follow(invalidation: CacheInvalidation) -> None:
+            try:
+                await invalidate_kernel_caches(self.engine, invalidation)
+            finally:
+                volume.invalidation_done(invalidation)
 
-    async def _follow(self, volume: OverlayVolume, coherence: CacheInvalidation) -> None:
-        """A file changed below: the kernel forgets what it has of it, then it is served anew."""
+        def on_change(invalidation: CacheInvalidation) -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._nursery.start_soon, follow, invalidation)
+
+        volume.on_change = on_change
+
+    async def write_back(self) -> None:
+        """Write to the volume the pages of shared mappings that are dirty now."""
         try:
-            await invalidate_kernel_caches(self.engine, coherence)
-        finally:
-            volume.invalidation_done(coherence)
-
-    async def settle(self) -> None:
-        """Have the dirty pages of shared mappings written to the volume, as far as they were dirty at the call."""
-        try:
-            with self.visiting():
+            with self.using_mount():
                 await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
-            # Detached lazily, or a root directory that the daemon's own user may not open.
+            # The mount is detached, or the daemon's user may not open its root directory.
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
         await self.engine.drained()
 
-    async def changed(self, coherence: CacheInvalidation) -> None:
-        """Return when no program can see the state before the change; inotify watchers are told after that.
+    async def invalidate(self, invalidation: CacheInvalidation) -> None:
+        """Return when no program can see the state before the change; inotify events follow in the background.
 
-        The change is committed, so the answer to its caller must say so: this raises nothing but Cancelled, and that
-        only after the kernel knows.  A step that fails is logged, and the ones after it are done.
+        The change is committed and the answer must say so, so this raises nothing but Cancelled, and only after the
+        invalidation.  A step that fails is logged, and the next ones are done.
         """
-        # Of this moment: by the time that the kernel knows, programs may have removed some of these inodes.
-        known = self._known_paths(coherence)
-        await self.finish(functools.partial(self._tell, coherence, known))
+        # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
+        open_paths = self._open_paths(invalidation)
+        await self.run_to_end(functools.partial(self._invalidate, invalidation, open_paths))
 
-    async def _tell(self, coherence: CacheInvalidation, known: list[bytes]) -> None:
-        await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, coherence))
-        moved, rest = apart_moved_directories(coherence)
-        # What has moved is looked at once more, and then stays: no replay makes its name again after the answer.
-        await _logged("replay", functools.partial(self._tell_watchers, moved))
-        known += [
-            b"/".join(filter(None, (coherence.paths[change.parent], change.name)))
+    async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes]) -> None:
+        await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, invalidation))
+        moved, rest = apart_moved_directories(invalidation)
+        # A replay makes the names of moved directories again, so it ends before the stat below looks them up.
+        await _logged("replay", functools.partial(self._run_replay, moved))
+        paths += [
+            b"/".join(filter(None, (invalidation.paths[change.parent], change.name)))
             for change in moved.entries
-            if change.parent in coherence.paths
+            if change.parent in invalidation.paths
         ]
-        if known:
-            await _logged("stat", functools.partial(self._look_at, known))
-        self._nursery.start_soon(_logged, "replay", functools.partial(self._tell_watchers, rest))
+        if paths:
+            await _logged("stat", functools.partial(self._stat_all, paths))
+        self._nursery.start_soon(_logged, "replay", functools.partial(self._run_replay, rest))
 
-    async def _look_at(self, paths: Sequence[bytes]) -> None:
-        with self.visiting():
-            await trio.to_thread.run_sync(_look_at, self.mountpoint, paths, abandon_on_cancel=True)
+    async def _stat_all(self, paths: Sequence[bytes]) -> None:
+        with self.using_mount():
+            await trio.to_thread.run_sync(_stat_all, self.mountpoint, paths, abandon_on_cancel=True)
 
-    async def finish(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` to its end, even where the caller is cancelled meanwhile; only the daemon's end cuts it short.
+    async def run_to_end(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` to its end, even if the caller is cancelled; only the daemon's end interrupts it.
 
-        For what has to follow a commit.  An exception of `work` is logged, not raised.
+        For the work that follows a commit.  An exception of `work` is logged, not raised.
         """
         done = trio.Event()
 
@@ -131,68 +145,62 @@ class MountedVolume:
             finally:
                 done.set()
 
-        # Not a shield: at the daemon's end a thread may wait for the kernel, which waits for this loop.
+        # In the nursery rather than shielded: at the daemon's end a thread may wait for the kernel, which waits for
+        # this loop.
         self._nursery.start_soon(run)
         with trio.CancelScope(shield=True):
             await done.wait()
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Have `work` done meanwhile; it ends with the daemon, and must not fail."""
+        """Start `work`, which must not fail; the daemon's end cancels it."""
         self._nursery.start_soon(work)
 
-    async def left(self) -> None:
-        """Return when no thread of ours keeps the mount busy, or in some seconds: before an unmount."""
-        with trio.move_on_after(_LEAVING_S):
-            while self._visits:
-                await self._left.wait()
+    async def wait_unused(self) -> None:
+        """Return when no thread of this process has files open on the mount, or after some seconds."""
+        with trio.move_on_after(_IDLE_TIMEOUT_S):
+            while self._threads:
+                await self._thread_ended.wait()
 
-    async def _tell_watchers(self, coherence: CacheInvalidation) -> None:
-        with self.visiting():
-            await self._replay.run(coherence)
+    async def _run_replay(self, invalidation: CacheInvalidation) -> None:
+        with self.using_mount():
+            await self._replay.run(invalidation)
 
     @contextlib.contextmanager
-    def visiting(self) -> Iterator[None]:
-        """While a thread of ours works on the mount: an unmount waits for it."""
-        self._visits += 1
+    def using_mount(self) -> Iterator[None]:
+        """Have an unmount wait: inside the block, a thread of this process has files open on the mount."""
+        self._threads += 1
         try:
             yield
         finally:
-            self._visits -= 1
-            self._left.set()
-            self._left = trio.Event()
+            self._threads -= 1
+            self._thread_ended.set()
+            self._thread_ended = trio.Event()
 
-    def _known_paths(self, coherence: CacheInvalidation) -> list[bytes]:
-        """The paths of the files with new content that the kernel may have open."""
+    def _open_paths(self, invalidation: CacheInvalidation) -> list[bytes]:
+        """The paths of the files with new content that programs may have open."""
+        volume = self._snapshotable
         return [
-            coherence.paths[inode]
-            for inode, content in coherence.inodes
-            if content and inode in coherence.paths and self._may_be_open(inode)
+            invalidation.paths[inode]
+            for inode, content in invalidation.inodes
+            if content and inode in invalidation.paths and (volume is None or volume.has_lookups(inode))
         ]
-
-    def _may_be_open(self, inode: int) -> bool:
-        if not isinstance(self.volume, MemoryVolume):
-            return True
-        try:
-            return self.volume.getattr(inode).lookups > 0
-        except FileNotFoundError:  # freed since the change
-            return False
 
 
 async def _logged(operation: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work`; what it raises is logged, since what it belongs to has been done already."""
+    """Run `work` after a commit: log its exceptions."""
     try:
         await work()
-    except Exception as error:  # noqa: BLE001 -- with its traceback, where it is no OSError
+    except Exception as error:  # noqa: BLE001 -- an unexpected one is logged with its traceback
         log_failure(_logger, operation, error, level=logging.WARNING)
 
 
-def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:
-    """Have the kernel ask for the sizes of changed files, and find directories at their new places.
+def _stat_all(mountpoint: str, paths: Sequence[bytes]) -> None:
+    """Make the kernel ask for the sizes of changed files, and look up directories at their new places.
 
     FUSE_NOTIFY_INVAL_INODE leaves an inode's size as the kernel knew it until the next GETATTR, and O_APPEND and
     page faults go by that without asking (generic_write_checks in fs/read_write.c, filemap_fault in mm/filemap.c).
-    A directory that was moved has no place from FUSE_NOTIFY_INVAL_ENTRY to the next LOOKUP: getcwd(2) of who stands
-    in it fails (d_invalidate in fs/dcache.c).
+    A directory that was moved has no dentry from FUSE_NOTIFY_INVAL_ENTRY to the next LOOKUP: getcwd(2) of a process in
+    it fails (d_invalidate in fs/dcache.c).
     """
     try:
         root = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -200,7 +208,7 @@ def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:
         return  # detached meanwhile
     try:
         for path in paths:
-            # Changed again meanwhile, or in a directory that the daemon's user may not enter.
+            # It may be gone, or in a directory that the daemon's user may not enter.
             with contextlib.suppress(OSError):
                 os.stat(path, dir_fd=root, follow_symlinks=False)
     finally:
@@ -208,7 +216,6 @@ def _look_at(mountpoint: str, paths: Sequence[bytes]) -> None:
 
 
 def _syncfs(mountpoint: str) -> None:
-    """syncfs(2)."""
     descriptor = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         syncfs(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import trio
 
@@ -77,6 +77,16 @@ class ContainerConnection:
         with trio.move_on_after(_INSPECT_TIMEOUT_S):
             return await trio.to_thread.run_sync(self.target.inspect, abandon_on_cancel=True)
         raise TimeoutError(f"Podman does not answer at {self.target.service.address}")
+
+    @property
+    def transport_name(self) -> Literal["rootfs", "agent"]:
+        """The name of the transport, as `vfsd status` shows it."""
+        return self.transport.name
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the container runs and its volume answers."""
+        return self.volume.connected
 
     async def describe(self) -> str:
         """The container's status in words."""

@@ -41,14 +41,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredSnapshot(SnapshotInfo):
-    """An immutable, named state of a workspace.
-
-    `unstable` names the files that did not stand still while they were read: what is stored of them is what they had
-    then, perhaps of more than one moment.  `unreadable` names what could not be read, where that was allowed.
-    """
-
-    unstable: tuple[bytes, ...] = ()
-    unreadable: tuple[bytes, ...] = ()
+    """A snapshot in a store."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -1,9 +1,10 @@
-"""What differs between two trees, as the control socket says it.  Runs in a worker thread, on immutable trees."""
+"""The differences of two trees, as records of the wire.  Runs in worker threads, on immutable trees."""
 
 from __future__ import annotations
 
+import itertools
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
@@ -12,9 +13,11 @@ import msgspec
 from protocol.adapters.filtered import FilteredTree
 from protocol.adapters.path_filter import PathFilter
 from protocol.diff.patch import Uncarried, line_stat, write_patch
-from protocol.diff.tree_diff import Change, changes
+from protocol.diff.tree_diff import Change, DiffCounts, changes
 from protocol.tree import Tree, TreeEntry
 from protocol.volume import SnapshotInfo
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.wire.messages import (
     CHANGES_LISTED,
     ChangeCounts,
@@ -27,13 +30,15 @@ from vfsd.wire.messages import (
 
 __all__ = [
     "Differences",
-    "Pieces",
+    "OutputPieces",
+    "change_counts",
     "change_record",
+    "compare",
     "created_at",
-    "differences",
     "expired_records",
     "filtered",
     "path_filter",
+    "problem_records",
     "time_text",
     "written_patch",
 ]
@@ -50,7 +55,7 @@ _PIECE_BYTES: Final = 64 * 1024
 
 
 def path_filter(include: Sequence[str], exclude: Sequence[str]) -> PathFilter:
-    """The rule of these patterns.  InvalidParamsError for one that is none."""
+    """Parse patterns.  InvalidParamsError for an invalid one."""
     try:
         return PathFilter(include, exclude)
     except ValueError as error:
@@ -58,14 +63,14 @@ def path_filter(include: Sequence[str], exclude: Sequence[str]) -> PathFilter:
 
 
 def filtered(tree: Tree, rule: PathFilter) -> Tree:
-    """`tree` without what `rule` hides."""
+    """`tree` without the names that `rule` hides."""
     if not rule:
         return tree
     return FilteredTree(tree, lambda path, is_directory: rule.hides(path, is_directory=is_directory))
 
 
-class Pieces:
-    """Output on its way to a client, in pieces: each waits for the loop, which a message a line would make slow."""
+class OutputPieces:
+    """Collects output for a client in pieces of 64 KiB, because each message waits for the loop."""
 
     __slots__ = ("_pending", "_send", "sent_bytes")
 
@@ -91,19 +96,18 @@ class Pieces:
 
 
 class Differences:
-    """The records of some changes, and the counts of all.
+    """Counts of changes, and their records: sent to `stream`, or else the first CHANGES_LISTED in `records`.
 
-    Records go to `stream` where there is one; else `records` holds at most CHANGES_LISTED of them.
+    `problems`, `omitted` and `written_bytes` belong to a patch.
     """
 
     __slots__ = ("_stream", "counts", "omitted", "problems", "records", "truncated", "written_bytes")
 
-    def __init__(self, stream: Pieces | None = None) -> None:
+    def __init__(self, stream: OutputPieces | None = None) -> None:
         self._stream = stream
         self.counts = ChangeCounts()
         self.records: list[ChangeRecord] = []
         self.truncated = False
-        # Of a patch alone.
         self.problems: list[ProblemRecord] = []
         self.omitted: list[ProblemRecord] = []
         self.written_bytes = 0
@@ -118,7 +122,7 @@ class Differences:
             self.counts.modified += 1
 
     def add(self, change: Change, record: Callable[[Change], ChangeRecord]) -> None:
-        """Count `change`, and send its record, or keep it if there is room."""
+        """Count `change`, and send or list its record."""
         self.count(change)
         if self._stream is not None:
             self._stream.write_record(record(change))
@@ -128,34 +132,52 @@ class Differences:
             self.truncated = True
 
     def add_uncarried(self, uncarried: Uncarried) -> None:
-        """Keep a change that a patch lacks, if there is room."""
+        """List a change that the patch cannot express."""
         if len(self.problems) + len(self.omitted) >= CHANGES_LISTED:
             self.truncated = True
             return
-        place = self.omitted if uncarried.is_usual else self.problems
-        place.append(ProblemRecord(wire_path(uncarried.path), uncarried.reason))
+        listed = self.omitted if uncarried.is_usual else self.problems
+        listed.append(ProblemRecord(wire_path(uncarried.path), uncarried.reason))
 
 
-def differences(
+async def compare(
     old: Tree,
     new: Tree,
-    paths: Sequence[bytes] = (),
+    paths: Sequence[bytes],
+    call: CallContext,
     *,
     with_lines: bool = False,
-    keep_going: Callable[[], None] = lambda: None,
-    stream: Pieces | None = None,
+    stream: bool = False,
 ) -> Differences:
-    """From `old` to `new`, below `paths`.  `with_lines` counts the lines of text files.
+    """Compare `old` with `new`, below `paths`, in a worker thread.  FileNotFoundError for a path in neither.
 
-    `keep_going` is called for every change, and raises when nobody waits for the answer any more.
-    FileNotFoundError for a path in neither.
+    `with_lines` counts the lines of text files.  `stream` sends the records as output instead of listing them.
     """
+    return await in_thread(
+        _differences, old, new, paths, call, with_lines, OutputPieces(call.output_from_thread) if stream else None
+    )
+
+
+def _differences(
+    old: Tree,
+    new: Tree,
+    paths: Sequence[bytes],
+    call: CallContext,
+    with_lines: bool,
+    stream: OutputPieces | None,
+) -> Differences:
     found = Differences(stream)
 
     def record(change: Change) -> ChangeRecord:
         return _with_lines(change_record(change), old, new, change) if with_lines else change_record(change)
 
-    for change in _watched(changes(old, new, paths=paths), keep_going):
+    paths_done = itertools.count(1)
+
+    def keep_going() -> None:
+        call.raise_if_cancelled()
+        call.progress_nowait(next(paths_done), 0, "files")
+
+    for change in _checked(changes(old, new, paths=paths), keep_going):
         found.add(change, record)
     if stream is not None:
         stream.flush()
@@ -166,16 +188,16 @@ def written_patch(
     old: Tree,
     new: Tree,
     paths: Sequence[bytes],
-    out: Pieces,
+    out: OutputPieces,
     *,
     include_git: bool,
     keep_going: Callable[[], None],
 ) -> Differences:
-    """Write the patch from `old` to `new`, below `paths`, to `out`; count its changes, and keep what it lacks."""
+    """Write the patch from `old` to `new`, below `paths`, to `out`; return its counts, and what it cannot express."""
     found = Differences()
 
     def counted() -> Iterator[Change]:
-        for change in _watched(changes(old, new, paths=paths), keep_going):
+        for change in _checked(changes(old, new, paths=paths), keep_going):
             if include_git or b".git" not in change.path.split(b"/"):
                 found.count(change)
             yield change
@@ -186,14 +208,14 @@ def written_patch(
     return found
 
 
-def _watched(changed: Iterable[Change], keep_going: Callable[[], None]) -> Iterable[Change]:
+def _checked(changed: Iterable[Change], keep_going: Callable[[], None]) -> Iterable[Change]:
     for change in changed:
         keep_going()
         yield change
 
 
 def change_record(change: Change) -> ChangeRecord:
-    """What is said of a change, its lines apart."""
+    """The record of a change, without line counts."""
     shown = change.new or change.old
     assert shown is not None
     return ChangeRecord(
@@ -216,18 +238,28 @@ def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> C
 
 
 def created_at(info: SnapshotInfo) -> str:
-    """When a snapshot was taken."""
+    """The time at which a snapshot was taken, as wire text."""
     return time_text(info.created_ns)
 
 
 def time_text(time_ns: int) -> str:
-    """A time as the wire has it."""
+    """A time in nanoseconds since the epoch, as wire text (ISO 8601, UTC)."""
     return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
 def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
-    """What an answer says of the snapshots that were dropped: those not needed, and those for lack of memory."""
+    """Records of dropped snapshots: those that no step needed, and those that were dropped to free memory."""
     return [
         *(ExpiredRecord(info.name, created_at(info)) for info in expired),
         *(ExpiredRecord(info.name, created_at(info), "memory") for info in pruned),
     ]
+
+
+def change_counts(counts: DiffCounts) -> ChangeCounts:
+    """`counts` as the wire has them."""
+    return ChangeCounts(counts.added, counts.modified, counts.removed)
+
+
+def problem_records(problems: Mapping[bytes, str]) -> list[ProblemRecord]:
+    """Records of the paths that could not be read or restored, with the reasons."""
+    return [ProblemRecord(wire_path(path), reason) for path, reason in problems.items()]

@@ -7,7 +7,6 @@ goes away the call is cancelled, and with it the command.
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,8 +16,9 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
-from protocol.paths import decode, normalise
+from protocol.paths import normalise
 from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.parameters import filesystem_path, host_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.exec_messages import (
     OUTPUT,
@@ -35,9 +35,9 @@ from vfsd.wire.exec_messages import (
     TerminalSize,
     cost,
 )
-from vfsd.wire.messages import InvalidParamsError, from_wire_path
+from vfsd.wire.messages import InvalidParamsError
 
-__all__ = ["ExecMethods", "command_words"]
+__all__ = ["ExecMethods"]
 
 SESSIONS_AT_ONCE: Final = 64
 
@@ -63,8 +63,8 @@ class ExecMethods:
         if len(self._sessions) >= SESSIONS_AT_ONCE:
             raise OSError(errno.EAGAIN, f"{SESSIONS_AT_ONCE} commands run in this workspace already; try again")
         command = Command(
-            argv=command_words(params.argv),
-            cwd=_directory(params.cwd),
+            argv=list(map(host_text, params.argv)),
+            cwd=normalise(filesystem_path(params.cwd)),
             env=params.env,
             user=params.user,
             terminal=_terminal(params.terminal),
@@ -180,21 +180,6 @@ class _Session:
 
 def _ended() -> ProcessLookupError:
     return ProcessLookupError(errno.ESRCH, "that command has ended")
-
-
-def command_words(words: list[str]) -> list[str]:
-    """The words of a command from the wire."""
-    try:
-        return [os.fsdecode(from_wire_path(word)) for word in words]
-    except ValueError as error:
-        raise InvalidParamsError(str(error)) from None
-
-
-def _directory(wire: str) -> str:
-    try:
-        return normalise(decode(from_wire_path(wire)))
-    except ValueError as error:
-        raise InvalidParamsError(str(error)) from None
 
 
 def _terminal(size: TerminalSize | None) -> Terminal | None:

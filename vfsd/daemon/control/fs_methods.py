@@ -31,19 +31,19 @@ from protocol.adapters.host import HostFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
 from protocol.adapters.volume import VolumeFilesystem
-from protocol.backends.memory import MemoryVolume
 from protocol.execution.executor import Command
 from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes
 from protocol.filesystem import Filesystem
-from protocol.paths import DEFAULT_LIMITS, decode, encode, normalise
+from protocol.paths import DEFAULT_LIMITS, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
 from protocol.tools import TOOLS, ToolContext
 from protocol.tools.files import EDIT_FILE, RM, Entry, entries_of, entry_of, write_bytes
 from protocol.tools.search import GlobParams, GrepParams
 from protocol.types import DEFAULT_READ_LINES
+from protocol.volume import snapshotable
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
-from vfsd.daemon.control.exec_methods import command_words
+from vfsd.daemon.control.parameters import absolute_path, filesystem_path, host_text
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -64,7 +64,7 @@ from vfsd.wire.fs_messages import (
     FsUnreadable,
     FsWriteParams,
 )
-from vfsd.wire.messages import InvalidParamsError, from_wire_path, wire_path
+from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["FsMethods"]
@@ -81,8 +81,9 @@ T = TypeVar("T")
 class FsMethods:
     """The `fs.` verbs of one workspace."""
 
-    def __init__(self, served: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
-        self._served = served
+    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
+        self._mounted = mounted
+        self._volume = snapshotable(mounted.volume)
         self._options = options
         self._commands = commands
         self._at_once = trio.Semaphore(COMMANDS_AT_ONCE)
@@ -112,7 +113,7 @@ class FsMethods:
         return await self._looking(_list, params, call, turns)
 
     async def _stat(self, params: FsStatParams, call: CallContext) -> FsEntry:
-        return _entry(await self._looking(_stat, _path(params.path), call, self._quick))
+        return _entry(await self._looking(_stat, filesystem_path(params.path), call, self._quick))
 
     async def _read(self, params: FsReadParams, call: CallContext) -> FsReadResult:
         content, page = await self._looking(_read, params, call, self._quick)
@@ -135,7 +136,7 @@ class FsMethods:
         return found
 
     async def _looked(self, look: Callable[[ToolContext], T], call: CallContext, threads: trio.CapacityLimiter) -> T:
-        volume = self._snapshotable()
+        volume = self._volume
         if volume is None:
             return await self._on_mount(look, call.raise_if_cancelled, threads)
         root = self._options.mountpoint
@@ -159,40 +160,36 @@ class FsMethods:
             content = await trio.to_thread.run_sync(_source, params.source)
         write = functools.partial(
             write_bytes,
-            _path(params.path),
+            filesystem_path(params.path),
             content,
             mode=params.mode,
             create_parents=params.create_parents,
         )
-        written = await self._changing(write, call)
+        written = await self._change(write, call)
         return replace(written, path=_wire(written.path))
 
     async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
-        edited = await self._changing(functools.partial(EDIT_FILE.run, _with_path(params)), call)
+        edited = await self._change(functools.partial(EDIT_FILE.run, _with_path(params)), call)
         return replace(edited, path=_wire(edited.path))
 
     async def _rm(self, params: RmParams, call: CallContext) -> RmResult:
-        removed = await self._changing(functools.partial(RM.run, _with_path(params)), call)
+        removed = await self._change(functools.partial(RM.run, _with_path(params)), call)
         return replace(removed, path=_wire(removed.path))
 
-    async def _changing(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
+    async def _change(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
         """`change`, all of it or nothing; the kernel knows of it when this returns."""
-        volume = self._snapshotable()
+        volume = self._volume
         if volume is None:
-            async with self._served.changing:
+            async with self._mounted.change_lock:
                 call.commit()
                 return await self._on_mount(change, never_cancelled)
         context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
-        async with self._served.changing:
+        async with self._mounted.change_lock:
             call.commit()
             with volume.changes() as made:
                 result = change(context)
-            await self._served.changed(made.invalidation)
+            await self._mounted.invalidate(made.invalidation)
         return result
-
-    def _snapshotable(self) -> MemoryVolume | None:
-        volume = self._served.volume
-        return volume if isinstance(volume, MemoryVolume) else None
 
     async def _on_mount(
         self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None
@@ -206,14 +203,14 @@ class FsMethods:
         def run() -> T:
             return work(ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
 
-        with self._served.visiting():
+        with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- commands --------------------------------------------------------------------------------------
     async def _exec(self, params: FsExecParams, _call: CallContext) -> FsExecResult:
         command = Command(
-            command_words(params.argv),
-            cwd=normalise(_path(params.cwd)),
+            list(map(host_text, params.argv)),
+            cwd=normalise(filesystem_path(params.cwd)),
             env=params.env,
             has_input=bool(params.stdin),
         )
@@ -237,14 +234,14 @@ class FsMethods:
 
 # -- what runs in a worker thread ----------------------------------------------------------------------
 def _list(params: FsLsParams, context: ToolContext) -> Encoded:
-    path = _path(params.path)
+    path = filesystem_path(params.path)
     entries = (_entry(entry) for entry in entries_of(path, context))
     return _encoded_list(FsLsResult(_wire(normalise(path)), []), "entries", entries, params.limit, context.keep_going)
 
 
 def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
     wanted = GlobParams(
-        pattern=params.pattern, path=_path(params.path), limit=params.limit, everything=params.everything
+        pattern=params.pattern, path=filesystem_path(params.path), limit=params.limit, everything=params.everything
     )
     found = TOOLS["glob"].run(wanted, context)
     paths = (_wire(path) for path in found.paths)
@@ -254,7 +251,7 @@ def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
 def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
     wanted = GrepParams(
         pattern=params.pattern,
-        path=_path(params.path),
+        path=filesystem_path(params.path),
         glob=params.glob,
         limit=params.limit,
         ignore_case=params.ignore_case,
@@ -316,7 +313,7 @@ def _stat(path: str, context: ToolContext) -> Entry:
 
 
 def _read(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
-    filesystem, path = context.filesystem, _path(params.path)
+    filesystem, path = context.filesystem, filesystem_path(params.path)
     if not params.as_bytes:
         try:
             return _read_lines(filesystem, path, params)
@@ -339,9 +336,7 @@ def _read_lines(filesystem: Filesystem, path: str, params: FsReadParams) -> tupl
 
 def _source(wire: str) -> bytes:
     """The content of a file of the host that is to be written."""
-    path = _text(wire)
-    if not os.path.isabs(path):
-        raise InvalidParamsError(f"not an absolute path: {wire!r}")
+    path = absolute_path(wire)
     # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -371,24 +366,9 @@ def _failing_with_errno(handler: Handler) -> Handler:
     return answer
 
 
-def _text(wire: str) -> str:
-    try:
-        return os.fsdecode(from_wire_path(wire))
-    except ValueError as error:
-        raise InvalidParamsError(str(error)) from None
-
-
-def _path(wire: str) -> str:
-    """A wire path as a Filesystem takes it."""
-    try:
-        return decode(from_wire_path(wire))
-    except ValueError as error:
-        raise InvalidParamsError(str(error)) from None
-
-
 def _with_path(params: P) -> P:
     """`params` with their wire path decoded."""
-    return replace(params, path=_path(params.path))
+    return replace(params, path=filesystem_path(params.path))
 
 
 def _wire(path: str) -> str:

@@ -1,10 +1,10 @@
-"""`unsaved` and `unmount`: what a workspace would lose, and its end.
+"""`unsaved` and `unmount`: what the end of a workspace would lose, and that end.
 
-What only a daemon's memory holds ends with it: the changes of a memory workspace that no archive has, and those of an
-overlay that were not applied.  Without `discard` an unmount is refused (ENOTEMPTY) where there are any, unless it gives
-the token of an answer of `unsaved`, and nothing was changed since that answer.  That is checked directly before
-umount(2).  A program that changes something between that check and umount(2), and has left the mount by then, loses
-that change: the answer says so (`changed_late`).
+A daemon's memory ends with it: the changes of a memory workspace that were not exported, and those of an overlay that
+were not applied.  If there are any, an unmount without `discard` is refused (ENOTEMPTY), unless it passes the token of
+an `unsaved` answer and nothing changed since that answer.  The check is repeated directly before umount(2).  If a
+program changes something after that check and closes its files before umount(2), the change is lost and the answer
+reports it (`changed_late`).
 """
 
 from __future__ import annotations
@@ -19,93 +19,92 @@ from typing import Final
 
 import trio
 
-from protocol.backends.memory import MemoryVolume
-from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import Change, DiffCounts, changes, count
 from protocol.tree import Tree
+from protocol.volume import SnapshotableVolume, overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.control.changes import time_text
+from vfsd.daemon.control.changes import change_counts, time_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
 from vfsd.machine.logs import log_failure
-from vfsd.wire.messages import ChangeCounts, Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
+from vfsd.wire.messages import Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["UnmountMethods"]
 
 _logger = logging.getLogger(__name__)
-_COUNTED: Final = 10_000  # changes of an overlay: the answer says "at least" beyond it
-_ATTEMPTS: Final = 5  # to find nothing unsaved while programs change the workspace and change it back
+_COUNTED: Final = 10_000  # changes of an overlay; beyond it the answer says "at least"
+_ATTEMPTS: Final = 5  # to find a state without unsaved changes while programs change the workspace and change it back
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsaved:
-    """What would be lost, at the state `mark`: of a memory workspace `files` and so on, of an overlay `counts`."""
+    """What an unmount would lose in the state `mark`.  `counts`: the changes of an overlay."""
 
     mark: int
-    snapshots: tuple[int, ...]  # serials of those that a user named
+    snapshots: tuple[int, ...]  # serials of the snapshots that a user named
     counts: DiffCounts | None = None
     truncated: bool = False
     is_any: bool = False
 
     @property
     def token(self) -> str:
-        """What the client gives back, so that it is this state that it discards."""
+        """Identifies the state, so that an unmount with this token discards exactly this state."""
         return "-".join(map(str, (self.mark, len(self.snapshots), max(self.snapshots, default=0))))
 
 
 class UnmountMethods:
     """The end of one workspace."""
 
-    def __init__(self, served: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
-        self._served = served
+    def __init__(self, mounted: MountedVolume, options: WorkspaceOptions, commands: Commands) -> None:
+        self._mounted = mounted
+        self._volume = snapshotable(mounted.volume)  # others keep their files
+        self._overlaid = overlaid(mounted.volume)
         self._options = options
         self._commands = commands
-        self.answering = 0  # unmounts that were made and whose answers are on their way
+        self.to_answer = 0  # unmounts that were made and whose answers are not sent yet
 
     # -- what would be lost ------------------------------------------------------------------------
     async def unsaved(self, _params: Empty, call: CallContext) -> UnsavedResult:
-        """What an unmount would lose now; its token lets exactly that be discarded."""
-        volume = self._served.volume
-        if not isinstance(volume, MemoryVolume):
+        """Report what an unmount would lose now, with a token to discard exactly that."""
+        volume = self._volume
+        if volume is None:
             return UnsavedResult(unsaved=False, token="")
-        await self._served.settle()
+        await self._mounted.write_back()
         found = await self._find(volume, call)
-        overlay = isinstance(volume, OverlayVolume)
+        usage = volume.usage() if self._overlaid is None else None
         return UnsavedResult(
             unsaved=found.is_any,
             token=found.token,
-            files=None if overlay else volume.files,
-            size_bytes=None if overlay else volume.size_bytes,
-            changes=None if found.counts is None else ChangeCounts(*_figures(found.counts)),
+            files=None if usage is None else usage.files,
+            size_bytes=None if usage is None else usage.size_bytes,
+            changes=None if found.counts is None else change_counts(found.counts),
             truncated=found.truncated,
             snapshots=len(found.snapshots),
             saved_at=None if volume.saved_ns is None else time_text(volume.saved_ns),
         )
 
-    async def _find(self, volume: MemoryVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
-        """What the live state would lose; of an overlay so many changes are counted.  Shared mappings are settled."""
+    async def _find(self, volume: SnapshotableVolume, call: CallContext, at_most: int = _COUNTED) -> _Unsaved:
+        """Find what the live state would lose, counting at most `at_most` changes of an overlay."""
         mark, named = volume.mark(), _named(volume)
         if volume.is_saved:
             return _Unsaved(mark, named)
-        if not isinstance(volume, OverlayVolume):
-            is_empty = not volume.files and volume.directories <= 1 and not named
+        if self._overlaid is None:
+            usage = volume.usage()
+            is_empty = not usage.files and (usage.directories or 0) <= 1 and not named
             return _Unsaved(mark, named, is_any=not is_empty)
-        with volume.base_tree() as base, volume.tree() as live:
+        with self._overlaid.base_tree() as base, volume.tree() as live:
             try:
                 found = await trio.to_thread.run_sync(_changes, base, live, call, at_most + 1)
-            except OSError as error:  # below, say; that is no reason to lose what is above
+            except OSError as error:  # below, for example: then assume that there are changes
                 log_failure(_logger, "comparing with the directory below", error, level=logging.WARNING)
                 return _Unsaved(mark, named, is_any=True)
         return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
 
-    async def _check(self, params: UnmountParams, call: CallContext) -> int | None:
-        """OSError (ENOTEMPTY) where something would be lost; else the mark of the state of which that is true."""
-        volume = self._served.volume
-        if params.discard or not isinstance(volume, MemoryVolume):
-            return None
-        await self._served.settle()
+    async def _check(self, volume: SnapshotableVolume, params: UnmountParams, call: CallContext) -> int:
+        """OSError (ENOTEMPTY) if something would be lost; else return the mark of the state that was checked."""
+        await self._mounted.write_back()
         if params.token is not None:
             mark = _mark_of(params.token, volume)
             if mark is not None and not volume.changed_since(mark):
@@ -115,58 +114,57 @@ class UnmountMethods:
             if not params.lazy and await self._holders():
                 raise await trio.to_thread.run_sync(mounts.busy_error, self._options.mountpoint)
             changed = "changed meanwhile, and " if params.token is not None else ""
-            what = "unapplied" if isinstance(volume, OverlayVolume) else "unexported"
-            reason = f"{self._options.name} {changed}holds {what} changes: save them, or discard them explicitly"
+            unsaved = "unexported" if self._overlaid is None else "unapplied"
+            reason = f"{self._options.name} {changed}holds {unsaved} changes: save them, or discard them explicitly"
             raise OSError(errno.ENOTEMPTY, reason)
         return found.mark
 
     # -- the end -----------------------------------------------------------------------------------
     async def unmount(self, params: UnmountParams, call: CallContext) -> UnmountResult:
         """Unmount, and end the daemon."""
-        mountpoint = self._options.mountpoint
-        volume = self._served.volume
-        mark = await self._check(params, call)
-        await self._served.left()
+        mountpoint, volume = self._options.mountpoint, self._volume
+        checked = None if params.discard else volume
+        mark = 0 if checked is None else await self._check(checked, params, call)
+        await self._mounted.wait_unused()
         call.commit()
         held = await self._holders()
         if not params.lazy:
             self._commands.check_idle()
-        # The daemon ends as soon as the mount has gone; it waits for this answer (see `vfsd.daemon.daemon`).
-        self.answering += 1
+        # The daemon ends as soon as the mount is gone; it waits for this answer (see `vfsd.daemon.daemon`).
+        self.to_answer += 1
         call.after_answer(self._answered)
-        if params.lazy or not held:  # else the kernel refuses it, and nothing shall have changed
+        if params.lazy or not held:  # else the kernel refuses the unmount, and the commands must go on
             await self._commands.leave()
-        if mark is not None and isinstance(volume, MemoryVolume):
-            mark = await self._check_again(volume, mark, params, call)
-        named = _named(volume) if isinstance(volume, MemoryVolume) else ()
+        if checked is not None:
+            mark = await self._check_again(checked, mark, params, call)
+        named = () if volume is None else _named(volume)
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
-        late = mark is not None and isinstance(volume, MemoryVolume) and volume.changed_since(mark)
-        gone = [] if not params.lazy else held  # the kernel refuses to unmount what is held
-        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, gone, len(named), late)
+        changed_late = checked is not None and checked.changed_since(mark)
+        still_held = held if params.lazy else []  # the kernel refuses to unmount what is held
+        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, still_held, len(named), changed_late)
 
     async def _holders(self) -> list[str]:
-        """Who holds the mount, apart from this process."""
+        """Describe the other processes that hold the mount."""
         found = await trio.to_thread.run_sync(holders.holders, self._options.mountpoint)
         return [holder.describe() for holder in found if holder.pid != os.getpid()]
 
-    async def _check_again(self, volume: MemoryVolume, mark: int, params: UnmountParams, call: CallContext) -> int:
-        """Raise as `_check` where the state is not that of `mark` any more, and the new one would lose something.
-
-        Else the mark of the state that is there when this returns.
-        """
+    async def _check_again(
+        self, volume: SnapshotableVolume, mark: int, params: UnmountParams, call: CallContext
+    ) -> int:
+        """Repeat `_check` if the state changed since `mark`.  Return the mark of the state at the return."""
         for _ in range(_ATTEMPTS):
-            await self._served.settle()
+            await self._mounted.write_back()
             if not volume.changed_since(mark):
                 return mark
-            mark = await self._check(params, call) or mark
+            mark = await self._check(volume, params, call)
         raise OSError(errno.EAGAIN, f"{self._options.name} is being changed all the time: end what writes to it")
 
     def _answered(self) -> None:
-        self.answering -= 1
+        self.to_answer -= 1
 
 
 def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Change]:
-    """What differs, so many at most.  Any thread."""
+    """List the first differences.  Any thread."""
     found = []
     for change in islice(changes(base, live), at_most):
         call.raise_if_cancelled()
@@ -174,17 +172,13 @@ def _changes(base: Tree, live: Tree, call: CallContext, at_most: int) -> list[Ch
     return found
 
 
-def _figures(counts: DiffCounts) -> tuple[int, int, int]:
-    return counts.added, counts.modified, counts.removed
-
-
-def _named(volume: MemoryVolume) -> tuple[int, ...]:
+def _named(volume: SnapshotableVolume) -> tuple[int, ...]:
     """The serials of the snapshots that a user named."""
     return tuple(info.serial for info in volume.snapshots() if info.kind == "user")
 
 
-def _mark_of(token: str, volume: MemoryVolume) -> int | None:
-    """The mark of a token; None where the snapshots are not those that it was given for."""
+def _mark_of(token: str, volume: SnapshotableVolume) -> int | None:
+    """The mark in `token`; None if the named snapshots changed since the token was issued."""
     mark = token.partition("-")[0]
     if not mark.isdecimal() or _Unsaved(int(mark), _named(volume)).token != token:
         return None

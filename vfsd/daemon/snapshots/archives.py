@@ -1,35 +1,38 @@
-"""Content from elsewhere on its way into a workspace: an archive's, or a snapshot's of another workspace."""
+"""Content from outside of a workspace: an archive, or a snapshot of another workspace."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 from protocol.archive import ByteProgress, no_progress, open_archive
-from protocol.backends.memory import MemoryVolume, ReservedInodes
 from protocol.store import Store
-from protocol.tree import Tree
-from vfsd.daemon.snapshots.counted import CountedTree
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.volume import ImportStage, StagingVolume
 
-__all__ = ["Origin", "Reserve", "archive", "read_origin", "snapshot_of", "unlimited", "unpack"]
+__all__ = ["CountedTree", "Origin", "Reserve", "archive", "read_origin", "snapshot_of", "unlimited", "unpack"]
 
 Reserve: TypeAlias = Callable[[int], None]
 
+# An entry without content counts as much as its header in a tar archive.
+_ENTRY_BYTES: Final = 512
+_REPORT_EVERY_BYTES: Final = 256 * 1024
+
 
 def unlimited(_size_bytes: int) -> None:
-    """A `Reserve` of a workspace whose memory has no limit."""
+    """A `Reserve` of a workspace without a memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where content comes from: `name` is what errors call it.
+    """A source of content; `name` is used in messages.
 
-    `opened(progress, check_content, reserve)` gives it for the length of a block, checked when that is entered;
-    `progress` is told how far that is, in bytes.  Without `check_content` a file's content is checked when it is read.
-    `reserve` is called with the bytes of memory that are needed to enter the block, and may raise.  Any thread.
+    `opened(progress, check_content, reserve)` opens it as a tree, checked on entry; `progress` reports the check in
+    bytes.  Without `check_content` a file's content is checked when it is read.  `reserve` is called with the bytes of
+    memory that are needed to enter the block, and may raise.  Any thread.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Origin:
 
 
 def archive(path: str) -> Origin:
-    """What the ZIP file `path` holds.  ArchiveError, OSError."""
+    """The content of the ZIP file `path`.  ArchiveError, OSError."""
     return Origin(
         path,
         lambda progress, check, reserve: open_archive(path, progress=progress, check_content=check, reserve=reserve),
@@ -45,61 +48,103 @@ def archive(path: str) -> Origin:
 
 
 def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
-    """The snapshot `name` that `store` has of the workspace `key`; `shown` says that.  SnapshotNotFoundError."""
+    """Snapshot `name` of workspace `key` in `store`, called `shown` in messages.  SnapshotNotFoundError."""
     return Origin(shown, lambda _, _check, _reserve: store.tree(key, name))
 
 
 def read_origin(
     origin: Origin,
-    volume: MemoryVolume,
+    volume: StagingVolume,
     progress: ByteProgress = no_progress,
-    reserve_inodes: Callable[[int], ReservedInodes] | None = None,
-) -> MemoryVolume:
-    """What `origin` has, unpacked into a volume of its own, within the limits of `volume`.  See `unpack`.
+    reserve_inodes: Callable[[int], Any] = lambda _: None,
+) -> ImportStage:
+    """Unpack `origin` into a stage of `volume`, within that volume's limits.  Any thread.  ArchiveError, OSError.
 
-    So the serving loop has only to put it in place.  Memory is lent by `volume`, which has less of it until the content
-    is put there, or the caller gives it back (`MemoryVolume.give_back`).  With `reserve_inodes`, which calls that of
-    `volume` on its loop, a preparation takes the inodes over instead of copying them.
+    The caller ends the stage (`ImportStage.give_back`).  `reserve_inodes` is `PreparingVolume.reserve_inodes`, called
+    on its loop.
     """
-    staged = MemoryVolume(volume.max_bytes, volume.max_inodes)
-    staged.borrow_from(volume)
+    stage = volume.new_stage()
     try:
-        with _opened(origin, staged) as tree:
-            counted = CountedTree(tree, progress)
-            staged.fill(counted, reserve_inodes(counted.entries) if reserve_inodes is not None else None)
+        unpack(origin, stage, progress, reserve_inodes)
     except BaseException:
-        staged.give_back()
+        stage.give_back()
         raise
-    return staged
+    return stage
 
 
-def unpack(origin: Origin, volume: MemoryVolume, progress: ByteProgress = no_progress) -> None:
-    """Put what `origin` has, validated, into `volume`, which is new.  Any thread.  ArchiveError, OSError.
+def unpack(
+    origin: Origin,
+    stage: ImportStage,
+    progress: ByteProgress = no_progress,
+    reserve_inodes: Callable[[int], Any] = lambda _: None,
+) -> None:
+    """Unpack `origin` into `stage`, which is empty.  Any thread.  ArchiveError, OSError.
 
-    What it may take is what `volume` may: an archive that unpacks to more than the machine has would otherwise end the
-    daemon, and the workspace with it.
-    `progress` is told how much of it is unpacked.  On an error the volume is half filled.
+    The limits of `stage` apply, so an archive that unpacks to more than the machine's memory does not end the daemon.
+    After an error `stage` is half filled.
     """
-    # Content is checked while it is read, into a place that is thrown away if it turns out to be damaged.
-    with _opened(origin, volume) as tree:
-        volume.fill(CountedTree(tree, progress))
-
-
-@contextmanager
-def _opened(origin: Origin, volume: MemoryVolume) -> Iterator[Tree]:
-    """The tree of `origin`, opened within the memory of `volume`.  ENOSPC names the limits that were reached."""
     try:
         with ExitStack() as opened:
-            with volume.reserving() as reserve:
+            with stage.reserving() as reserve:
+                # Content is checked while it is read: if it is damaged, the caller discards the stage.
                 tree = opened.enter_context(origin.opened(no_progress, False, reserve))
-            yield tree
+            counted = CountedTree(tree, progress)
+            stage.fill(counted, reserve_inodes(counted.entries))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        reason = f"No space left: that is more than the workspace may hold ({_limits(volume)})"
+        reason = f"No space left: that is more than the workspace may hold ({_limits(stage)})"
         raise OSError(errno.ENOSPC, reason, origin.name) from None
 
 
-def _limits(volume: MemoryVolume) -> str:
-    limits = ((volume.max_bytes, "bytes"), (volume.max_inodes, "inodes"), (volume.max_memory, "bytes of memory"))
-    return ", ".join(f"{limit:,} {what}" for limit, what in limits if limit)
+def _limits(stage: ImportStage) -> str:
+    usage = stage.usage()
+    limits = ((usage.max_bytes, "bytes"), (usage.max_inodes, "inodes"), (usage.max_memory, "bytes of memory"))
+    return ", ".join(f"{limit:,} {unit}" for limit, unit in limits if limit)
+
+
+class CountedTree:
+    """A tree that reports how much of it was read.  It is walked and read once, in chunks.
+
+    `report` is called with (bytes done, bytes in total).  `entries` is the number of entries in the tree.
+    """
+
+    def __init__(self, tree: Tree, report: Callable[[int, int], None]) -> None:
+        self._tree = tree
+        self._report = report
+        self._done = self._last_reported = 0
+        self.entries = 0
+        size = 0
+        for entry in tree.walk():
+            self.entries += 1
+            size += entry.size if entry.is_file else 0
+        self._total = size + _ENTRY_BYTES * self.entries
+
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `protocol.tree.Tree`, as for the other methods."""
+        return self._tree.entry(path)
+
+    def children(self, path: bytes) -> list[bytes]:
+        return self._tree.children(path)
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        for entry in self._tree.walk(path):
+            self._add(_ENTRY_BYTES)
+            yield entry
+
+    def read(self, path: bytes, offset: int, size: int) -> bytes:
+        return self._tree.read(path, offset, size)
+
+    def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        for chunk in self._tree.chunks(path, size):
+            self._add(len(chunk))
+            yield chunk
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:
+        return self._tree.touched(other)
+
+    def _add(self, size: int) -> None:
+        self._done += size
+        if self._done - self._last_reported >= _REPORT_EVERY_BYTES:
+            self._last_reported = self._done
+            self._report(min(self._done, self._total), self._total)

@@ -1,22 +1,21 @@
-"""SnapshotService: what the control socket asks of the snapshots of a workspace, whoever keeps them.
+"""SnapshotService: the snapshots of a workspace, as the control socket uses them.
 
-There are two implementations.  `VolumeSnapshots` are the volume's own (memory, overlay): each is one step on the
-serving loop.  `StoreSnapshots` are kept in a content-addressed store on disk (host directories, and whatever else
-can be read and written as files): work in a thread, which takes as long as there is to do.
+Two implementations.  `VolumeSnapshots`: the volume itself holds the snapshots (memory, overlay); each change is one
+step on the serving loop.  `StoreSnapshots`: a content-addressed store on disk holds them (host, container); the work
+runs in a thread.
 
-Both keep to this:
+Both guarantee:
 
-- what programs have written to shared mappings is in a state before it is kept, replaced or left;
-- only one change beside the mount is made at a time (`Served.changing`), and the kernel knows of it when its caller
-  is answered: then no program can see the state before;
-- a restore or an import keeps the state before as a safety snapshot, and is a step of the history (`history`).  One
-  that fails leaves that state, and no safety snapshot for what did not happen; where it could not be put back, the
-  error says how to.  One that changes nothing keeps none and is no step;
-- what is answered is about this change alone, whatever programs write meanwhile.  Once the change is made, nothing
-  turns the answer into an error: what else fails is logged, or named in `Outcome.problems`.
+- dirty pages of shared mappings are in a state before it is kept, replaced or exported;
+- one change at a time (`MountedVolume.change_lock`); the kernel's caches are invalidated before the answer;
+- a restore or an import first keeps a safety snapshot, and is a step of the undo history (`history`).  If it fails, the
+  state before it is restored and the safety snapshot dropped; if that fails too, the error names the command to run.
+  If it changes nothing, it leaves neither a safety snapshot nor a step;
+- the answer covers this change alone, whatever programs write meanwhile.  After the change is made, no later failure
+  turns the answer into an error: it is logged, or reported in `Outcome.problems`.
 
-Threading: every method is called, and every context entered and left, on the serving loop.  Worker threads call the
-`CallObserver`.  When its client is gone, work that can stop without leaving half a change stops.
+Threading: methods are called, and contexts entered and left, on the serving loop.  Worker threads call the
+`CallObserver`.  When the client disconnects, work stops unless it has begun to change something.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from protocol.archive import ByteProgress
-from protocol.diff.tree_diff import DiffCounts
+from protocol.diff.tree_diff import Change, DiffCounts
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
-from vfsd.daemon.snapshots.listed import NOTHING, Listed
 
 __all__ = [
     "BASE",
@@ -58,22 +56,23 @@ __all__ = [
     "is_staged",
     "log_expired",
     "name_at",
-    "nothing_below",
+    "no_lower_layer",
 ]
 
-BASE: Final = ""  # the name of what is below an overlay; no snapshot has an empty one
+BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empty name
 SAFETY_PREFIX: Final = "safety-"
-STAGED_PREFIX: Final = "archive-"  # the content of an archive on its way into the workspace
+STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imported
 SNAPSHOT_PREFIX: Final = "snap-"
 _PATHS_SHOWN: Final = 5
+_NO_CHANGES: Final = DiffCounts()
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Content from elsewhere, checked, ready to be put in place; `total_bytes` is that of the regular files.
+    """Checked content of an archive or of another workspace, ready to be put in place.
 
-    `name` is what errors call it.
+    `name` is used in messages; `total_bytes` is the size of the regular files.
     """
 
     name: str
@@ -82,92 +81,89 @@ class Staged:
     total_bytes: int
 
     def step(self, *, replace: bool) -> str:
-        """What a history calls the step that puts it in place."""
+        """The name in the undo history of the step that puts it in place."""
         return f"{'restore' if replace else 'import'} {os.path.basename(self.name)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A restore or an import that is done: `safety` names the state before, None where nothing was changed.
+    """The result of a restore or an import.
 
-    `listed` is what it changed.  `problems` says which paths could not be made what they were to be, and why.
-    `source` is the snapshot that the live state is made from, `step` the step that was undone or redone.
-    `expired` are safety snapshots that were dropped, since nobody could go back to them by steps any more and they
-    were too many or too old.  `undo_steps` and `redo_steps` say how far one can go now.
+    `source`: the snapshot that the live state was made from.  `safety`: the snapshot of the state before; None if
+    nothing changed.  `counts` covers all changes, `changes` lists the first of them.  `problems`: paths that could not
+    be restored, with the reason.  `step`: the step that was undone or redone.  `expired`: safety snapshots that were
+    dropped because no step led to them and they were too many or too old.
     """
 
     source: str
     safety: str | None
-    listed: Listed = NOTHING
+    counts: DiffCounts = _NO_CHANGES
+    changes: Sequence[Change] = ()
     problems: Mapping[bytes, str] = field(default_factory=dict)
     step: str | None = None
     expired: Sequence[SnapshotInfo] = ()
     undo_steps: int = 0
     redo_steps: int = 0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether `changes` is incomplete."""
+        return self.counts.total > len(self.changes)
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What dropping snapshots did to the steps of the history.
+    """The effect of dropping snapshots on the undo history.
 
-    `steps` maps each dropped snapshot that undos (below 0) or redos (above 0) led to to their number; `history` is
-    without them.
+    `steps`: for each dropped snapshot that was a state of the history, the number of redos (positive) or undos
+    (negative) that led to it.  `history`: the history after the drop.
     """
 
     steps: Mapping[str, int]
     history: UndoHistory
 
 
-def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
-    """SnapshotNotFoundError for the first of `names` that no snapshot has."""
-    there = {info.name for info in infos}
-    for name in names:
-        if name not in there:
-            raise SnapshotNotFoundError(name)
-
-
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A restore that a daemon began and did not end.
+    """A restore that a daemon began and did not complete.
 
-    `source` is the snapshot that it was to, `paths` what it was limited to, `safety` holds the state before, and `what`
-    is it in words.
+    `source`: the snapshot to restore, below `paths` if there are any.  `safety`: the snapshot of the state before.
+    `description` replaces the snapshot's name in messages.
     """
 
     source: str
     safety: str | None
     paths: tuple[bytes, ...] = ()
-    what: str = ""
+    description: str = ""
 
     def describe(self) -> str:
-        """What was found, and what to do."""
+        """One sentence: what was interrupted, and the commands that complete it or undo it."""
         undo = "`vfsd restore --undo` goes back to before it" if self.safety else "the state before it was not kept"
         shown = [path.decode("utf-8", "backslashreplace") for path in self.paths]
         finish = f"`{shlex.join(['vfsd', 'restore', self.source, *shown])}` finishes it"
         if len(shown) > _PATHS_SHOWN:
             finish = f"`vfsd restore {self.source} PATH...`, with its {len(shown):,} paths, finishes it"
-        return (
-            f"{self.what or f'a restore of {self.source!r}'} was interrupted, and part of it is done: {finish}, {undo}"
-        )
+        name = self.description or f"a restore of {self.source!r}"
+        return f"{name} was interrupted, and part of it is done: {finish}, {undo}"
 
 
 class CallObserver(Protocol):
-    """Who waits for a snapshot or a restore: a `vfsd.daemon.control.call_context.CallContext`.  Any thread."""
+    """The client's side of a running call: a `vfsd.daemon.control.call_context.CallContext`.  Any thread."""
 
     def raise_if_cancelled(self) -> None:
-        """CallCancelledError when nobody does any more."""
+        """CallCancelledError if the client disconnected or cancelled the call."""
         ...
 
     def commit(self) -> None:
-        """Declare that something is about to be changed: after that no request to cancel is followed."""
+        """Declare that the call is about to change something: from now on it cannot be cancelled."""
         ...
 
     def progress_nowait(self, done: int, total: int, unit: Literal["files", "bytes"], /) -> None:
-        """Tell how far it is; `total` 0 where that is not known."""
+        """Report progress; `total` is 0 if it is not known."""
         ...
 
 
-class _Unwatched:
+class _Unobserved:
     def raise_if_cancelled(self) -> None:
         pass
 
@@ -178,97 +174,109 @@ class _Unwatched:
         pass
 
 
-UNOBSERVED: Final[CallObserver] = _Unwatched()  # for what goes on whoever waits
+UNOBSERVED: Final[CallObserver] = _Unobserved()  # for work that no client waits for
 
 
-def in_bytes(watch: CallObserver) -> ByteProgress:
-    """`watch` for work on archives."""
+def in_bytes(observer: CallObserver) -> ByteProgress:
+    """Return a progress callback for work on archives that reports to `observer` and stops with it."""
 
-    def tell(done_bytes: int, total_bytes: int) -> None:
-        watch.raise_if_cancelled()
-        watch.progress_nowait(done_bytes, total_bytes, "bytes")
+    def report(done_bytes: int, total_bytes: int) -> None:
+        observer.raise_if_cancelled()
+        observer.progress_nowait(done_bytes, total_bytes, "bytes")
 
-    return tell
+    return report
 
 
 class SnapshotService(Protocol):
-    """The snapshots of one workspace.  SnapshotNotFoundError for a name that there is not."""
+    """The snapshots of one workspace.  A name without a snapshot raises SnapshotNotFoundError."""
 
     @property
     def has_base(self) -> bool:
-        """Whether there is a state below, named BASE, to compare with and to go back to."""
+        """Whether there is a lower layer, whose state has the name BASE."""
         ...
 
     async def interrupted(self) -> Interrupted | None:
-        """The restore that is half done, if there is one."""
+        """Return the restore that was interrupted, if there is one."""
+        ...
+
+    async def unfinished(self) -> str | None:
+        """Return one sentence on an interrupted restore or apply, and on how to complete it; None: there is none."""
         ...
 
     async def take(
-        self, name: str | None, tag: str | None, watch: CallObserver, *, kind: SnapshotKind = "user"
+        self, name: str | None, tag: str | None, observer: CallObserver, *, kind: SnapshotKind = "user"
     ) -> SnapshotInfo:
-        """Keep the state as it is now under `name` (None: one made up).  SnapshotExistsError, ENOSPC.
+        """Keep the present state under `name`; None generates a name.  SnapshotExistsError, ENOSPC.
 
-        One that is "automatic" may be dropped where memory is short.
+        The volume may drop snapshots of the kind "automatic" to free memory.
         """
         ...
 
     async def infos(self) -> Sequence[SnapshotInfo]:
-        """All of them, oldest first."""
+        """Return all snapshots, oldest first."""
         ...
 
     async def change_counts(self) -> Mapping[str, DiffCounts]:
-        """What each changed against the one before it."""
+        """Count the changes of each snapshot against the one before it."""
         ...
 
     async def drop(self, names: Sequence[str]) -> Dropped:
-        """Forget all of `names`, or none where one of them does not exist.  Readers of a dropped snapshot go on."""
+        """Drop the snapshots `names`; if one does not exist, drop none.  Open trees stay readable."""
         ...
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
-        """The snapshots that were dropped for lack of memory since the last call, for the next answer to name."""
+        """Return the snapshots that the volume dropped to free memory since the last call."""
         ...
 
-    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
-        """Make the live state (below `paths`, or all) as it was at `name`, or BASE."""
+    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
+        """Make the live state (below `paths`, or all of it) equal to snapshot `name`, or to BASE."""
         ...
 
-    async def undo(self, watch: CallObserver) -> Outcome:
-        """Go one step back in the history; the live state is kept there, for `redo`.  ENOENT at its beginning.
+    async def undo(self, observer: CallObserver) -> Outcome:
+        """Go one step back in the history, keeping the live state for `redo`.  ENOENT at its beginning.
 
-        Where a restore was interrupted, the step is to the state before that one.
+        After an interrupted restore, go to the state before it.
         """
         ...
 
-    async def redo(self, watch: CallObserver) -> Outcome:
-        """Go one step forward in the history; the live state is kept there, for `undo`.  ENOENT at its end."""
+    async def redo(self, observer: CallObserver) -> Outcome:
+        """Go one step forward in the history, keeping the live state for `undo`.  ENOENT at its end."""
         ...
 
     async def history(self) -> UndoHistory:
-        """The steps, and where the live state is among them."""
+        """Return the undo history."""
         ...
 
-    def staged(self, origin: Origin, watch: CallObserver) -> AbstractAsyncContextManager[Staged]:
-        """What `origin` has, checked and within the workspace's limits.  ArchiveError, OSError."""
+    def staged(self, origin: Origin, observer: CallObserver) -> AbstractAsyncContextManager[Staged]:
+        """Check the content of `origin` against its hashes and the workspace's limits.  ArchiveError, OSError."""
         ...
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
-        """Put what is staged in place, as `SnapshotableVolume.import_tree` does."""
+    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+        """Put `staged` into the live state; see `SnapshotableVolume.import_tree`."""
         ...
 
-    def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AbstractAsyncContextManager[Tree]:
-        """A tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
+    def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AbstractAsyncContextManager[Tree]:
+        """Open a tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
 
-        Of a live state that others change too, a file's content may be a later one by the time that it is read.
+        If other programs can change the live state directly, a file may have newer content when it is read.
         """
         ...
 
-    def frozen(self, watch: CallObserver) -> AbstractAsyncContextManager[Tree]:
-        """A tree of the live state at this moment, which nobody changes: for what takes long to read."""
+    def frozen(self, observer: CallObserver) -> AbstractAsyncContextManager[Tree]:
+        """Open a tree of the live state at this moment, whose content does not change while it is read."""
         ...
 
 
+def check_names(names: Sequence[str], infos: Sequence[SnapshotInfo]) -> None:
+    """SnapshotNotFoundError for the first of `names` that no snapshot has."""
+    existing = {info.name for info in infos}
+    for name in names:
+        if name not in existing:
+            raise SnapshotNotFoundError(name)
+
+
 def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) -> str:
-    """The snapshot of the state at `position`, which is to be gone to.  ENOENT where there is no such state."""
+    """Return the name of the snapshot at `position`.  ENOENT beyond the ends of the history."""
     if not 0 <= position < len(history.states):
         if history.is_cut_before if position < 0 else history.is_cut_after:
             way = "earlier" if position < 0 else "later"
@@ -285,27 +293,27 @@ def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) 
 
 
 def log_expired(expired: Sequence[SnapshotInfo]) -> None:
-    """Write to the log that these safety snapshots were dropped."""
+    """Log that safety snapshots were dropped."""
     for info in expired:
-        _logger.info("dropped %s, which no step needs any more", info.name, extra={"operation": "restore"})
+        _logger.info("dropped %s, which no undo step needs any more", info.name, extra={"operation": "restore"})
 
 
 def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
-    """The prefix with a number above all that are there."""
+    """Return `prefix` with a number higher than that of every snapshot in `taken`."""
     ends = [info.name[len(prefix) :] for info in taken if info.name.startswith(prefix)]
     return f"{prefix}{max((int(end) for end in ends if end.isascii() and end.isdigit()), default=0) + 1}"
 
 
-def nothing_below() -> OSError:
-    """The error for BASE where there is none."""
+def no_lower_layer() -> OSError:
+    """Return the error for an operation that needs a lower layer."""
     return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a name is vfsd's own to give."""
+    """Whether only vfsd itself may give a snapshot this name."""
     return name.startswith(SAFETY_PREFIX) or is_staged(name)
 
 
 def is_staged(name: str) -> bool:
-    """Whether a snapshot of that name is an archive's content on its way into the workspace."""
+    """Whether a snapshot of this name holds the content of an archive that is being imported."""
     return name.startswith(STAGED_PREFIX) and name.removeprefix(STAGED_PREFIX).isdigit()

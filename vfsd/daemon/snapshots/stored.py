@@ -1,36 +1,27 @@
-"""StoreSnapshots: those that are kept in a content-addressed store on disk, of whatever files can be read and written.
+"""StoreSnapshots: snapshots in a content-addressed store on disk, of files that a `Source` reads and a `Target` writes.
 
-A host directory has them, and so may any backend whose files a `Source` reads and a `Target` writes: these two, and a
-key by which the store knows the workspace, are all that it gives (`Stored`), beside a volume that is `Changeable`.
-Snapshots outlive the daemon: who serves the same files later, under the same key, has them too.
+Any backend can have them: it supplies a source, a target and a key that names the workspace in the store (`Stored`),
+and its volume declares `external_changes`.  A later daemon with the same key has the same snapshots.
 
-Work is done in a thread, while the mount goes on: a snapshot holds each file as it was at one moment, and a restore
-gives each its old content in one moment, but who looks meanwhile sees some of it done.  In a restore the store keeps
-the safety snapshot and finds out what is to be changed; of that the volume holds on to what programs have open; the
-store makes the changes, by a journal; the kernel is told.  When it fails, the safety snapshot is restored in turn.
-Where that fails too, and where the daemon dies, the journal stays, and `interrupted` tells of it.
-
-The history (`history`) is a file in the workspace's directory in the store.  It is written when the safety snapshot is
-there and before the first change, under the lock that keeps other restores away.  So, when the daemon is killed:
-
-- before that, there may be a loose safety snapshot of a state that nothing has changed;
-- after that, the history names the safety snapshot.  If the journal is there too, `undo` goes to the state of that
-  snapshot, wherever the history has it, and a restore of the journal's source resumes the same step.
+The work is done in worker threads while the mount answers.  A snapshot holds each file as it was at one moment, and a
+restore replaces each file atomically, but a program can observe a restore half-way.  In a restore the store keeps the
+safety snapshot and plans the changes; the volume keeps the files open that programs have open; the store makes the
+changes under its restore journal; the kernel's caches are invalidated.  If the restore fails, the safety snapshot is
+restored.  If that fails too, or the daemon dies, the journal remains, and `interrupted` reports it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 import trio
 
@@ -47,9 +38,9 @@ from protocol.store import (
 )
 from protocol.store.restore import Plan
 from protocol.tree import Tree
-from protocol.volume import SnapshotInfo, SnapshotKind
+from protocol.volume import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import Origin, unlimited
+from vfsd.daemon.snapshots.archives import CountedTree, Origin, unlimited
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -67,24 +58,21 @@ from vfsd.daemon.snapshots.base import (
     is_staged,
     log_expired,
     name_at,
-    nothing_below,
+    no_lower_layer,
 )
-from vfsd.daemon.snapshots.counted import CountedTree
 from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.listed import listed
-from vfsd.daemon.snapshots.restoring import Changeable, Restoring, looking
-from vfsd.daemon.snapshots.steps import HistoryFile, StepRun, Todo
+from vfsd.daemon.snapshots.store_restore import HistoryFile, PlannedStep, Step, VolumeUpdate, scan_progress
+from vfsd.daemon.snapshots.threads import counted, entered, in_thread
 from vfsd.machine.logs import log_failure
+from vfsd.wire.messages import CHANGES_LISTED
 
 __all__ = ["StoreSnapshots", "Stored", "interrupted"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-# The store is nobody else's meanwhile, and afterwards nobody's stat cache is believed: not for each of them.
+# Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.
 _COLLECT_AFTER: Final = 16
 _COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
-# What an archive's content is tagged with on its way: what was to be done with it.
+# Tags of an archive's content: what was to be done with it.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
 
@@ -93,7 +81,7 @@ _IMPORTING: Final = "an import of "
 class Stored:
     """Where a backend's snapshots are kept, and how its files are read and written.
 
-    `key` names the workspace in the store: the same for the same files, whoever serves them.
+    `key` names the workspace in the store; the same files always have the same key.
     """
 
     store: Store
@@ -103,25 +91,25 @@ class Stored:
 
 
 def interrupted(stored: Stored) -> Interrupted | None:
-    """The restore that is half done, if there is one.  Any thread."""
+    """Return the restore that was interrupted, if there is one.  Any thread."""
     found = stored.store.interrupted(stored.key)
     if found is None:
         return None
     if not is_staged(found.snapshot):
         return Interrupted(found.snapshot, found.safety, found.paths)
     try:
-        what = stored.store.snapshot(stored.key, found.snapshot).tag or ""
+        description = stored.store.snapshot(stored.key, found.snapshot).tag or ""
     except FileNotFoundError:
-        what = ""
-    # Whoever finishes it names no paths: it goes by what the archive was to do.
-    return Interrupted(found.snapshot, found.safety, (), what)
+        description = ""
+    # Without paths: a restore of staged content resumes with those of the journal.
+    return Interrupted(found.snapshot, found.safety, (), description)
 
 
 class StoreSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.SnapshotService` for what `served` serves, which is `volume`."""
+    """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots in a store."""
 
-    def __init__(self, served: MountedVolume, volume: Changeable, stored: Stored) -> None:
-        self._served = served
+    def __init__(self, mounted: MountedVolume, volume: ExternallyChangedVolume, stored: Stored) -> None:
+        self._mounted = mounted
         self._volume = volume
         self._stored = stored
         self._store = stored.store
@@ -130,51 +118,55 @@ class StoreSnapshots:
         self._target = stored.target
         self._history = HistoryFile(stored.store, stored.key)
         self._counts: dict[tuple[int, int], DiffCounts] = {}
-        self._dropped = 0  # since garbage was last collected
+        self._dropped = 0  # since the last garbage collection
 
     @property
     def has_base(self) -> bool:
-        """See `Snapshots`, as for all that follow."""
+        """See `SnapshotService`, as for the other public methods."""
         return False
 
     async def interrupted(self) -> Interrupted | None:
-        return await _in_thread(interrupted, self._stored)
+        return await in_thread(interrupted, self._stored)
+
+    async def unfinished(self) -> str | None:
+        found = await self.interrupted()
+        return None if found is None else found.describe()
 
     async def infos(self) -> Sequence[SnapshotInfo]:
         return [info for info in await self._all() if not is_staged(info.name)]
 
     async def _all(self) -> Sequence[StoredSnapshot]:
-        return await _in_thread(self._store.snapshots, self._key)
+        return await in_thread(self._store.snapshots, self._key)
 
     async def take(
         self,
         name: str | None,
         tag: str | None,
-        watch: CallObserver,
+        observer: CallObserver,
         *,
-        kind: SnapshotKind = "user",  # noqa: ARG002  (on disk none is dropped for lack of memory)
+        kind: SnapshotKind = "user",  # noqa: ARG002  (a store drops none to free memory)
     ) -> SnapshotInfo:
-        async with self._served.changing:
-            await self._served.settle()
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())
-            return await self._take(name, self._source, tag, watch)
+            return await self._take(name, self._source, tag, observer)
 
-    async def _take(self, name: str, source: Source, tag: str | None, watch: CallObserver) -> StoredSnapshot:
-        taken = await _in_thread(
+    async def _take(self, name: str, source: Source, tag: str | None, observer: CallObserver) -> StoredSnapshot:
+        taken = await in_thread(
             self._store.take,
             self._key,
             name,
             source,
             tag=tag,
             unreadable="skip",
-            progress=looking(watch),
+            progress=scan_progress(observer),
         )
         for path in taken.unreadable:
-            _logger.warning("a snapshot lacks what cannot be read", extra={"operation": "snapshot", "path": path})
+            _logger.warning("a snapshot lacks an unreadable path", extra={"operation": "snapshot", "path": path})
         return taken
 
     async def drop(self, names: Sequence[str]) -> Dropped:
-        async with self._served.changing:
+        async with self._mounted.change_lock:
             infos = await self.infos()
             check_names(names, infos)
             steps = (await self.history()).steps_to(info for info in infos if info.name in names)
@@ -189,17 +181,17 @@ class StoreSnapshots:
             return Dropped(steps, await self.history())
 
     async def _drop(self, name: str) -> None:
-        await _in_thread(self._store.drop, self._key, name)
+        await in_thread(self._store.drop, self._key, name)
         self._dropped += 1
         if self._dropped >= _COLLECT_AFTER:
             self._dropped = 0
-            self._served.in_background(self._collect_garbage)
+            self._mounted.in_background(self._collect_garbage)
 
     async def _collect_garbage(self) -> None:
-        """Free what dropped snapshots were the last to hold; after the next drop if the store is in use throughout."""
+        """Free the objects that only dropped snapshots used; if the store stays busy, try again after the next drop."""
         self._dropped = 0
         try:
-            report = await _in_thread(self._store.collect_garbage, wait_s=_COLLECT_WAIT_S)
+            report = await in_thread(self._store.collect_garbage, wait_s=_COLLECT_WAIT_S)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 self._dropped = max(self._dropped, _COLLECT_AFTER - 1)
@@ -209,7 +201,7 @@ class StoreSnapshots:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
     async def change_counts(self) -> Mapping[str, DiffCounts]:
-        return await _in_thread(self._count_changes, await self.infos())
+        return await in_thread(self._count_changes, await self.infos())
 
     def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, DiffCounts]:
         found = {info.name: DiffCounts(info.files + info.directories) for info in infos[:1]}
@@ -222,103 +214,116 @@ class StoreSnapshots:
         return found
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
         if name == BASE:
-            raise nothing_below()
-        async with self._served.changing:
+            raise no_lower_layer()
+        async with self._mounted.change_lock:
             if is_staged(name):
-                return await self._finish_staged(name, watch)
-            return await self._restore(name, paths, watch, Todo(f"restore {name}"))
+                return await self._resume_staged(name, observer)
+            return await self._restore(name, paths, observer, PlannedStep(f"restore {name}"))
 
-    async def undo(self, watch: CallObserver) -> Outcome:
-        async with self._served.changing:
+    async def undo(self, observer: CallObserver) -> Outcome:
+        async with self._mounted.change_lock:
             infos, history, half_done = await self.infos(), await self.history(), await self.interrupted()
             if half_done is None or half_done.safety is None:
-                return await self._move(history, infos, history.position - 1, watch)
+                return await self._move(history, infos, history.position - 1, observer)
             serial = next((info.serial for info in infos if info.name == half_done.safety), 0)
             to = history.position_of(serial)
             if to is None:
-                return await self._restore(half_done.safety, (), watch, Todo(f"restore {half_done.safety}"))
-            return await self._move(history, infos, to, watch)
+                planned = PlannedStep(f"restore {half_done.safety}")
+                return await self._restore(half_done.safety, (), observer, planned)
+            return await self._move(history, infos, to, observer)
 
-    async def redo(self, watch: CallObserver) -> Outcome:
-        async with self._served.changing:
+    async def redo(self, observer: CallObserver) -> Outcome:
+        async with self._mounted.change_lock:
             history = await self.history()
-            return await self._move(history, await self.infos(), history.position + 1, watch)
+            return await self._move(history, await self.infos(), history.position + 1, observer)
 
-    async def _move(self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, watch: CallObserver) -> Outcome:
+    async def _move(
+        self, history: UndoHistory, infos: Sequence[SnapshotInfo], to: int, observer: CallObserver
+    ) -> Outcome:
         name = name_at(history, infos, to)
-        return await self._restore(name, (), watch, Todo(history.step_between(to), to=to))
+        return await self._restore(name, (), observer, PlannedStep(history.step_between(to), to=to))
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         return ()
 
     async def history(self) -> UndoHistory:
-        return await _in_thread(self._history.read, await self.infos())
+        return await in_thread(self._history.read, await self.infos())
 
-    async def _restore(self, name: str, paths: Sequence[bytes], watch: CallObserver, todo: Todo) -> Outcome:
-        await self._served.settle()
-        half_done = await _in_thread(self._store.interrupted, self._key)
+    async def _restore(
+        self, name: str, paths: Sequence[bytes], observer: CallObserver, planned: PlannedStep
+    ) -> Outcome:
+        await self._mounted.write_back()
+        half_done = await in_thread(self._store.interrupted, self._key)
         safety = free_name(SAFETY_PREFIX, await self._all())
         resumes = half_done is not None and (half_done.snapshot, half_done.paths) == (name, tuple(paths))
-        step = await _in_thread(
-            StepRun, self._store, self._key, todo, safety, resumes=resumes, is_half_done=half_done is not None
+        is_half_done = half_done is not None
+        step = await in_thread(
+            Step, self._store, self._key, planned, safety, resumes=resumes, is_half_done=is_half_done
         )
-        run = Restoring(self._volume, watch)
+        update = VolumeUpdate(self._volume, observer)
 
-        def planned(plan: Plan) -> None:
+        def begin(plan: Plan) -> None:
             found = plan.changes()
-            run.planned(found, plan.touched())
-            if found or todo.to is not None:
+            update.plan([*found, *plan.touched()])
+            if found or planned.to is not None:
                 step.begin()
 
         try:
-            done: RestoredChanges = await _in_thread(
+            done: RestoredChanges = await in_thread(
                 self._store.restore,
                 self._key,
                 self._target,
-                RestoreRequest(name, tuple(paths), safety=safety, safety_tag=step.tag, remove=todo.remove),
-                planned=planned,
-                progress=run.tell,
+                RestoreRequest(name, tuple(paths), safety=safety, safety_tag=step.tag, remove=planned.remove),
+                planned=begin,
+                progress=update.progress,
             )
         except BaseException as error:
             with trio.CancelScope(shield=True):
-                await self._put_back(step, error, may_put_back=half_done is None or not run.changes)
+                await self._roll_back(step, error, may_restore=not is_half_done or not update.changes)
             raise
         finally:
-            # The state is what it is: whoever waits, the kernel must know of it.
+            # Even if the restore failed or was cancelled: some files may have changed.
             with trio.CancelScope(shield=True):
-                await self._served.changed(await run.settled())
+                await self._mounted.invalidate(await update.finish())
         return await self._outcome(name, step, done)
 
-    async def _outcome(self, name: str, step: StepRun, done: RestoredChanges) -> Outcome:
-        """The answer after a restore that is done, whatever fails of what is left to do."""
+    async def _outcome(self, name: str, step: Step, done: RestoredChanges) -> Outcome:
+        """Build the answer after a restore.  Errors in the work that remains are logged."""
         kept: str | None = step.safety
         gone: list[SnapshotInfo] = []
         with trio.CancelScope(shield=True):
             try:
-                kept = await self._settle_step(step, is_changed=bool(done.changes))
+                kept = await self._kept_state(step, is_changed=bool(done.changes))
                 gone = await self._drop_expired(step, keep={name, step.safety})
             except OSError as error:
                 log_failure(_logger, "keeping the history", error, path=self._store.directory, level=logging.WARNING)
-        history = step.after
-        undone = step.todo.step if step.todo.to is not None else None
+        history, planned = step.after, step.planned
         return Outcome(
-            name, kept, listed(done.changes), _problems(done), undone, gone, history.undo_steps, history.redo_steps
+            source=name,
+            safety=kept,
+            counts=count(done.changes),
+            changes=done.changes[:CHANGES_LISTED],
+            problems=_problems(done),
+            step=planned.name if planned.to is not None else None,
+            expired=gone,
+            undo_steps=history.undo_steps,
+            redo_steps=history.redo_steps,
         )
 
-    async def _settle_step(self, step: StepRun, *, is_changed: bool) -> str | None:
-        """Which snapshot keeps the state before; none where nothing was changed (but for the times of directories)."""
-        if not is_changed and step.todo.to is None:
-            await _in_thread(step.revert)
+    async def _kept_state(self, step: Step, *, is_changed: bool) -> str | None:
+        """Return the snapshot that holds the state before; None if nothing changed but the times of directories."""
+        if not is_changed and step.planned.to is None:
+            await in_thread(step.revert)
             await self._drop_if_there(step.safety)
             return None
-        if await _in_thread(step.keep_earlier):
+        if await in_thread(step.use_earlier):
             await self._drop_if_there(step.safety)
             return step.earlier
         return step.safety
 
-    async def _drop_expired(self, step: StepRun, keep: set[str]) -> list[SnapshotInfo]:
+    async def _drop_expired(self, step: Step, keep: set[str]) -> list[SnapshotInfo]:
         half_done = await self.interrupted()
         if half_done is not None and half_done.safety is not None:
             keep = {*keep, half_done.safety}
@@ -328,21 +333,20 @@ class StoreSnapshots:
         log_expired(gone)
         return gone
 
-    async def _put_back(self, step: StepRun, error: BaseException, *, may_put_back: bool) -> None:
-        """After a restore that failed: the state before, and no safety snapshot for what did not happen.
+    async def _roll_back(self, step: Step, error: BaseException, *, may_restore: bool) -> None:
+        """After a failed restore, go back to the state before it and drop its safety snapshot.
 
-        Where that state was half of another restore, it stays, to be finished or undone.
+        If the state before was part of another, interrupted restore, leave everything, to be completed or undone.
         """
         safety = step.safety
         try:
-            if may_put_back:
+            if may_restore:
                 half_done = await self.interrupted()
                 if half_done is not None and half_done.safety == safety:
-                    done = await _in_thread(
-                        self._store.restore, self._key, self._target, RestoreRequest(safety, safety=None)
-                    )
+                    request = RestoreRequest(safety, safety=None)
+                    done = await in_thread(self._store.restore, self._key, self._target, request)
                     _raise_problem(done)
-                await _in_thread(step.revert)
+                await in_thread(step.revert)
                 await self._drop_if_there(safety)
         except OSError as again:
             log_failure(_logger, "restore", again, level=logging.ERROR)
@@ -360,37 +364,39 @@ class StoreSnapshots:
 
     # -- archives ------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def staged(self, origin: Origin, watch: CallObserver) -> AsyncIterator[Staged]:
-        async with _entered(origin.opened(in_bytes(watch), True, unlimited)) as tree:
-            yield await _in_thread(_counted, origin.name, tree)
+    async def staged(self, origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
+        async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
+            yield await in_thread(counted, origin.name, tree)
 
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
-        # By way of the store: so it is restored as a snapshot is, and can be finished or undone after a death too.
-        async with self._served.changing:
-            await self._forget_staged()
+    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+        # Through the store, so that it is restored like a snapshot, and can be completed or undone after a crash.
+        async with self._mounted.change_lock:
+            await self._drop_staged()
             name = free_name(STAGED_PREFIX, await self._all())
-            what = f"{_RESTORING if replace else _IMPORTING}{staged.name}"
-            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(watch))), what, UNOBSERVED)
+            tag = f"{_RESTORING if replace else _IMPORTING}{staged.name}"
+            await self._take(name, TreeSource(CountedTree(staged.tree, in_bytes(observer))), tag, UNOBSERVED)
+            planned = PlannedStep(staged.step(replace=replace), remove=replace)
             try:
-                outcome = await self._restore(name, paths, watch, Todo(staged.step(replace=replace), remove=replace))
+                outcome = await self._restore(name, paths, observer, planned)
             finally:
                 with trio.CancelScope(shield=True):
-                    await self._forget_staged()
+                    await self._drop_staged()
             return dataclasses.replace(outcome, source=staged.name)
 
-    async def _finish_staged(self, name: str, watch: CallObserver) -> Outcome:
-        """What an archive was to do when its daemon died."""
-        half_done = await _in_thread(self._store.interrupted, self._key)
+    async def _resume_staged(self, name: str, observer: CallObserver) -> Outcome:
+        """Complete the import or restore of an archive that was interrupted when its daemon died."""
+        half_done = await in_thread(self._store.interrupted, self._key)
         if half_done is None or half_done.snapshot != name:
             raise SnapshotNotFoundError(name)
-        kept = await _in_thread(self._store.snapshot, self._key, name)
+        kept = await in_thread(self._store.snapshot, self._key, name)
         is_import = (kept.tag or "").startswith(_IMPORTING)
-        outcome = await self._restore(name, half_done.paths, watch, Todo(kept.tag or name, remove=not is_import))
-        await self._forget_staged()
+        planned = PlannedStep(kept.tag or name, remove=not is_import)
+        outcome = await self._restore(name, half_done.paths, observer, planned)
+        await self._drop_staged()
         return outcome
 
-    async def _forget_staged(self) -> None:
-        """Drop what archives left, but for what is needed to finish.  A failure is logged: the next one tries again."""
+    async def _drop_staged(self) -> None:
+        """Drop the content of archives, unless an interrupted restore needs it.  Failures are logged."""
         try:
             half_done = await self.interrupted()
             for info in await self._all():
@@ -401,24 +407,24 @@ class StoreSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:
+    async def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:
         if name == BASE:
-            raise nothing_below()
+            raise no_lower_layer()
         tree: AbstractContextManager[Tree] = (
-            self._store.live_tree(self._key, self._source, progress=looking(watch))
+            self._store.live_tree(self._key, self._source, progress=scan_progress(observer))
             if name is None
             else self._store.tree(self._key, name)
         )
-        async with _entered(tree) as entered:
-            yield entered
+        async with entered(tree) as opened:
+            yield opened
 
     @asynccontextmanager
-    async def frozen(self, watch: CallObserver) -> AsyncIterator[Tree]:
-        # By way of the store: a file that is written meanwhile would be neither what it was nor what it is.
-        async with self._served.changing:
-            await self._served.settle()
+    async def frozen(self, observer: CallObserver) -> AsyncIterator[Tree]:
+        # Through the store: a file that is written while it is read directly may be a mix of old and new content.
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
             name = free_name(STAGED_PREFIX, await self._all())
-            await self._take(name, self._source, "an export", watch)
+            await self._take(name, self._source, "an export", observer)
         try:
             async with self.tree(name) as tree:
                 yield tree
@@ -439,30 +445,3 @@ def _problems(done: RestoredChanges) -> dict[bytes, str]:
         before = problems.get(problem.path)
         problems[problem.path] = problem.reason if before is None else f"{before}; {problem.reason}"
     return problems
-
-
-def _counted(name: str, tree: Tree) -> Staged:
-    files = total_bytes = 0
-    for entry in tree.walk():
-        files += not entry.is_dir
-        total_bytes += entry.size if entry.is_file else 0
-    return Staged(name, tree, files, total_bytes)
-
-
-@asynccontextmanager
-async def _entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """`manager`, entered in a thread, since that may wait for others or read a whole archive."""
-    value = await _in_thread(manager.__enter__)
-    error: BaseException | None = None
-    try:
-        yield value
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-
-
-async def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run it in a worker thread.  The loop waits for its end even when cancelled."""
-    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))

@@ -1,30 +1,41 @@
-"""VolumeSnapshots: those that the volume itself holds, in memory: each is one step on the serving loop.
+"""VolumeSnapshots: snapshots that the volume itself holds.  Each change is one step on the serving loop.
 
-So the mount sees a change whole or not at all, and a call that is cancelled before that step has changed nothing.
-What a change did is listed in a worker thread, between two states that are kept for that: the one before it, and the
-one that it made, of the same moment on the loop.  What programs write after that is in neither.
+So the mount shows a change whole or not at all, and a call that is cancelled before that step has changed nothing.  The
+list of changes is computed in a worker thread from two trees that are opened in that same step: the state before it and
+the state after it.  What programs write later is in neither.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any, Final, NamedTuple
 
 import trio
 
-from protocol.backends.memory import MemoryVolume, ReservedInodes
-from protocol.backends.overlay import OverlayVolume
-from protocol.diff.tree_diff import DiffCounts, changes, summary
+from protocol.diff.tree_diff import Change, DiffCounts, changes, summary
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
-from protocol.volume import TAG_MAX_BYTES, CacheInvalidation, SnapshotInfo, SnapshotKind, Volume
+from protocol.volume import (
+    TAG_MAX_BYTES,
+    CacheInvalidation,
+    OverlaidVolume,
+    PreparingVolume,
+    SnapshotableVolume,
+    SnapshotInfo,
+    SnapshotKind,
+    overlaid,
+    preparing,
+    staging,
+)
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import Origin, read_origin
+from vfsd.daemon.snapshots.archives import Origin, read_origin, unlimited
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -40,30 +51,24 @@ from vfsd.daemon.snapshots.base import (
     in_bytes,
     log_expired,
     name_at,
-    nothing_below,
+    no_lower_layer,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.listed import NOTHING, Listed
-from vfsd.daemon.snapshots.prepared import Prepared
+from vfsd.daemon.snapshots.threads import counted, entered
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
-__all__ = ["Applying", "VolumeSnapshots", "overlay_of"]
+__all__ = ["AppliedStep", "VolumeSnapshots"]
 
 _logger = logging.getLogger(__name__)
-_TAG_CHARACTERS = TAG_MAX_BYTES // 4
-_PRUNED_NAMED = 1000  # in one answer at most: the newest of them
+_TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
+_PRUNED_NAMED: Final = 1000  # the newest pruned snapshots that one answer names
+_SLICE_S: Final = 0.004  # a request through the mount waits for one slice at most
+_CLOCK_EVERY: Final = 16  # steps
 
 
-def overlay_of(volume: Volume) -> OverlayVolume:
-    """The volume, as an overlay.  OSError (EOPNOTSUPP) where it is none."""
-    if isinstance(volume, OverlayVolume):
-        return volume
-    raise nothing_below()
-
-
-class Applying:
-    """An apply under way; its caller sets `wrote` once something is written.  `safety` then names the state written."""
+class AppliedStep:
+    """An apply in progress.  The caller sets `wrote` once something is written; then `safety` names that state."""
 
     def __init__(self) -> None:
         self.wrote = False
@@ -71,35 +76,51 @@ class Applying:
         self.expired: Sequence[SnapshotInfo] = ()
 
 
-class VolumeSnapshots:
-    """Implements `vfsd.daemon.snapshots.base.SnapshotService` over `volume`, which `served` serves."""
+class _Change(NamedTuple):
+    """What a change did; `earlier` is a snapshot that already held the state before it."""
 
-    def __init__(self, served: MountedVolume, volume: MemoryVolume) -> None:
-        self._served = served
+    counts: DiffCounts
+    changes: Sequence[Change]
+    earlier: SnapshotInfo | None = None
+
+
+class VolumeSnapshots:
+    """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots of `volume`."""
+
+    def __init__(self, mounted: MountedVolume, volume: SnapshotableVolume) -> None:
+        self._mounted = mounted
         self._volume = volume
-        volume.on_pruned = self._note_pruned
-        self._history = UndoHistory()  # as it was left; `_known` is without what was dropped since
+        self._overlaid = overlaid(volume)
+        volume.on_pruned = self._record_pruned
+        self._last_history = UndoHistory()  # after the last step; see `_history` for the drops since
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
-        self._lost: set[int] = set()  # the serials of pruned safety snapshots, since `_history` was last cut
+        self._lost: set[int] = set()  # serials of the safety snapshots pruned since the last step
 
     @property
     def has_base(self) -> bool:
-        """See `Snapshots`, as for all that follow."""
-        return isinstance(self._volume, OverlayVolume)
+        """See `SnapshotService`, as for the other public methods."""
+        return self._overlaid is not None
 
     async def interrupted(self) -> Interrupted | None:
         return None
+
+    async def unfinished(self) -> str | None:
+        if self._overlaid is None or not self._overlaid.apply_interrupted:
+            return None
+        return (
+            "an apply into the directory below was killed: `vfsd apply` finishes it, or undoes it if it had not begun"
+        )
 
     async def take(
         self,
         name: str | None,
         tag: str | None,
-        watch: CallObserver,  # noqa: ARG002
+        observer: CallObserver,  # noqa: ARG002
         *,
         kind: SnapshotKind = "user",
     ) -> SnapshotInfo:
-        async with self._served.changing:
-            await self._served.settle()
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
             name = name or free_name(SNAPSHOT_PREFIX, self._volume.snapshots())
             return self._volume.take_snapshot(name, tag=tag, kind=kind)
 
@@ -110,63 +131,77 @@ class VolumeSnapshots:
         return {name: DiffCounts(*counts) for name, counts in self._volume.change_counts().items()}
 
     async def drop(self, names: Sequence[str]) -> Dropped:
-        async with self._served.changing:
+        async with self._mounted.change_lock:
             infos = self._volume.snapshots()
             check_names(names, infos)
-            steps = self._known().steps_to(info for info in infos if info.name in names)
+            steps = self._history().steps_to(info for info in infos if info.name in names)
             for name in names:
                 self._volume.drop_snapshot(name)
-            return Dropped(steps, self._known())
+            return Dropped(steps, self._history())
 
     async def history(self) -> UndoHistory:
-        return self._known()
+        return self._history()
 
     def collect_pruned(self) -> Sequence[SnapshotInfo]:
         pruned = list(self._pruned)
         self._pruned.clear()
         return pruned
 
-    def _note_pruned(self, info: SnapshotInfo) -> None:
+    def _record_pruned(self, info: SnapshotInfo) -> None:
         _logger.info("dropped %s: memory was needed (--max-memory)", info.name)
         self._pruned.append(info)
         if info.kind == "safety":
             self._lost.add(info.serial)
 
-    def _known(self) -> UndoHistory:
-        return self._history.cut(self._lost).among({info.serial for info in self._volume.snapshots()})
+    def _history(self) -> UndoHistory:
+        return self._last_history.cut(self._lost).among({info.serial for info in self._volume.snapshots()})
 
     # -- what changes the live state -----------------------------------------------------------------
-    async def restore(self, name: str, paths: Sequence[bytes], watch: CallObserver) -> Outcome:
+    async def restore(self, name: str, paths: Sequence[bytes], observer: CallObserver) -> Outcome:
         volume = self._volume
         if name == BASE:
-            return await self._step(lambda: overlay_of(volume).discard(paths), "discard", name, watch)
-        volume.snapshot(name)  # there is one, or it raises
-        return await self._step(lambda: volume.restore_snapshot(name, paths), f"restore {name}", name, watch)
+            lower = self._lower()
+            return await self._step(lambda: lower.discard(paths), "discard", name, observer)
+        volume.snapshot(name)  # raises if there is none
+        return await self._step(lambda: volume.restore_snapshot(name, paths), f"restore {name}", name, observer)
+
+    def _lower(self) -> OverlaidVolume:
+        if self._overlaid is None:
+            raise no_lower_layer()
+        return self._overlaid
 
     @asynccontextmanager
-    async def staged(self, origin: Origin, watch: CallObserver) -> AsyncIterator[Staged]:
-        # The loop waits for the end of its thread even when this is cancelled: that reads what must stay.
-        read = functools.partial(read_origin, origin, self._volume, in_bytes(watch), self._reserve_inodes)
-        staged = await trio.to_thread.run_sync(read)
+    async def staged(self, origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
+        volume = staging(self._volume)
+        if volume is None:
+            async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
+                yield await trio.to_thread.run_sync(counted, origin.name, tree)
+            return
+        prepared = preparing(volume)
+
+        def reserve(count: int) -> Any:
+            return None if prepared is None else trio.from_thread.run_sync(prepared.reserve_inodes, count)
+
+        # The loop waits for the thread even if this is cancelled: the stage must outlive it.
+        read = functools.partial(read_origin, origin, volume, in_bytes(observer), reserve)
+        stage = await trio.to_thread.run_sync(read)
         try:
-            with staged.tree() as tree:
-                yield Staged(origin.name, tree, staged.files, staged.size_bytes)
+            with stage.tree() as tree:
+                usage = stage.usage()
+                yield Staged(origin.name, tree, usage.files or 0, usage.size_bytes or 0)
         finally:
-            staged.give_back()
+            stage.give_back()
 
-    def _reserve_inodes(self, count: int) -> ReservedInodes:
-        """`MemoryVolume.reserve_inodes`, from a thread of `trio.to_thread`."""
-        return trio.from_thread.run_sync(self._volume.reserve_inodes, count)
-
-    async def put(self, staged: Staged, paths: Sequence[bytes], watch: CallObserver, *, replace: bool) -> Outcome:
-        volume, step = self._volume, staged.step(replace=replace)
-        if isinstance(volume, OverlayVolume):  # whose directories are read from below while they are converged
-            change = functools.partial(volume.import_tree, staged.tree, replace=replace, paths=paths)
-            return await self._step(change, step, staged.name, watch)
-        prepared = Prepared(volume, staged, paths, replace=replace)
+    async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
+        step = staged.step(replace=replace)
+        volume = preparing(self._volume)
+        if volume is None:
+            change = functools.partial(self._volume.import_tree, staged.tree, replace=replace, paths=paths)
+            return await self._step(change, step, staged.name, observer)
+        prepared = _PreparedImport(volume, staged, paths, replace=replace)
         try:
-            prepare = functools.partial(prepared.prepare, watch)
-            return await self._step(prepared.put, step, staged.name, watch, prepare)
+            prepare = functools.partial(prepared.prepare, observer)
+            return await self._step(prepared.put, step, staged.name, observer, prepare)
         finally:
             await prepared.discard()
 
@@ -175,188 +210,239 @@ class VolumeSnapshots:
         change: Callable[[], CacheInvalidation],
         step: str,
         source: str,
-        watch: CallObserver,
+        observer: CallObserver,
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> Outcome:
         """Make `change`, as a step of the history unless it changes nothing."""
-        async with self._served.changing:
+        async with self._mounted.change_lock:
             if prepare is not None:
                 await prepare()
-            await self._served.settle()
-            watch.commit()
-            before = self._known()
-            with self._volume.keeping(source):
-                safety = self._take_safety(f"before {step}")
-                with self._undone_unless_done(safety):
-                    coherence = change()
-            if not coherence.entries and not coherence.inodes:
-                self._forget(safety.name)
+            await self._mounted.write_back()
+            observer.commit()
+            before = self._history()
+            safety, invalidation = self._change(change, f"before {step}", source)
+            if not invalidation.entries and not invalidation.inodes:
+                self._drop_if_there(safety.name)
                 return self._outcome(source, None)
-            self._history = before.stepped(safety.serial, step)
-            found, is_kept = await self._made(coherence, safety, before, watch)
-            if not (found or coherence.entries):
-                # Times of directories, or ctimes: no change by `protocol.diff.tree_diff`, and nothing that undo is for.
-                self._history = before
-                self._forget(safety.name)
+            self._last_history = before.stepped(safety.serial, step)
+            made = await self._invalidate(invalidation, safety, before, observer)
+            if not (made.counts.total or invalidation.entries):
+                # Only times of directories, or ctimes: `protocol.diff.tree_diff` counts none of them as a change.
+                self._last_history = before
+                self._drop_if_there(safety.name)
                 return self._outcome(source, None)
-            kept = safety
-            if is_kept is not None:
-                self._history = before.stepped(is_kept.serial, step)
-                self._forget(safety.name)
-                kept = is_kept
-            return self._outcome(source, kept.name, found, keep={source, kept.name})
+            if made.earlier is not None:
+                self._last_history = before.stepped(made.earlier.serial, step)
+            return self._outcome(source, safety, made)
 
-    async def undo(self, watch: CallObserver) -> Outcome:
-        return await self._move(-1, watch)
+    async def undo(self, observer: CallObserver) -> Outcome:
+        return await self._move(-1, observer)
 
-    async def redo(self, watch: CallObserver) -> Outcome:
-        return await self._move(+1, watch)
+    async def redo(self, observer: CallObserver) -> Outcome:
+        return await self._move(+1, observer)
 
-    async def _move(self, by: int, watch: CallObserver) -> Outcome:
-        async with self._served.changing:
-            await self._served.settle()
-            before = self._known()
+    async def _move(self, by: int, observer: CallObserver) -> Outcome:
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
+            before = self._history()
             to = before.position + by
             source = name_at(before, self._volume.snapshots(), to)
             step = before.step_between(to)
-            watch.commit()
-            with self._volume.keeping(source):
-                safety = self._take_safety(f"after {step}" if by < 0 else f"before {step}")
-                with self._undone_unless_done(safety):
-                    coherence = self._volume.restore_snapshot(source)
-            self._history = before.moved(to, safety.serial)
-            found, is_kept = await self._made(coherence, safety, before, watch)
-            kept = safety
-            if is_kept is not None:
-                self._history = before.moved(to, None)
-                self._forget(safety.name)
-                kept = is_kept
-            return self._outcome(source, kept.name, found, step, keep={source, kept.name})
+            observer.commit()
+            tag = f"after {step}" if by < 0 else f"before {step}"
+            safety, invalidation = self._change(lambda: self._volume.restore_snapshot(source), tag, source)
+            self._last_history = before.moved(to, safety.serial)
+            made = await self._invalidate(invalidation, safety, before, observer)
+            if made.earlier is not None:
+                self._last_history = before.moved(to, None)
+            return self._outcome(source, safety, made, step)
 
-    async def _made(
-        self, coherence: CacheInvalidation, safety: SnapshotInfo, before: UndoHistory, watch: CallObserver
-    ) -> tuple[Listed, SnapshotInfo | None]:
-        """What the change did that was just made; and the snapshot that had the state before it already, if one had.
+    def _change(
+        self, change: Callable[[], CacheInvalidation], tag: str, source: str
+    ) -> tuple[SnapshotInfo, CacheInvalidation]:
+        """Make `change` after taking a safety snapshot; if it fails, drop that again."""
+        with self._volume.keeping(source):
+            safety = self._take_safety(tag)
+            try:
+                return safety, change()
+            except BaseException:
+                self._drop_if_there(safety.name)
+                raise
 
-        To be called right after the change: the loop has served nobody since.
+    async def _invalidate(
+        self, invalidation: CacheInvalidation, safety: SnapshotInfo, before: UndoHistory, observer: CallObserver
+    ) -> _Change:
+        """Invalidate the kernel's caches after a change, and find out what the change did.
+
+        Call it directly after the change: the loop must not have served a request in between.
         """
         volume = self._volume
         infos = [info for info in volume.snapshots() if info.serial == before.here.serial]
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             after = stack.enter_context(volume.tree())
             try:
                 old = stack.enter_context(volume.tree(safety.name))
-            except SnapshotNotFoundError:  # dropped for lack of memory, by the change itself
-                await self._served.changed(coherence)
-                return _roughly(coherence), None
-            await self._served.changed(coherence)
-            found = await trio.to_thread.run_sync(_find, old, after, watch)
-            if found is None:
-                found = _roughly(coherence)
+            except SnapshotNotFoundError:  # the change itself pruned it
+                await self._mounted.invalidate(invalidation)
+                return _estimate(invalidation)
+            await self._mounted.invalidate(invalidation)
+            made = await trio.to_thread.run_sync(_compare, old, after, observer) or _estimate(invalidation)
             for info in infos:
-                with volume.tree(info.name) as here:
-                    if await trio.to_thread.run_sync(_is_same, here, old):
-                        return found, info
-        return found, None
+                with volume.tree(info.name) as earlier:
+                    if await trio.to_thread.run_sync(_is_same, earlier, old):
+                        return made._replace(earlier=info)
+        return made
 
     def _outcome(
-        self,
-        source: str,
-        safety: str | None,
-        found: Listed = NOTHING,
-        step: str | None = None,
-        keep: Collection[str] = (),
+        self, source: str, safety: SnapshotInfo | None, made: _Change | None = None, step: str | None = None
     ) -> Outcome:
-        """The answer; safety snapshots that have expired are dropped."""
-        history = self._history = self._known()
+        """Build the answer, and drop the safety snapshots that are not needed: expired ones, and a second copy."""
+        if made is not None and made.earlier is not None and safety is not None:
+            self._drop_if_there(safety.name)
+            safety = made.earlier
+        history = self._last_history = self._history()
         self._lost.clear()
-        gone = expired(self._volume.snapshots(), history, time.time_ns(), keep) if safety is not None else []
+        kept = None if safety is None else safety.name
+        gone = self._drop_expired({source, kept}) if kept is not None else []
+        counts, listed = (DiffCounts(), ()) if made is None else (made.counts, made.changes)
+        return Outcome(source, kept, counts, listed, {}, step, gone, history.undo_steps, history.redo_steps)
+
+    def _drop_expired(self, keep: Collection[str | None]) -> list[SnapshotInfo]:
+        names = {name for name in keep if name is not None}
+        gone = expired(self._volume.snapshots(), self._last_history, time.time_ns(), names)
         for info in gone:
-            self._forget(info.name)
+            self._drop_if_there(info.name)
         log_expired(gone)
-        return Outcome(
-            source, safety, found, {}, step, gone, history.undo_steps, history.redo_steps
-        )  # fmt: skip
+        return gone
 
     def _take_safety(self, tag: str) -> SnapshotInfo:
-        """Keep the present state under a name of its own."""
         name = free_name(SAFETY_PREFIX, self._volume.snapshots())
         return self._volume.take_snapshot(name, tag=tag[:_TAG_CHARACTERS], kind="safety")
 
-    def _forget(self, name: str) -> None:
-        """Drop a safety snapshot, unless lack of memory has done so already."""
+    def _drop_if_there(self, name: str) -> None:
+        """Drop a safety snapshot that the volume may have pruned already."""
         with contextlib.suppress(SnapshotNotFoundError):
             self._volume.drop_snapshot(name)
 
     @contextmanager
-    def _undone_unless_done(self, safety: SnapshotInfo) -> Iterator[None]:
-        """A change that fails leaves the state as it was, and no safety snapshot for what did not happen."""
-        try:
-            yield
-        except BaseException:
-            self._forget(safety.name)
-            raise
+    def applying(self, step: str) -> Iterator[AppliedStep]:
+        """Inside the block the caller writes the present state to the lower layer, and holds `change_lock`.
 
-    @contextmanager
-    def applying(self, step: str) -> Iterator[Applying]:
-        """A block that writes the state of this moment elsewhere: a step of the history, if it has written anything.
-
-        The caller holds `MountedVolume.changing`.  The live state stays what it is, so undoing the step goes back to
-        the state that was written, and leaves what was written where it is.
+        If it wrote something, that is a step of the history.  Undoing it restores the state that was written; it does
+        not change the lower layer.
         """
-        run = Applying()
-        before = self._known()
+        run = AppliedStep()
+        before = self._history()
         safety = self._take_safety(f"before {step}")
         try:
             yield run
         finally:
             if run.wrote:
-                self._history = before.stepped(safety.serial, step)
-                outcome = self._outcome("", safety.name, keep={safety.name})
-                run.safety, run.expired = safety.name, outcome.expired
+                self._last_history = before.stepped(safety.serial, step)
+                run.safety, run.expired = safety.name, self._outcome("", safety).expired
             else:
-                self._forget(safety.name)
+                self._drop_if_there(safety.name)
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, watch: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:  # noqa: ARG002
-        volume = self._volume
-        with overlay_of(volume).base_tree() if name == BASE else volume.tree(name) as tree:
+    async def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:  # noqa: ARG002
+        with self._lower().base_tree() if name == BASE else self._volume.tree(name) as tree:
             yield tree
 
     @asynccontextmanager
-    async def frozen(self, watch: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
-        await self._served.settle()
+    async def frozen(self, observer: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
+        await self._mounted.write_back()
         with self._volume.tree() as tree:
             yield tree
 
 
-def _find(old: Tree, new: Tree, watch: CallObserver) -> Listed | None:
-    """What leads from `old` to `new`; None where that cannot be read.  Any thread.
+class _PreparedImport:
+    """An import whose new entries are built in slices, between which the mount answers, and then shown in one step.
 
-    Raises only what `watch` raises when nobody waits for the answer any more.
+    Call `prepare`, `put` and, in any case, `discard`.  Between the first two no snapshot may be taken.
+    """
+
+    def __init__(self, volume: PreparingVolume, staged: Staged, paths: Sequence[bytes], *, replace: bool) -> None:
+        self._volume = volume
+        self._staged = staged
+        self._preparation = volume.preparation(staged.tree, replace=replace, paths=paths)
+        self._import_all = functools.partial(volume.import_tree, staged.tree, replace=replace, paths=paths)
+        self._view = ExitStack()
+        self._is_abandoned = False
+        self._is_done = False
+
+    async def prepare(self, observer: CallObserver) -> None:
+        """Build the entries.  If they do not fit in memory now, `put` does everything: it may free some."""
+        self._view.enter_context(self._volume.tree())  # while it is open, a file that changes gets a new version
+        try:
+            await _in_slices(self._observed(self._preparation.steps(), observer))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._is_abandoned = True
+            await self.discard()
+
+    def put(self) -> CacheInvalidation:
+        """Put everything in place, all or nothing.  Raises what `SnapshotableVolume.import_tree` raises."""
+        if self._is_abandoned or not self._preparation.is_valid:
+            for _ in self._preparation.discard():
+                pass
+            return self._import_all()
+        self._is_done = True
+        return self._volume.import_prepared(self._preparation)
+
+    async def discard(self) -> None:
+        """Remove what was built and not put in place."""
+        self._view.close()
+        if not self._is_done:
+            with trio.CancelScope(shield=True):
+                await _in_slices(self._preparation.discard())
+
+    def _observed(self, steps: Iterator[int], observer: CallObserver) -> Iterator[None]:
+        total = self._staged.files
+        done = 0
+        for count in steps:
+            done += count
+            observer.raise_if_cancelled()
+            observer.progress_nowait(min(done, total), total, "files")
+            yield
+
+
+async def _in_slices(steps: Iterator[None]) -> None:
+    """Run `steps`, with a checkpoint after each slice."""
+    until_s = time.perf_counter() + _SLICE_S
+    for count, _ in enumerate(steps):
+        if count % _CLOCK_EVERY == 0 and time.perf_counter() > until_s:
+            await trio.sleep(0)
+            until_s = time.perf_counter() + _SLICE_S
+
+
+def _compare(old: Tree, new: Tree, observer: CallObserver) -> _Change | None:
+    """Compare `old` with `new`; None if that fails.  Any thread.
+
+    Raises nothing but what `observer` raises when the client disconnects: the change is made.
     """
     for contents in (True, False):
         try:
-            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, tell=watch.raise_if_cancelled)
-            return Listed(counts, first, counts.total > len(first))
-        except Exception as error:  # noqa: BLE001 -- the change is made, and is not to be reported as failed
-            watch.raise_if_cancelled()
-            # A file below an overlay that others change, say: then by sizes and times.
+            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, tell=observer.raise_if_cancelled)
+            return _Change(counts, first)
+        except Exception as error:  # noqa: BLE001 -- see above
+            observer.raise_if_cancelled()
+            # For example, a file below an overlay that other programs change.  The second try compares sizes and times.
             log_failure(_logger, "listing what a restore changed", error, level=logging.WARNING)
     return None
 
 
-def _roughly(coherence: CacheInvalidation) -> Listed:
-    """The counts of what the kernel was told: without what is below directories that are new or gone, and no list."""
-    added = sum(not change.old for change in coherence.entries)
-    removed = sum(not change.new for change in coherence.entries)
-    modified = len(coherence.entries) - added - removed + len(coherence.inodes)
-    return Listed(DiffCounts(added, modified, removed), truncated=True)
+def _estimate(invalidation: CacheInvalidation) -> _Change:
+    """Approximate the counts by the invalidated entries: the contents of added and removed directories are missing."""
+    added = sum(not change.old for change in invalidation.entries)
+    removed = sum(not change.new for change in invalidation.entries)
+    modified = len(invalidation.entries) - added - removed + len(invalidation.inodes)
+    return _Change(DiffCounts(added, modified, removed), ())
 
 
 def _is_same(old: Tree, new: Tree) -> bool:
-    """Whether two states of one volume do not differ at all: neither by a change nor in links, inodes or any time."""
+    """Whether two states of one volume are equal in everything, links, inode numbers and times included."""
     try:
         touched = new.touched(old)
         if touched is None or any(_entry(old, path) != _entry(new, path) for path in touched):

@@ -1,11 +1,11 @@
-"""Snapshots of a container's workspace: kept in the store on disk, like those of a host directory.
+"""The files of a container's workspace, as a snapshot store reads and writes them.
 
-Restored is through the mount itself, by a thread: so the kernel and who watches see each change, what programs have
-open they keep, and one way serves every transport.  Looked at is, through the agent transport, what the helper lists in
-bulk; through the other the mount, after the kernel has forgotten what it knows, which may be of a moment ago.
+A restore writes through the mount, in a worker thread: so the kernel and inotify watchers see each change, open files
+stay usable, and the same code serves every transport.  A scan reads, with the agent transport, the helper's bulk
+listing; with the other, the mount, after the kernel's caches are invalidated.
 
-What a container changes while its workspace is restored, and that no snapshot has, is left alone where it is noticed;
-through the agent transport it is not.
+If a program in the container changes a file during a restore, the file is left alone if the change is noticed.  Through
+the agent transport it is not noticed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,16 @@ import trio
 
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import ContainerConnection
-from protocol.store import DirectorySource, DirectoryTarget, Source, Store, TreeSource
+from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
-from vfsd.daemon.snapshots.stored import Stored
 
-__all__ = ["stored_container"]
-
-
-def stored_container(store: Store, key: str, connection: ContainerConnection, mountpoint: str) -> Stored:
-    """Where the snapshots of the workspace behind `connection`, mounted at `mountpoint`, are kept and taken."""
-    source = _ContainerSource(connection, mountpoint)
-    return Stored(store, key, source, _MountTarget(mountpoint, source))
+__all__ = ["ContainerSource", "MountTarget"]
 
 
-class _ContainerSource:
-    """Implements `protocol.store.Source`; for worker threads of the serving loop's."""
+class ContainerSource:
+    """Implements `protocol.store.Source`.  For worker threads that the serving loop started."""
 
     identity: Final = None
 
@@ -43,7 +36,7 @@ class _ContainerSource:
         self._mountpoint = mountpoint
 
     def _now(self) -> Source:
-        """What is looked at: of this run of the container."""
+        """The source for the present run of the container."""
         transport = self._connection.transport
         if isinstance(transport, AgentTransport):
             return TreeSource(trio.from_thread.run_sync(transport.tree))
@@ -63,16 +56,16 @@ class _ContainerSource:
         return self._now().chunks(path, size)
 
 
-class _MountTarget(DirectoryTarget):
-    """A mountpoint, of which `source` may not know what was seen of an entry."""
+class MountTarget(DirectoryTarget):
+    """A mountpoint.  `source` may not know the identity of an entry; then the entry is replaced without a check."""
 
     def __init__(self, mountpoint: str, source: Source) -> None:
         super().__init__(os.fsencode(mountpoint))
-        self._looked_at = source
+        self._scanned = source
 
     @property
     def source(self) -> Source:
-        return self._looked_at
+        return self._scanned
 
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:
         if expected is not None:
@@ -81,5 +74,5 @@ class _MountTarget(DirectoryTarget):
     def _place(self, directory: int, temporary: bytes, name: bytes, path: bytes, expected: bytes | None) -> None:
         if expected is not None:
             super()._place(directory, temporary, name, path, expected)
-        else:  # not known, which does not mean that nothing is there
+        else:  # not known: something may be there
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)

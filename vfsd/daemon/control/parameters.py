@@ -1,0 +1,38 @@
+"""Decode text from the wire.  InvalidParamsError for text that is malformed."""
+
+from __future__ import annotations
+
+import os
+
+from protocol.paths import decode
+from vfsd.wire.messages import InvalidParamsError, from_wire_path
+
+__all__ = ["absolute_path", "filesystem_path", "host_text"]
+
+
+def _decoded(wire: str) -> bytes:
+    try:
+        return from_wire_path(wire)
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def host_text(wire: str) -> str:
+    """Decode a path, or other text, of this host."""
+    return os.fsdecode(_decoded(wire))
+
+
+def absolute_path(wire: str) -> str:
+    """Decode an absolute path of this host."""
+    path = host_text(wire)
+    if not os.path.isabs(path):
+        raise InvalidParamsError(f"not an absolute path: {wire!r}")
+    return path
+
+
+def filesystem_path(wire: str) -> str:
+    """Decode a path in the workspace, in the form that `protocol.filesystem.Filesystem` takes."""
+    try:
+        return decode(_decoded(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None

@@ -1,0 +1,217 @@
+"""`snapshot`, `snapshots`, `drop`, `restore` and `import`."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from protocol.diff.tree_diff import DiffCounts
+from protocol.store import Store
+from protocol.volume import SnapshotInfo
+from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.changes import (
+    change_counts,
+    change_record,
+    compare,
+    created_at,
+    expired_records,
+    problem_records,
+)
+from vfsd.daemon.control.parameters import absolute_path, host_text
+from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
+from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, SnapshotService, is_reserved, name_at
+from vfsd.wire.messages import (
+    DropParams,
+    DroppedStepRecord,
+    DropResult,
+    ImportParams,
+    ImportResult,
+    InvalidParamsError,
+    RestoreParams,
+    RestoreResult,
+    SnapshotParams,
+    SnapshotRecord,
+    SnapshotsParams,
+    SnapshotsResult,
+    wire_path,
+)
+from vfsd.wire.options import WorkspaceOptions
+from vfsd.wire.paths import wire_paths_within
+
+__all__ = ["SnapshotMethods", "required"]
+
+# Names that need no quoting in a shell, in a table's file name, and in `restore NAME|ARCHIVE.zip`.
+_SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
+
+
+def required(snapshots: SnapshotService | None) -> SnapshotService:
+    """Return `snapshots`.  OSError (EOPNOTSUPP) if the backend has none."""
+    if snapshots is None:
+        raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots yet, nor what is built on them")
+    return snapshots
+
+
+class SnapshotMethods:
+    """The snapshot methods of one workspace."""
+
+    def __init__(self, snapshots: SnapshotService | None, options: WorkspaceOptions) -> None:
+        self._optional = snapshots
+        self._options = options
+
+    @property
+    def _snapshots(self) -> SnapshotService:
+        return required(self._optional)
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handlers by method name."""
+        return {
+            "snapshot": self._snapshot,
+            "snapshots": self._list,
+            "drop": self._drop,
+            "restore": self._restore,
+            "import": self._import,
+        }
+
+    async def _snapshot(self, params: SnapshotParams, call: CallContext) -> SnapshotRecord:
+        if params.name is not None:
+            _check_snapshot_name(params.name)
+        snapshots = self._snapshots
+        record = _record(await snapshots.take(params.name, params.tag, call))
+        record.expired = expired_records((), snapshots.collect_pruned())
+        return record
+
+    async def _list(self, params: SnapshotsParams, _call: CallContext) -> SnapshotsResult:
+        snapshots = self._snapshots
+        counts = await snapshots.change_counts() if params.changes else {}
+        history = await snapshots.history()
+        records = []
+        for info in await snapshots.infos():
+            at = history.position_of(info.serial)
+            step = None if at is None else at - history.position
+            records.append(_record(info, counts.get(info.name), step))
+        return SnapshotsResult(records)
+
+    async def _drop(self, params: DropParams, _call: CallContext) -> DropResult:
+        names = list(dict.fromkeys([params.name, *params.also]))
+        done = await self._snapshots.drop(names)
+        steps = [DroppedStepRecord(name, step) for name, step in done.steps.items()]
+        return DropResult(names, steps, done.history.undo_steps, done.history.redo_steps)
+
+    # -- restore -------------------------------------------------------------------------------------
+    async def _restore(self, params: RestoreParams, call: CallContext) -> RestoreResult:
+        given = (params.name is not None, params.archive is not None, params.undo, params.redo, params.base)
+        if sum(given) != 1:
+            raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
+        if not params.dry_run:
+            self._check_writable()
+        paths = wire_paths_within(params.paths)
+        if params.of is not None and params.name is None:
+            raise InvalidParamsError("of takes the name of a snapshot")
+        if params.redo and paths:
+            raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
+        if params.archive is not None:
+            origin = archive(absolute_path(params.archive))
+            return await self._restore_from(origin, params.archive, paths, call, params)
+        if params.of is not None:
+            with self._store(params.store) as store:
+                source = f"{params.name} of {params.of}"
+                origin = snapshot_of(store, host_text(params.of), params.name or "", source)
+                return await self._restore_from(origin, source, paths, call, params)
+        snapshots = self._snapshots
+        if (params.undo or params.redo) and not (params.dry_run or paths):
+            outcome = await (snapshots.undo(call) if params.undo else snapshots.redo(call))
+            return self._restored(outcome.source, outcome)
+        name = BASE if params.base else await self._step_to(params) or params.name or ""
+        source = str(self._options.backend) if params.base else name
+        if params.dry_run:
+            async with snapshots.tree(None) as live, snapshots.tree(name) as wanted:
+                found = await compare(live, wanted, paths, call, stream=params.stream)
+            return RestoreResult(source, None, found.counts, found.records, found.truncated)
+        return self._restored(source, await snapshots.restore(name, paths, call))
+
+    def _store(self, directory: str | None) -> Store:
+        return Store(self._options.store if directory is None else absolute_path(directory))
+
+    async def _restore_from(
+        self, origin: Origin, source: str, paths: list[bytes], call: CallContext, params: RestoreParams
+    ) -> RestoreResult:
+        snapshots = self._snapshots
+        async with snapshots.staged(origin, call) as staged:
+            if params.dry_run:
+                async with snapshots.tree(None) as live:
+                    found = await compare(live, staged.tree, paths, call, stream=params.stream)
+                return RestoreResult(source, None, found.counts, found.records, found.truncated)
+            return self._restored(source, await snapshots.put(staged, paths, call, replace=True))
+
+    def _restored(self, source: str, outcome: Outcome) -> RestoreResult:
+        return RestoreResult(
+            source,
+            outcome.safety,
+            change_counts(outcome.counts),
+            [change_record(change) for change in outcome.changes],
+            outcome.truncated,
+            problem_records(outcome.problems),
+            outcome.step,
+            expired_records(outcome.expired, self._snapshots.collect_pruned()),
+            outcome.undo_steps,
+            outcome.redo_steps,
+        )
+
+    def _check_writable(self) -> None:
+        if self._options.read_only:
+            raise OSError(errno.EROFS, f"workspace {self._options.name!r} is mounted read-only")
+
+    async def _step_to(self, params: RestoreParams) -> str | None:
+        """Return the snapshot that `--undo` or `--redo` goes to; None without these options."""
+        if not (params.undo or params.redo):
+            return None
+        interrupted = await self._snapshots.interrupted()
+        if params.undo and interrupted is not None and interrupted.safety is not None:
+            return interrupted.safety
+        history = await self._snapshots.history()
+        return name_at(history, await self._snapshots.infos(), history.position + (-1 if params.undo else +1))
+
+    # -- import --------------------------------------------------------------------------------------
+    async def _import(self, params: ImportParams, call: CallContext) -> ImportResult:
+        self._check_writable()
+        snapshots = self._snapshots
+        async with snapshots.staged(archive(absolute_path(params.path)), call) as staged:
+            outcome = await snapshots.put(staged, (), call, replace=False)
+        return ImportResult(
+            params.path,
+            staged.files,
+            staged.total_bytes,
+            outcome.safety,
+            change_counts(outcome.counts),
+            problem_records(outcome.problems),
+            expired_records(outcome.expired, snapshots.collect_pruned()),
+        )
+
+
+def _record(info: SnapshotInfo, counts: DiffCounts | None = None, step: int | None = None) -> SnapshotRecord:
+    return SnapshotRecord(
+        name=info.name,
+        created_at=created_at(info),
+        files=info.files,
+        directories=info.directories,
+        size_bytes=info.size_bytes,
+        kind=info.kind,
+        tag=info.tag,
+        changes=None if counts is None else change_counts(counts),
+        unstable=[wire_path(path) for path in info.unstable],
+        unreadable=[wire_path(path) for path in info.unreadable],
+        step=step,
+    )
+
+
+def _check_snapshot_name(name: str) -> None:
+    if not _SNAPSHOT_NAME.fullmatch(name) or is_reserved(name):
+        raise InvalidParamsError(
+            f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
+            f"no leading space or dash; {SAFETY_PREFIX!r} is vfsd's own prefix)"
+        )
+    if name.lower().endswith(".zip") or not name.strip("."):
+        reason = "only dots" if not name.strip(".") else "`vfsd restore` takes a name that ends in .zip for a file"
+        raise InvalidParamsError(f"not a name for a snapshot: {name!r} ({reason}); take another one")

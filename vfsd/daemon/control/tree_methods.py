@@ -1,0 +1,123 @@
+"""`diff` and `export`: what reads a whole state."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from protocol.adapters.filtered import changed_tree
+from protocol.archive import export_archive
+from protocol.tree import Tree
+from protocol.volume import snapshotable
+from vfsd.daemon.control.call_context import CallContext, Handler
+from vfsd.daemon.control.changes import OutputPieces, compare, filtered, path_filter, problem_records, written_patch
+from vfsd.daemon.control.parameters import absolute_path
+from vfsd.daemon.control.snapshot_methods import required
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes
+from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.machine import mounts
+from vfsd.wire.messages import DiffParams, DiffResult, ExportParams, ExportResult
+from vfsd.wire.options import WorkspaceOptions
+from vfsd.wire.paths import wire_paths_within
+
+__all__ = ["TreeMethods"]
+
+
+class TreeMethods:
+    """The methods of one workspace that read a whole state."""
+
+    def __init__(self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions) -> None:
+        self._mounted = mounted
+        self._snapshots = snapshots
+        self._options = options
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The handlers by method name."""
+        return {"diff": self._diff, "export": self._export}
+
+    async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
+        snapshots = required(self._snapshots)
+        from_base = params.a is None and snapshots.has_base
+        a = BASE if from_base else params.a if params.a is not None else await _newest(snapshots)
+        paths = wire_paths_within(params.paths)
+        rule = path_filter(params.include, params.exclude)
+        if params.b is None:
+            await self._mounted.write_back()
+        async with snapshots.tree(a) as all_old, snapshots.tree(params.b) as all_new:
+            old, new = filtered(all_old, rule), filtered(all_new, rule)
+            if params.mode == "patch":
+                found = await in_thread(
+                    written_patch,
+                    old,
+                    new,
+                    paths,
+                    OutputPieces(call.output_from_thread),
+                    include_git=params.include_git,
+                    keep_going=call.raise_if_cancelled,
+                )
+            else:
+                found = await compare(old, new, paths, call, with_lines=params.mode == "stat", stream=params.stream)
+        return DiffResult(
+            a=str(self._options.backend) if from_base else a,
+            b=params.b,
+            counts=found.counts,
+            changes=found.records,
+            truncated=found.truncated,
+            problems=found.problems,
+            omitted=found.omitted,
+            patch_bytes=found.written_bytes,
+        )
+
+    async def _export(self, params: ExportParams, call: CallContext) -> ExportResult:
+        path = absolute_path(params.path)
+        await in_thread(self._check_outlives_mount, path)
+        rule = path_filter(params.include, params.exclude)
+        snapshots, volume = required(self._snapshots), snapshotable(self._mounted.volume)
+        async with AsyncExitStack() as stack:
+            tree: Tree = await stack.enter_async_context(
+                snapshots.frozen(call) if params.snapshot is None else snapshots.tree(params.snapshot)
+            )
+            if params.changes_only:
+                base = await stack.enter_async_context(snapshots.tree(BASE))
+                tree = await in_thread(changed_tree, base, tree)
+            epoch = params.source_date_epoch
+            summary = await in_thread(
+                export_archive,
+                filtered(tree, rule),
+                path,
+                overwrite=params.overwrite,
+                created_ns=time.time_ns() if epoch is None else epoch * 10**9,
+                progress=in_bytes(call),
+                skip_too_long=True,
+            )
+            is_complete = not (summary.skipped or params.changes_only or params.include or params.exclude)
+            if is_complete and volume is not None:
+                volume.mark_saved(tree)
+        return ExportResult(
+            params.path, summary.files, summary.total_bytes, summary.archive_bytes, problem_records(summary.skipped)
+        )
+
+    def _check_outlives_mount(self, path: str) -> None:
+        """OSError (EINVAL) for an archive inside this mount, if the unmount deletes the mount's files."""
+        # A container that was made for the workspace goes with it, although its files are on a disk.
+        if self._mounted.volume.capabilities.durable and self._options.backend.kind != "image":
+            return
+        found = mounts.find_mount(os.path.dirname(path))
+        if found is not None and found.mountpoint == mounts.resolve(self._options.mountpoint):
+            reason = (
+                f"the archive would be inside workspace {self._options.name}, whose unmount deletes it: "
+                "export to a path outside of the workspace"
+            )
+            raise OSError(errno.EINVAL, reason, path)
+
+
+async def _newest(snapshots: SnapshotService) -> str:
+    """Return the newest snapshot that is no safety snapshot.  ENOENT."""
+    for info in reversed(await snapshots.infos()):
+        if info.kind != "safety":
+            return info.name
+    raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")

@@ -1,0 +1,197 @@
+"""StoreRestore: one restore of a stored snapshot: its step in the undo history, and its changes in the mounted volume.
+
+The undo history is a file in the workspace's directory in the store.  A restore writes it after the safety snapshot is
+taken and before the first file is changed, under the lock that excludes other restores.  If the daemon is killed:
+
+- before that, there may be a safety snapshot that belongs to no step;
+- after that, the history names the safety snapshot.  If the store's restore journal exists too, `undo` goes to the
+  state of that snapshot, wherever the history has it, and a restore of the same snapshot resumes the same step.
+
+Threading: `Step` and `HistoryFile` are used in worker threads, one call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from protocol.diff.tree_diff import Change
+from protocol.store import Store
+from protocol.store.format.layout import write_atomically
+from protocol.volume import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
+from vfsd.daemon.snapshots.base import CallObserver, is_staged
+from vfsd.daemon.snapshots.history import UndoHistory
+
+__all__ = ["HistoryFile", "PlannedStep", "Step", "VolumeUpdate", "scan_progress"]
+
+_PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What a restore is to be in the history: a new step `name`, or a move to the state at position `to`.
+
+    Without `remove`, files that the snapshot lacks stay.
+    """
+
+    name: str
+    to: int | None = None
+    remove: bool = True
+
+
+class HistoryFile:
+    """The undo history of workspace `key` in `store`.  It is replaced atomically."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._path = os.path.join(store.layout.workspace(key), "history")
+
+    def raw(self) -> bytes | None:
+        """The content of the file; None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            return file.read()
+        return None
+
+    def read(self, infos: Sequence[SnapshotInfo]) -> UndoHistory:
+        """The history, without the states whose snapshots are not among `infos`."""
+        data = self.raw()
+        history = None if data is None else UndoHistory.decoded(data)
+        if history is None:
+            history = UndoHistory.of_snapshots(infos)
+        return history.among({info.serial for info in infos})
+
+    def write(self, history: UndoHistory) -> None:
+        """Not synced: if a power failure damages the file, `UndoHistory.of_snapshots` replaces it."""
+        write_atomically(self._path, history.encoded(), durable=False)
+
+
+class Step:
+    """The step of one restore: the history `before` it and `after` it.
+
+    `safety` is the name of the snapshot of the state before; `earlier` names an older snapshot that may hold the same
+    state.  `resumes`: the restore continues an interrupted one, so it is no step of its own.  `is_half_done`: the live
+    state is part of an interrupted restore, so it must not replace a complete state.
+    """
+
+    def __init__(
+        self, store: Store, key: str, planned: PlannedStep, safety: str, *, resumes: bool, is_half_done: bool
+    ) -> None:
+        self.planned = planned
+        self.safety = safety
+        self.earlier: str | None = None
+        self._store = store
+        self._key = key
+        self._resumes = resumes
+        self._is_half_done = is_half_done
+        self._file = HistoryFile(store, key)
+        self._raw = self._file.raw()
+        infos = [info for info in store.snapshots(key) if not is_staged(info.name)]
+        self.before = self.after = self._file.read(infos)
+        if not resumes and not is_half_done:
+            self.earlier = next((info.name for info in infos if info.serial == self.before.here.serial), None)
+
+    @property
+    def tag(self) -> str:
+        """The tag of the safety snapshot."""
+        planned = self.planned
+        return f"{'before' if planned.to is None or planned.to > self.before.position else 'after'} {planned.name}"
+
+    def begin(self) -> None:
+        """Write the history; the safety snapshot exists, and nothing is changed yet.  EBUSY if another daemon did."""
+        if self._file.raw() != self._raw:
+            reason = "another workspace of the same directory was restored meanwhile: try again"
+            raise OSError(errno.EBUSY, reason)
+        self._write(self._store.snapshot(self._key, self.safety).serial)
+
+    def _write(self, serial: int) -> None:
+        planned, before = self.planned, self.before
+        if self._resumes:
+            self.after = before
+        elif planned.to is None:
+            self.after = before.stepped(serial, planned.name)
+        else:
+            replaces = before.here.serial is None or not self._is_half_done
+            self.after = before.moved(planned.to, serial if replaces else None)
+        self._file.write(self.after)
+
+    def revert(self) -> None:
+        """Restore the history file: nothing was changed, or every change was undone."""
+        self.after = self.before
+        if self._file.raw() != self._raw:
+            self._file.write(self.before)
+
+    def use_earlier(self) -> bool:
+        """Whether `earlier` holds the state before; the history then names it instead of `safety`."""
+        if self.earlier is None:
+            return False
+        store, key = self._store, self._key
+        with store.tree(key, self.earlier) as earlier, store.tree(key, self.safety) as safety:
+            if earlier.root != safety.root:
+                return False
+        here = self.before.here.serial
+        assert here is not None
+        self._write(here)
+        return True
+
+
+class VolumeUpdate:
+    """Passes the changes of a restore from the store's thread to the volume on the serving loop.
+
+    `changes`: the changes of the plan.  Until there is a plan the client can cancel.
+    """
+
+    def __init__(self, volume: ExternallyChangedVolume, observer: CallObserver) -> None:
+        self.changes: Sequence[Change] = ()
+        self._volume = volume
+        self._observer = observer
+        self._is_planned = False
+        self._loop = trio.lowlevel.current_trio_token()
+
+    def plan(self, changes: Sequence[Change]) -> None:
+        """Prepare the volume for `changes`.  The store's thread."""
+        self._observer.commit()
+        self.changes = changes
+        trio.from_thread.run(self._hold, trio_token=self._loop)
+        self._is_planned = True
+
+    async def _hold(self) -> None:
+        for at in range(0, len(self.changes), _PATHS_AT_ONCE):
+            self._volume.hold(change.path for change in self.changes[at : at + _PATHS_AT_ONCE])
+            await trio.lowlevel.checkpoint()
+
+    async def finish(self) -> CacheInvalidation:
+        """What to invalidate in the kernel, even if the restore failed half-way."""
+        parts = []
+        for at in range(0, len(self.changes), _PATHS_AT_ONCE):
+            parts.append(self._volume.invalidation_of(self.changes[at : at + _PATHS_AT_ONCE]))
+            await trio.lowlevel.checkpoint()
+        self._volume.release()
+        return CacheInvalidation(
+            [change for part in parts for change in part.entries],
+            [change for part in parts for change in part.inodes],
+            {number: path for part in parts for number, path in part.paths.items()},
+            {number: mode for part in parts for number, mode in part.modes.items()},
+        )
+
+    def progress(self, done: int, total: int) -> None:
+        """Report the store's progress.  The store's thread."""
+        if self._is_planned:
+            self._observer.progress_nowait(done, total, "files")
+        else:
+            self._observer.raise_if_cancelled()
+            self._observer.progress_nowait(done, 0, "files")
+
+
+def scan_progress(observer: CallObserver) -> Callable[[int, int], None]:
+    """Return a progress callback for a scan that reports to `observer` and stops with it."""
+
+    def report(files: int, read_bytes: int) -> None:  # noqa: ARG001 -- the store passes it
+        observer.raise_if_cancelled()
+        observer.progress_nowait(files, 0, "files")
+
+    return report

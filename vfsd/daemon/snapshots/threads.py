@@ -1,0 +1,46 @@
+"""Work of the snapshot services in worker threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+import trio
+
+from protocol.tree import Tree
+from vfsd.daemon.snapshots.base import Staged
+
+__all__ = ["counted", "entered", "in_thread"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` in a worker thread.  The loop waits for its end even if it is cancelled."""
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+@asynccontextmanager
+async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter `manager` in a worker thread, because that may wait for a lock or read a whole archive."""
+    value = await in_thread(manager.__enter__)
+    error: BaseException | None = None
+    try:
+        yield value
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+def counted(name: str, tree: Tree) -> Staged:
+    """Count the files and bytes of `tree`."""
+    files = total_bytes = 0
+    for entry in tree.walk():
+        files += not entry.is_dir
+        total_bytes += entry.size if entry.is_file else 0
+    return Staged(name, tree, files, total_bytes)
