@@ -1,14 +1,14 @@
-"""The messages of `exec`: a command that runs while its client watches it, and types.
+"""The messages of `exec`: an interactive command, whose input and output are exchanged while it runs.
 
-`exec` is answered when the command has ended.  On the way its client is sent an "exec.started" notification with
-the name of the session, which the other methods take, and "exec.output" for what the command writes.
+The response to `exec` follows when the command has ended.  Before that the client receives an "exec.started"
+notification with the session's name, which the other methods take, and "exec.output" notifications.
 
-Output flows as the client has room: at most `window_bytes` that it has not acknowledged with `exec.more` are on
-their way, by `cost`; a command that writes more waits.  So a client that stops reading, or is stopped itself, holds
-up nobody else, costs no memory, and can still send signals.  Input is asked for the same way: `exec.input` is answered
-when the command has taken it.
+Flow control: at most `window_bytes` of output, measured by `cost`, are sent before the client acknowledges them with
+`exec.more`; then the command blocks when it writes.  A client that stops reading therefore delays no other client,
+uses no memory in the daemon, and can still send signals.  For input, the response to `exec.input` follows when the
+command has read the data.
 
-exec.more, exec.signal and exec.resize may be sent as notifications: an answer would say nothing.
+exec.more, exec.signal and exec.resize may be sent as notifications, since their results are empty.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from vfsd.wire.base import Empty, Params
+
 __all__ = [
     "EXEC_METHODS",
     "OUTPUT",
     "STARTED",
     "WINDOW_BYTES",
+    "Empty",
     "ExecEnded",
     "ExecInputParams",
     "ExecMoreParams",
@@ -31,7 +34,6 @@ __all__ = [
     "ExecResizeParams",
     "ExecSignalParams",
     "ExecStarted",
-    "Nothing",
     "TerminalSize",
     "cost",
 ]
@@ -39,33 +41,32 @@ __all__ = [
 STARTED: Final = "exec.started"
 OUTPUT: Final = "exec.output"
 WINDOW_BYTES: Final = 64 * 1024
-# What a message takes in a socket's buffer beside its data: sk_buff and its like, and JSON.  A window of one-byte
-# messages must fit in there too.
+# The overhead of a message in a socket's buffer: sk_buff and JSON.  A window of one-byte messages must fit in the
+# buffer too.
 _MESSAGE_BYTES: Final = 1024
 
 
 def cost(data: bytes) -> int:
-    """What a piece of output takes of the window."""
+    """Return the number of bytes that a piece of output uses of the window."""
     return max(len(data), _MESSAGE_BYTES)
-
-
-class _Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
 
 
 Dimension = Annotated[int, Meta(ge=0, le=0xFFFF)]
 
 
 class TerminalSize(msgspec.Struct, forbid_unknown_fields=True):
+    """The size of a terminal in characters."""
+
     rows: Dimension = 24
     columns: Dimension = 80
 
 
-class ExecParams(_Params):
-    """exec: the words of `argv`, and `cwd` in the workspace, are written as paths are; `env` is added to what the
-    command's place gives.
+class ExecParams(Params):
+    """Parameters of `exec`: run a command in the workspace's directory `cwd`.
 
-    `terminal` gives it one.  With `input` it has the input that `exec.input` sends, else none.  None is no limit.
+    The words of `argv` are encoded like paths.  `env` is added to the environment of the host, container or sandbox.
+    `terminal` runs the command in a terminal of this size.  `input`: the command reads what `exec.input` sends, else
+    its input is empty.  None means no limit.
     """
 
     argv: Annotated[list[str], Meta(min_length=1)]
@@ -80,14 +81,14 @@ class ExecParams(_Params):
 
 
 class ExecStarted(msgspec.Struct):
-    """Params of an "exec.started" notification: request `id` runs as `session`."""
+    """Parameters of an "exec.started" notification: the call `id` runs as `session`."""
 
     id: int | str | None
     session: str
 
 
 class ExecOutput(msgspec.Struct):
-    """Params of an "exec.output" notification; a terminal's output is all "stdout"."""
+    """Parameters of an "exec.output" notification.  All output of a terminal is "stdout"."""
 
     id: int | str | None
     stream: Literal["stdout", "stderr"]
@@ -95,10 +96,11 @@ class ExecOutput(msgspec.Struct):
 
 
 class ExecEnded(msgspec.Struct, omit_defaults=True):
-    """How it ended; `exit_status` is negative for what a signal killed, where that is known.
+    """Result of `exec`.
 
-    `truncated`: it wrote more than the limit, which was thrown away.  `snapshot` was taken after it;
-    `snapshot_error` says why a snapshot that was to be taken is missing.
+    `exit_status` is negative if a signal killed the command and the runner reports that.  `truncated`: the output
+    exceeded the limit and the rest was discarded.  `snapshot` is the snapshot that was taken after the command;
+    `snapshot_error` is the reason if taking it failed.
     """
 
     exit_status: int
@@ -108,43 +110,42 @@ class ExecEnded(msgspec.Struct, omit_defaults=True):
     snapshot_error: str | None = None
 
 
-class ExecInputParams(_Params):
-    """exec.input: `data` for it to read, and with `end` no more.  EPIPE once it reads no more."""
+class ExecInputParams(Params):
+    """Parameters of `exec.input`: data for the command to read; `end` closes its input.
+
+    EPIPE if the command has closed its input.
+    """
 
     session: str
     data: bytes = b""
     end: bool = False
 
 
-class ExecMoreParams(_Params):
-    """exec.more: the client has done with output that cost `taken_bytes`."""
+class ExecMoreParams(Params):
+    """Parameters of `exec.more`: acknowledge output whose `cost` is `taken_bytes`."""
 
     session: str
     taken_bytes: Annotated[int, Meta(ge=0)]
 
 
-class ExecSignalParams(_Params):
-    """exec.signal: "INT", "TERM", ... for the command and what it runs in the foreground."""
+class ExecSignalParams(Params):
+    """Parameters of `exec.signal`: send "INT", "TERM", ... to the command and its foreground processes."""
 
     session: str
     signal: str
 
 
-class ExecResizeParams(_Params):
-    """exec.resize: its terminal has this size now."""
+class ExecResizeParams(Params):
+    """Parameters of `exec.resize`: change the size of the command's terminal."""
 
     session: str
     size: TerminalSize
 
 
-class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    """Nothing to say."""
-
-
 EXEC_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "exec": (ExecParams, ExecEnded),
-    "exec.input": (ExecInputParams, Nothing),
-    "exec.more": (ExecMoreParams, Nothing),
-    "exec.signal": (ExecSignalParams, Nothing),
-    "exec.resize": (ExecResizeParams, Nothing),
+    "exec.input": (ExecInputParams, Empty),
+    "exec.more": (ExecMoreParams, Empty),
+    "exec.signal": (ExecSignalParams, Empty),
+    "exec.resize": (ExecResizeParams, Empty),
 }

@@ -1,8 +1,8 @@
-"""The messages of the control socket's `fs.` methods: the agent's tools on a running workspace.
+"""The messages of the control socket's `fs.` methods, which run the agent's tools on a running workspace.
 
-Paths are wire paths (see `vfsd.wire.messages`), relative to the workspace's root; "" is the root.  What is
-read comes in "output" notifications, so that no message is large.  Content to write is at most what fits in a
-request; more is named by `source`, a file of the host.
+Paths are encoded as `vfsd.wire.messages` describes and relative to the workspace's root; "" is the root.  Content that
+a method reads arrives in "output" notifications before the response, so that no message is large.  A request is limited
+to MAX_REQUEST_BYTES; to write more, pass a file of the host as `source`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
+from vfsd.wire.base import Params
 
 __all__ = [
     "FS_METHODS",
@@ -45,14 +46,10 @@ DEFAULT_PATHS: Final = 100
 DEFAULT_ENTRIES: Final = 10_000
 
 
-class _Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
 class FsEntry(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What there is at a path.  Symlinks are followed: "symlink" is one that leads nowhere in the workspace.
+    """The file at a path.  Symlinks are followed; type "symlink" means that the target is not in the workspace.
 
-    `mode` is the permission bits, octal: "0755".
+    `mode` is the permission bits in octal, such as "0755".
     """
 
     path: str
@@ -63,25 +60,31 @@ class FsEntry(msgspec.Struct, omit_defaults=True, kw_only=True):
     is_symlink: bool = False
 
 
-class FsLsParams(_Params):
+class FsLsParams(Params):
+    """Parameters of `fs.ls`: list the directory `path`."""
+
     path: str = ""
     limit: Positive = DEFAULT_ENTRIES
 
 
 class FsLsResult(msgspec.Struct):
+    """Result of `fs.ls`.  `truncated`: there are more entries than `limit`."""
+
     path: str
     entries: list[FsEntry]
     truncated: bool = False
 
 
-class FsStatParams(_Params):
+class FsStatParams(Params):
+    """Parameters of `fs.stat`: describe the file at `path`."""
+
     path: str
 
 
-class FsReadParams(_Params):
-    """fs.read: a page of lines, or with `as_bytes` of bytes; `limit` None is 2,000 lines, or all bytes.
+class FsReadParams(Params):
+    """Parameters of `fs.read`: read `limit` lines from line `offset` (0 is the first), or bytes with `as_bytes`.
 
-    Content that is no text is given as bytes, whole, where no page was asked for.
+    Without a `limit`: 2,000 lines, or all bytes.  A binary file is returned as bytes if no page was requested.
     """
 
     path: str
@@ -91,7 +94,7 @@ class FsReadParams(_Params):
 
 
 class FsReadResult(msgspec.Struct, omit_defaults=True):
-    """What the "output" before it is: `unit` says what `offset`, `limit` and `total` count."""
+    """Result of `fs.read`: describes the preceding "output".  `offset`, `limit` and `total` are counted in `unit`."""
 
     path: str
     unit: Literal["lines", "bytes"]
@@ -101,8 +104,8 @@ class FsReadResult(msgspec.Struct, omit_defaults=True):
     truncated: bool = False
 
 
-class FsWriteParams(_Params):
-    """fs.write: `content`, or that of the file `source` (absolute) of the host."""
+class FsWriteParams(Params):
+    """Parameters of `fs.write`: write `content`, or the content of the host file `source` (absolute)."""
 
     path: str
     content: bytes | None = None
@@ -111,8 +114,11 @@ class FsWriteParams(_Params):
     create_parents: bool = True
 
 
-class FsGlobParams(_Params):
-    """fs.glob: hidden directories, node_modules and their like are skipped unless `everything`."""
+class FsGlobParams(Params):
+    """Parameters of `fs.glob`: find paths below `path` that match `pattern`.
+
+    Skips hidden directories, node_modules and similar ones unless `everything` is set.
+    """
 
     pattern: str
     path: str = ""
@@ -121,12 +127,17 @@ class FsGlobParams(_Params):
 
 
 class FsGlobResult(msgspec.Struct):
+    """Result of `fs.glob`.  `truncated`: there are more paths than `limit`."""
+
     paths: list[str]
     truncated: bool = False
 
 
-class FsGrepParams(_Params):
-    """fs.grep: as `fs.glob`; `glob` chooses among the files."""
+class FsGrepParams(Params):
+    """Parameters of `fs.grep`: find lines that match the regular expression `pattern` in the files below `path`.
+
+    `glob` limits the search to matching files.  Skips the same directories as `fs.glob` unless `everything` is set.
+    """
 
     pattern: str
     path: str = ""
@@ -137,7 +148,10 @@ class FsGrepParams(_Params):
 
 
 class FsMatch(msgspec.Struct):
-    """A line (the first is 1) and its first match; of a long line a part around it, in which `match_start` counts."""
+    """A line, counted from 1, and its first match.
+
+    `line` is only the part around the match if the line is long; `match_start` and `match_end` are positions in `line`.
+    """
 
     path: str
     line_number: int
@@ -154,7 +168,7 @@ class FsUnreadable(msgspec.Struct):
 
 
 class FsGrepResult(msgspec.Struct):
-    """`unreadable` are the first 1,000 files and directories that could not be searched, of `unreadable_count`."""
+    """Result of `fs.grep`.  `unreadable` lists the first 1,000 of `unreadable_count` paths that were not searched."""
 
     matches: list[FsMatch]
     truncated: bool = False
@@ -162,9 +176,11 @@ class FsGrepResult(msgspec.Struct):
     unreadable_count: int = 0
 
 
-class FsExecParams(_Params):
-    """fs.exec: the words of `argv` are written as paths are; `cwd` is in the workspace; `env` is added to the daemon's
-    environment."""
+class FsExecParams(Params):
+    """Parameters of `fs.exec`: run a command in the workspace's directory `cwd` and return its output.
+
+    The words of `argv` are encoded like paths.  `env` is added to the daemon's environment.
+    """
 
     argv: Annotated[list[str], Meta(min_length=1)]
     cwd: str = ""
@@ -175,7 +191,11 @@ class FsExecParams(_Params):
 
 
 class FsExecResult(msgspec.Struct):
-    """How a command ended; `exit_status` is negative for what a signal killed.  `snapshot` was taken after it."""
+    """Result of `fs.exec`.
+
+    `exit_status` is negative if a signal killed the command.  `truncated`: the output exceeded the limit.  `snapshot`
+    is the snapshot that was taken after the command, if any.
+    """
 
     exit_status: int
     stdout: bytes

@@ -1,7 +1,7 @@
-"""What a daemon says when its mount answers, or that it could not start: one JSON line to whoever started it.
+"""The start-up handshake: the options that a daemon receives, and its report that it is ready or failed.
 
-The standard library's JSON, not msgspec's: paths are text as `os.fsdecode` makes it, and only the former
-carries the lone surrogates that stand for bytes which are no UTF-8.
+Each is one JSON document in a pipe.  Encoded with the standard library instead of msgspec, because paths are decoded
+with `os.fsdecode` and only `json` keeps the lone surrogates that represent bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Failed", "Ready", "decode_options", "decode_report", "encode_options
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The mount answers.  `recovered`: a sentence on the dead workspace that this one replaced, if any."""
+    """The mount answers.  `recovered`: a sentence about a dead workspace that this one replaced, if any."""
 
     name: str
     mountpoint: str
@@ -32,7 +32,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A start that failed, `message` in one line.  EIO for an exception that no errno stands for."""
+    """The start failed.  `message` is one line; `errno` is EIO for an exception without an errno."""
 
     message: str
     errno: int
@@ -40,19 +40,19 @@ class Failed:
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        """What to say of `error`."""
+        """Describe `error` for the process that started the daemon."""
         if isinstance(error, ValueError):
             return cls(_line(str(error)), errnos.EINVAL)
         code = errno_of(error)
         path = getattr(error, "filename", None)
-        if code is None:  # OSError("text") too: it is for people, and has no number
+        if code is None:  # includes OSError("text")
             reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             return cls(_line(reason), errnos.EIO)
         reason = getattr(error, "strerror", None) or str(error) or os.strerror(code)
         return cls(_line(reason), code, os.fsdecode(path) if isinstance(path, str | bytes) else None)
 
     def error(self) -> OSError:
-        """The exception for it, of Python's own subclass for the errno."""
+        """Return the failure as an OSError, of the subclass for its errno."""
         return OSError(self.errno, self.message, self.path) if self.path else OSError(self.errno, self.message)
 
 
@@ -61,23 +61,23 @@ def _line(text: str) -> str:
 
 
 def encode_options(options: MountOptions) -> bytes:
-    """`options` for `decode_options`."""
+    """Encode the options of a mount for the daemon."""
     return json.dumps(asdict(options)).encode()
 
 
 def decode_options(data: bytes) -> MountOptions:
-    """The options.  ValueError where they are none."""
+    """Decode the result of `encode_options`.  ValueError for anything else."""
     return msgspec.convert(json.loads(data), MountOptions)
 
 
 def encode_report(report: Ready | Failed) -> bytes:
-    """`report` as one line for `decode_report`."""
+    """Encode a report as one line."""
     kind = "ready" if isinstance(report, Ready) else "failed"
     return json.dumps({kind: msgspec.to_builtins(report)}).encode() + b"\n"
 
 
 def decode_report(line: bytes) -> Ready | Failed:
-    """The report.  ValueError where it is none."""
+    """Decode the result of `encode_report`.  ValueError for anything else."""
     content = json.loads(line)
     if "ready" in content:
         return msgspec.convert(content["ready"], Ready)

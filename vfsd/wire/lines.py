@@ -1,4 +1,4 @@
-"""Lines out of a byte stream: the framing that server and clients share, without any I/O."""
+"""Split a byte stream into lines: the framing of the control socket, without I/O."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ RECEIVE_BYTES: Final = 64 * 1024
 
 
 class LineBuffer:
-    """Collects what was received and gives back whole lines.
+    """Buffers received bytes and returns complete lines.
 
-    It sets no limit of its own: who feeds it looks at `partial_bytes` and stops.
+    The buffer is unbounded; the caller checks `partial_bytes` and stops receiving.
     """
 
     __slots__ = ("_buffer", "_searched")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        # Up to here there is no newline: a line that comes byte by byte is not searched again from its start.
+        # The buffer has no newline before this offset.  Avoids a quadratic search if a line arrives byte by byte.
         self._searched = 0
 
     @property
     def partial_bytes(self) -> int:
-        """The bytes held that `next_line` has not given back."""
+        """The number of buffered bytes."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def next_line(self) -> bytes | None:
-        """The next line without its newline, or None until more is fed."""
+        """Return the next line without its newline, or None if it is incomplete."""
         end = self._buffer.find(b"\n", self._searched)
         if end < 0:
             self._searched = len(self._buffer)
@@ -42,7 +42,7 @@ class LineBuffer:
         return line
 
     def take_rest(self) -> bytes:
-        """What is left of a stream that ended without a newline; the buffer is empty after it."""
+        """Return and remove the incomplete line at the end of a stream."""
         rest = bytes(self._buffer)
         self._buffer.clear()
         self._searched = 0

@@ -1,8 +1,11 @@
-"""The messages of the control socket: parameters and results of every method, typed.
+"""The messages of the control socket: the parameters and the result of every method.
 
-JSON-RPC 2.0, one object a line.  A path on the wire is text: UTF-8 as it is, a backslash doubled, and
-each byte that is no UTF-8 as `\\xNN`, so that every name a kernel allows goes there and back
-(`wire_path`, `from_wire_path`).  Sizes are in bytes, times ISO 8601 in UTC.
+Protocol: JSON-RPC 2.0 with one object per line.  `METHODS` is the list of methods; docs/json.md describes the results
+as the command line prints them.
+
+Conventions: sizes are in bytes and times ISO 8601 in UTC.  A path is text: UTF-8 unchanged, a backslash doubled, and
+every other byte as `\\xNN`, so that any name that Linux allows survives the round trip (`wire_path`,
+`from_wire_path`).  Paths are relative to the workspace's root, except where a field is documented as absolute.
 
 Source: https://www.jsonrpc.org/specification
 """
@@ -14,23 +17,25 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from vfsd.wire.base import Empty as Empty  # noqa: PLC0414 (one of the messages)
+from vfsd.wire.base import Params
 from vfsd.wire.exec_messages import EXEC_METHODS
 from vfsd.wire.fs_messages import FS_METHODS
 
-# -- error codes (JSON-RPC 2.0, section 5.1; -32000 to -32099 are the server's own) ---------------
+# -- error codes (JSON-RPC 2.0, section 5.1, which leaves -32000 to -32099 to the server) -----------
 PARSE_ERROR: Final = -32700
 INVALID_REQUEST: Final = -32600
 METHOD_NOT_FOUND: Final = -32601
 INVALID_PARAMS: Final = -32602
 INTERNAL_ERROR: Final = -32603
-OPERATION_FAILED: Final = -32000  # `data` carries the errno's name and the path
+OPERATION_FAILED: Final = -32000  # see `ErrorData`
 
 MAX_REQUEST_BYTES: Final = 1024 * 1024
 PROGRESS_METHOD: Final = "progress"
 OUTPUT_METHOD: Final = "output"
 CANCEL_METHOD: Final = "cancel"
 CLOSING_METHOD: Final = "closing"
-# What may take long or run for as long as its client likes: not on the connections that are kept for short calls.
+# Methods that may run for long; the server does not run them on connections that it reserves for short calls.
 LONG_METHODS: Final = frozenset(
     {"diff", "export", "import", "exec", "fs.ls", "fs.read", "fs.glob", "fs.grep", "fs.exec"}
 )
@@ -39,29 +44,29 @@ _ESCAPE = re.compile(rb"\\(\\|x[0-9a-f]{2})")
 
 
 def wire_path(path: bytes) -> str:
-    """The text that stands for `path` on the wire; `from_wire_path` is its inverse."""
+    """Encode `path` as text for the wire; `from_wire_path` decodes it."""
     return path.replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace")
 
 
 def from_wire_path(text: str) -> bytes:
-    """The path that `text` stands for.  ValueError for a lone backslash or a NUL."""
+    """Decode a path from the wire.  ValueError for a single backslash or a NUL."""
 
     def unescape(match: re.Match[bytes]) -> bytes:
         return b"\\" if match[1] == b"\\" else bytes([int(match[1][1:], 16)])
 
     raw = text.encode()
     if b"\0" in raw or b"\\" in _ESCAPE.sub(b"", raw):
-        raise ValueError(f"not a path as the control socket writes it: {text!r}")
+        raise ValueError(f"not a path in the control socket's encoding (a backslash is \\\\, a byte \\xNN): {text!r}")
     return _ESCAPE.sub(unescape, raw)
 
 
 class InvalidParamsError(ValueError):
-    """Raised by a handler for parameters of the right types that make no sense (INVALID_PARAMS)."""
+    """Raised by a handler for parameters that have the right types and invalid values (INVALID_PARAMS)."""
 
 
 # -- the envelope ---------------------------------------------------------------------------------
 class Request(msgspec.Struct):
-    """A call.  Without an `id` it is a notification, which is not answered."""
+    """A call, or without an `id` a notification, which has no response."""
 
     jsonrpc: Literal["2.0"]
     method: str
@@ -70,20 +75,24 @@ class Request(msgspec.Struct):
 
 
 class ErrorData(msgspec.Struct, omit_defaults=True):
-    """What an error carries beside its message: the errno's name ("ENOENT") and the path it is about."""
+    """Details of an OPERATION_FAILED: the errno's name, such as "ENOENT", and the affected path."""
 
     errno: str | None = None
     path: str | None = None
 
 
 class ErrorObject(msgspec.Struct, omit_defaults=True):
+    """The error of a failed call (JSON-RPC 2.0, section 5.1)."""
+
     code: int
     message: str
     data: ErrorData | None = None
 
 
 class Response(msgspec.Struct):
-    """An answer: `result` or `error`, never both.  Defaults are written: `jsonrpc` is one, and must be there."""
+    """The response to a call: either `result` or `error`."""
+
+    # Not `omit_defaults`: the specification requires `jsonrpc`.
 
     id: int | str | None
     jsonrpc: Literal["2.0"] = msgspec.field(default="2.0")
@@ -92,7 +101,7 @@ class Response(msgspec.Struct):
 
 
 class ProgressReport(msgspec.Struct):
-    """Params of a "progress" notification: how far request `id` is; `total` 0 when it is not known."""
+    """Parameters of a "progress" notification about the call `id`.  `total` is 0 if it is unknown."""
 
     id: int | str | None
     done: int
@@ -101,17 +110,17 @@ class ProgressReport(msgspec.Struct):
 
 
 class Output(msgspec.Struct):
-    """Params of an "output" notification: a further piece of what request `id` puts out (base64 on the wire)."""
+    """Parameters of an "output" notification: the next piece of the output of the call `id` (base64 on the wire)."""
 
     id: int | str | None
     data: bytes
 
 
-class CancelParams(msgspec.Struct, forbid_unknown_fields=True):
-    """cancel: stop the call with the request id `id` of this connection.
+class CancelParams(Params):
+    """Parameters of `cancel`: stop the call `id` of this connection.
 
-    That call is answered all the same: with the error ECANCELED when it was stopped and has changed nothing, else with
-    its result.  A client that wants no answer closes the connection, which cancels its calls too.
+    The cancelled call still gets a response: the error ECANCELED if it was stopped without changing anything, else its
+    result.  Closing the connection cancels all of its calls.
     """
 
     id: int | str | None
@@ -121,18 +130,19 @@ CancelState = Literal["stopping", "finishing", "unknown"]
 
 
 class CancelResult(msgspec.Struct):
-    """ "stopping": the call changes nothing.  "finishing": it has begun to change something and is completed.
-    "unknown": no such call is running; it may have been answered already."""
+    """The state of the call to cancel.
+
+    "stopping": the call will not change anything.  "finishing": it has started to change something and will complete.
+    "unknown": no such call is running; it may have completed already.
+    """
 
     state: CancelState
 
 
 # -- parameters and results -----------------------------------------------------------------------
-class Empty(msgspec.Struct, forbid_unknown_fields=True):
-    """No parameters, or nothing to say."""
-
-
 class StatusResult(msgspec.Struct):
+    """Result of `status`.  A field is None if the backend has no such value or would have to walk its tree for it."""
+
     name: str
     mountpoint: str
     backend: str
@@ -141,42 +151,43 @@ class StatusResult(msgspec.Struct):
     version: str
     started_at: str
     read_only: bool
-    # None of a backend that would have to walk its tree to know, or that has no such thing.
     files: int | None
     directories: int | None
     size_bytes: int | None
-    used_bytes: int | None  # what max_bytes bounds: content in whole pages, holes not counted, and much metadata
+    used_bytes: int | None  # bounded by max_bytes: content in whole pages without holes, and most metadata
     max_bytes: int | None
     max_inodes: int | None
     snapshots: int | None
-    requests: int  # served by the engine since it started
-    # What the workspace takes of memory, which max_memory bounds together.
-    live_bytes: int | None = None  # files, names, attributes
-    snapshot_bytes: int | None = None  # what only snapshots hold
-    overhead_bytes: int | None = None  # reserved for removing and restoring, lent to an import, remembered of below
+    requests: int  # answered by the engine since it started
+    # Memory of the workspace; max_memory bounds the sum of these three.
+    live_bytes: int | None = None  # files, names and attributes of the live state
+    snapshot_bytes: int | None = None  # content that only snapshots refer to
+    overhead_bytes: int | None = None  # reserves for removals, restores and imports, and an overlay's records
     max_memory: int | None = None
-    pruned: int | None = None  # automatic snapshots that were dropped to make room
-    changed_below: int | None = None  # files of overlay:DIR that others changed since they were looked at
-    engine_reason: str | None = None  # why this engine serves, where another would be preferred
-    interrupted: str | None = None  # a restore or an apply that is half done, and how to finish or undo it
-    commands: str | None = None  # where `vfsd exec` runs them: "on this host", ...; None: nowhere
-    # Of container:NAME and image:REF.
-    container: str | None = None  # what Podman says of it: "running", "paused", "exited with status 137", ...
+    pruned: int | None = None  # automatic snapshots that were dropped to free memory
+    changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
+    engine_reason: str | None = None  # why the engine is not the preferred one
+    interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
+    commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
+    # Backends container:NAME and image:REF only.
+    container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
     transport: Literal["rootfs", "agent"] | None = None
-    connected: bool | None = None  # while it is not, every request fails with EIO
+    connected: bool | None = None  # while False, every request fails with EIO
 
 
 class ChangeCounts(msgspec.Struct):
+    """The number of paths that differ, by kind of change."""
+
     added: int = 0
     modified: int = 0
     removed: int = 0
 
 
 class ExpiredRecord(msgspec.Struct):
-    """A snapshot that was dropped without a command to do so.
+    """A snapshot that the daemon dropped by itself.
 
-    "unneeded": a safety snapshot to which no undo or redo led any more, too old or one of too many.  "memory": one that
-    no user named, since the last answer that said so, because --max-memory was reached.
+    "unneeded": a safety snapshot that no undo or redo leads to any more, because it was too old or one of too many.
+    "memory": an automatic snapshot that was dropped since the last such report because --max-memory was reached.
     """
 
     name: str
@@ -185,6 +196,8 @@ class ExpiredRecord(msgspec.Struct):
 
 
 class SnapshotRecord(msgspec.Struct):
+    """A snapshot: the result of `snapshot`, and an element of that of `snapshots`."""
+
     name: str
     created_at: str
     files: int
@@ -192,47 +205,50 @@ class SnapshotRecord(msgspec.Struct):
     size_bytes: int
     kind: Literal["user", "safety", "automatic"]
     tag: str | None = None
-    changes: ChangeCounts | None = None  # against the snapshot before it; None where not asked for
-    unstable: list[str] = []  # files that changed while they were read: they may be of more than one moment
-    unreadable: list[str] = []  # what could not be read, and is not in it
-    # How many steps `--undo` (below 0) or `--redo` (above 0) is away from that state; 0: the live state came from it.
-    step: int | None = None  # None: no number of steps leads there
-    expired: list[ExpiredRecord] = []  # in the answer of `snapshot` alone
+    changes: ChangeCounts | None = None  # since the previous snapshot; None if not requested
+    unstable: list[str] = []  # files that changed while they were read; the snapshot may mix old and new data
+    unreadable: list[str] = []  # paths that could not be read and are not in the snapshot
+    # The number of undo steps (negative) or redo steps (positive) that lead to this snapshot; 0 if the live state
+    # started from it; None if no number of steps leads to it.
+    step: int | None = None
+    expired: list[ExpiredRecord] = []  # in the result of `snapshot` only
 
 
-class SnapshotParams(msgspec.Struct, forbid_unknown_fields=True):
-    """snapshot: `name` None makes one up ("snap-1", ...)."""
+class SnapshotParams(Params):
+    """Parameters of `snapshot`.  Without a `name` the daemon picks one: "snap-1", ..."""
 
     name: str | None = None
     tag: str | None = None
 
 
-class SnapshotsParams(msgspec.Struct, forbid_unknown_fields=True):
-    """snapshots: `changes` counts what each changed against the one before it."""
+class SnapshotsParams(Params):
+    """Parameters of `snapshots`.  `changes` counts for each snapshot the changes since the previous one."""
 
     changes: bool = True
 
 
 class SnapshotsResult(msgspec.Struct):
+    """Result of `snapshots`: all snapshots, oldest first."""
+
     snapshots: list[SnapshotRecord]
 
 
-class DropParams(msgspec.Struct, forbid_unknown_fields=True):
-    """drop: snapshot `name` and those of `also`: all of them or, where one does not exist, none."""
+class DropParams(Params):
+    """Parameters of `drop`: delete the snapshots `name` and `also`, or none of them if one does not exist."""
 
     name: str
     also: list[str] = []
 
 
 class DroppedStepRecord(msgspec.Struct):
-    """A dropped snapshot that `step` undos (below 0) or redos (above 0) led to."""
+    """A dropped snapshot that an undo (negative `step`) or a redo (positive `step`) would have restored."""
 
     name: str
     step: int
 
 
 class DropResult(msgspec.Struct):
-    """`dropped` has each name once.  `undo_steps` and `redo_steps` say how many steps are left."""
+    """Result of `drop`.  `undo_steps` and `redo_steps` are the numbers of steps that remain."""
 
     dropped: list[str] = []
     steps: list[DroppedStepRecord] = []
@@ -241,7 +257,7 @@ class DropResult(msgspec.Struct):
 
 
 class ChangeRecord(msgspec.Struct, omit_defaults=True):
-    """One path that differs.  `lines_*` only with --stat, for text files."""
+    """One path that differs.  `lines_added` and `lines_removed` are set in mode "stat" for text files."""
 
     path: str
     change: Literal["added", "modified", "removed", "type", "metadata"]
@@ -253,12 +269,18 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
     binary: bool = False
 
 
-class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
-    """restore: from snapshot `name`, or from the ZIP file `archive` (absolute), or, with `undo`, one restore, import
-    or apply back, or, with `redo`, one forward again, or, with `base`, to what is below an overlay.  `of` says that the
-    snapshot is another workspace's, by its key in the store: "host:" and the real path of its directory; `store` is
-    that store's directory (absolute).  `paths` (wire paths) limits it.  `dry_run` only says what it would do;
-    `stream` then sends the changes as that of `DiffParams` does."""
+class RestoreParams(Params):
+    """Parameters of `restore`.  Exactly one of these says what to restore:
+
+    - `name`: a snapshot.  With `of` it is a snapshot of another workspace, given by its key in the store ("host:" and
+      the real path of its directory); `store` is the absolute path of that store.
+    - `archive`: the absolute path of a ZIP file.
+    - `undo` or `redo`: one restore, import or apply back or forward.
+    - `base`: the directory below an overlay.
+
+    `paths` limits the restore to these paths.  `dry_run` reports the changes without making them; `stream` then sends
+    them as `DiffParams` describes.
+    """
 
     name: str | None = None
     of: str | None = None
@@ -273,16 +295,18 @@ class RestoreParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ProblemRecord(msgspec.Struct):
-    """A path that is not as it was to be, and why."""
+    """A path that could not be processed, and the reason."""
 
     path: str
     reason: str
 
 
 class RestoreResult(msgspec.Struct):
-    """`changes` lists at most CHANGES_LISTED paths; `counts` is of all.  `problems` are of what could not be done.
+    """Result of `restore`.
 
-    `safety_snapshot` is None where nothing was changed.  `step` is what an undo or a redo has undone or redone.
+    `counts` covers all changes, `changes` lists the first CHANGES_LISTED.  `safety_snapshot` is the state before the
+    restore; None if nothing changed.  `problems` are the paths that could not be restored.  `step` describes the step
+    that an undo or a redo reverted or repeated.
     """
 
     source: str
@@ -293,21 +317,22 @@ class RestoreResult(msgspec.Struct):
     problems: list[ProblemRecord] = []
     step: str | None = None
     expired: list[ExpiredRecord] = []
-    undo_steps: int = 0  # how many steps can be undone now, and redone
+    undo_steps: int = 0  # the numbers of steps that can be undone and redone now
     redo_steps: int = 0
 
 
 CHANGES_LISTED: Final = 10_000
 
 
-class DiffParams(msgspec.Struct, forbid_unknown_fields=True):
-    """diff: from state `a` to state `b`.  `a` None is the newest snapshot, or what is below an overlay; `b` None the
-    live state.
+class DiffParams(Params):
+    """Parameters of `diff`: compare state `a` with state `b`.
 
-    "names" and "stat" answer with `changes`, at most CHANGES_LISTED of them; with `stream` they send all of them before
-    the answer, in "output" notifications, each ChangeRecord as a line of JSON.  "patch" streams a unified diff in
-    "output" notifications; `include_git` with what git refuses, as in `.git`.  `include` and `exclude` are patterns in
-    gitignore's syntax, as those of `vfsd mount`.
+    `a`: a snapshot; None for the newest one, or for the directory below an overlay.  `b`: a snapshot; None for the live
+    state.  `include` and `exclude`: gitignore patterns.
+
+    Modes "names" and "stat" return at most CHANGES_LISTED `changes`; with `stream` they send all of them before the
+    response, in "output" notifications with one ChangeRecord per line of JSON.  Mode "patch" sends a unified diff in
+    "output" notifications; `include_git` adds changes that git refuses to apply, such as those in `.git`.
     """
 
     a: str | None = None
@@ -321,9 +346,11 @@ class DiffParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DiffResult(msgspec.Struct):
-    """`counts` is of all changes, hidden ones apart.  With "patch": `problems` are changes that the patch lacks,
-    `omitted` those that git has no notion of (empty directories, what is in `.git`), both together at most
-    CHANGES_LISTED, and `patch_bytes` is its size."""
+    """Result of `diff`.  `counts` covers all changes that the patterns select.
+
+    Mode "patch": `problems` are changes that the patch cannot express; `omitted` are those that git does not track
+    (empty directories, the content of `.git`).  Both together list at most CHANGES_LISTED.  `patch_bytes` is the size.
+    """
 
     a: str
     b: str | None
@@ -335,24 +362,25 @@ class DiffResult(msgspec.Struct):
     patch_bytes: int = 0
 
 
-class ExportParams(msgspec.Struct, forbid_unknown_fields=True):
-    """export: write the ZIP file `path` (absolute); a file there is replaced only with `overwrite`.
+class ExportParams(Params):
+    """Parameters of `export`: write the ZIP file `path` (absolute); `overwrite` replaces an existing file.
 
-    `source_date_epoch`, the caller's $SOURCE_DATE_EPOCH in seconds, dates the archive; None: the time now.
-    `include` and `exclude` are patterns in gitignore's syntax, as those of `vfsd mount`.
+    `snapshot`: the state to export; None for the live state.  `changes_only` exports the files of an overlay that
+    differ from the directory below, and their parent directories.  `source_date_epoch` is the archive's date in seconds
+    since 1970 ($SOURCE_DATE_EPOCH); None for the current time.  `include` and `exclude`: gitignore patterns.
     """
 
     path: str
     snapshot: str | None = None
     overwrite: bool = False
-    changes_only: bool = False  # of an overlay: what differs from below, and the directories that it is in
+    changes_only: bool = False
     source_date_epoch: int | None = None
     include: list[str] = []
     exclude: list[str] = []
 
 
 class ExportResult(msgspec.Struct):
-    """`skipped` are the paths that an archive cannot hold; what is below such a path is left out and not listed."""
+    """Result of `export`.  `skipped` are the paths that a ZIP file cannot hold; paths below them are not listed."""
 
     path: str
     files: int
@@ -361,13 +389,15 @@ class ExportResult(msgspec.Struct):
     skipped: list[ProblemRecord] = []
 
 
-class ImportParams(msgspec.Struct, forbid_unknown_fields=True):
-    """import: lay the content of ZIP file `path` (absolute) over the workspace."""
+class ImportParams(Params):
+    """Parameters of `import`: add the content of the ZIP file `path` (absolute) and replace existing files."""
 
     path: str
 
 
 class ImportResult(msgspec.Struct):
+    """Result of `import`.  `safety_snapshot` is the state before the import; None if nothing changed."""
+
     path: str
     files: int
     total_bytes: int
@@ -377,11 +407,11 @@ class ImportResult(msgspec.Struct):
     expired: list[ExpiredRecord] = []
 
 
-class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):
-    """apply: write what an overlay holds (below `paths`) into the directory below it.
+class ApplyParams(Params):
+    """Parameters of `apply`: write the changes of an overlay, or those at `paths`, into the directory below it.
 
-    Where that was changed by others since, nothing is written, unless `force` is set.  `stream` sends the changes as
-    that of `DiffParams` does.
+    If other programs changed the same files in that directory, nothing is written unless `force` is set.  `stream`
+    sends the changes as `DiffParams` describes.
     """
 
     paths: list[str] = []
@@ -391,12 +421,14 @@ class ApplyParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ConflictRecord(msgspec.Struct):
+    """A path that both the overlay and another program changed."""
+
     path: str
     reason: str
 
 
 class ApplyResult(msgspec.Struct):
-    """With `conflicts`, and without `force`, nothing was written."""
+    """Result of `apply`.  If there are `conflicts`, nothing was written unless `force` was set."""
 
     directory: str
     applied: bool
@@ -404,16 +436,17 @@ class ApplyResult(msgspec.Struct):
     changes: list[ChangeRecord]
     conflicts: list[ConflictRecord]
     truncated: bool = False
-    recovered: str | None = None  # what an apply that was killed had left, and this one finished or undid first
-    safety_snapshot: str | None = None  # the state that was written: `undo` goes back to that
+    recovered: str | None = None  # an interrupted apply that this one finished or undid first
+    safety_snapshot: str | None = None  # the state that was written; `undo` returns to it
     expired: list[ExpiredRecord] = []
 
 
-class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):
-    """unmount: `lazy` detaches a busy mount at once; without it a busy mount is EBUSY, naming who holds it.
+class UnmountParams(Params):
+    """Parameters of `unmount`.
 
-    Where only the daemon holds changes (`unsaved`), it is ENOTEMPTY without `discard`, unless `token` is that of an
-    answer of `unsaved` and nothing was changed since.
+    A busy mount is the error EBUSY, which names the processes that use it; `lazy` detaches it at once instead.
+    Unsaved changes are the error ENOTEMPTY unless `discard` is set, or `token` comes from an `unsaved` result and
+    nothing has changed since.
     """
 
     lazy: bool = False
@@ -422,35 +455,38 @@ class UnmountParams(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnmountResult(msgspec.Struct):
+    """Result of `unmount`."""
+
     mountpoint: str
     lazy: bool
-    holders: list[str]  # "pid 12 (bash)", ...
-    snapshots: int = 0  # that a user named, and that went with the daemon's memory
-    changed_late: bool = False  # changed between the check for unsaved changes and the unmount: that change is lost
+    holders: list[str]  # processes that still use the mount: "pid 12 (bash)", ...
+    snapshots: int = 0  # the number of user snapshots that were lost with the daemon's memory
+    changed_late: bool = False  # a change between the check for unsaved changes and the unmount was lost
 
 
 class UnsavedResult(msgspec.Struct):
-    """What only the daemon's memory holds, and an unmount loses.
+    """Result of `unsaved`: the state that an unmount would lose because it is only in the daemon's memory.
 
-    `unsaved`: whether the live state has changes since the mount, the last complete export of it, or the last complete
-    apply; none where it is empty and no snapshot was named.  Of a memory workspace `files` and `size_bytes` are of the
-    whole live state; of an overlay `changes` counts what was not applied (`truncated`: at least so many).
+    `unsaved`: whether the live state changed since the mount, the last complete export or the last complete apply.
+    False if it is empty and there is no user snapshot.  For a memory workspace, `files` and `size_bytes` describe the
+    whole live state.  For an overlay, `changes` counts the changes that were not applied; `truncated` means that there
+    are at least so many.
     """
 
     unsaved: bool
-    token: str  # for `unmount`: of this state
+    token: str  # identifies this state for `unmount`
     files: int | None = None
     size_bytes: int | None = None
     changes: ChangeCounts | None = None
     truncated: bool = False
-    snapshots: int = 0  # that a user named
+    snapshots: int = 0  # the number of user snapshots
     saved_at: str | None = None
 
 
-# method name -> (parameters, result): the one table that server and client share.
+# Each method with its parameters and result; server and clients use this table.
 METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "ping": (Empty, Empty),
-    "cancel": (CancelParams, CancelResult),  # answered by the connection itself, without a handler
+    "cancel": (CancelParams, CancelResult),  # answered by the connection, without a handler
     "status": (Empty, StatusResult),
     "snapshot": (SnapshotParams, SnapshotRecord),
     "snapshots": (SnapshotsParams, SnapshotsResult),
@@ -462,7 +498,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "apply": (ApplyParams, ApplyResult),
     "unsaved": (Empty, UnsavedResult),
     "unmount": (UnmountParams, UnmountResult),
-    # Runs the volume's own check_invariants: what tests, and a bug report, want to know.
+    # Runs the volume's check_invariants, for tests and bug reports.
     "check": (Empty, Empty),
     **FS_METHODS,
     **EXEC_METHODS,

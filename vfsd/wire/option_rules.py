@@ -1,10 +1,10 @@
-"""Which option of a mount goes with which backend, and the check of all options.
+"""The rules for mount options: valid values, and the backends that each option applies to.
 
-`SCOPES` is the one table: the check, the error messages, `vfsd mount --help` and docs/mount.md all come from it.
-An option without a row goes with every backend.
+The check, the error messages, `vfsd mount --help` and docs/mount.md use the table `SCOPES`.  An option without a row
+applies to every backend.
 
-An `OptionError` names options by placeholders, because the Python API and the command line call them differently:
-`max_bytes` and `--max-bytes`.
+An `OptionError` names options by placeholders, because their names differ between the Python API (`max_bytes`) and the
+command line (`--max-bytes`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "c
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
-LEAST_MEMORY_BYTES: Final = 4 << 20  # of max_memory: with less a workspace holds next to nothing
+LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything
 _POSITIVE: Final = ("max_bytes", "max_inodes", "max_memory", "pids_limit", "memory_bytes")
 
 
 class OptionError(ValueError):
-    """An option that makes no sense, by itself or with the others.
+    """An option is invalid by itself, or in combination with the others.
 
-    `template` names options as "{max_bytes}"; `values` are inserted as they are.
+    `template` names options as "{max_bytes}"; `values` are inserted unchanged.
     """
 
     def __init__(self, template: str, **values: object) -> None:
@@ -65,7 +65,7 @@ class Scope:
 
     @property
     def words(self) -> str:
-        """The backends and options, joined by "or"; options as placeholders."""
+        """The backends and options joined by "or", with options as placeholders."""
         words = [BACKENDS[kind] for kind in self.backends] + [f"{{{name}}}" for name in self.options]
         return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 

@@ -1,4 +1,4 @@
-"""Paths of a tree as the control socket's parameters name them."""
+"""Decode path parameters of the control socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["wire_paths_within"]
 
 
 def wire_paths_within(texts: list[str]) -> list[bytes]:
-    """Wire paths as relative paths of a tree.  InvalidParamsError for one that leads out of it."""
+    """Decode wire paths to relative paths of a tree.  InvalidParamsError for a path with ".."."""
     paths = []
     for text in texts:
         try:

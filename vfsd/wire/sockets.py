@@ -1,7 +1,10 @@
-"""Unix sockets by path: bound without a moment of open access, never over a living one, of any path length.
+"""Unix sockets: bind and connect at paths of any length, and replace the sockets of dead daemons.
 
-Blocking calls on local files only; no trio, so that the command line starts fast.
-Source: unix(7), SO_PEERCRED and the 108 bytes of sun_path; proc(5), /proc/self/fd.
+A bound socket has mode 0600 from the moment its path exists, and never replaces the socket of a running daemon.
+
+Threading: blocking calls on local files only.  Does not import trio, so that the command line starts fast.
+
+Source: unix(7) for SO_PEERCRED and the 108 bytes of sun_path; proc(5) for /proc/self/fd.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ __all__ = [
 
 _SUN_PATH_BYTES: Final = 108  # linux/un.h UNIX_PATH_MAX, the closing NUL included
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
-# A burst of clients waits in the kernel rather than being turned away; the kernel caps it at net.core.somaxconn.
+# Long enough that a burst of clients is not refused; the kernel limits it to net.core.somaxconn.
 _BACKLOG: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCredentials:
-    """Who connected, as the kernel recorded it at connect(2)."""
+    """The peer's process and user at the time of connect(2)."""
 
     pid: int
     uid: int
@@ -51,7 +54,7 @@ class _HasOptions(Protocol):
 
 
 def peer_credentials(sock: _HasOptions) -> PeerCredentials:
-    """Who is at the other end of a connected socket (unix(7), SO_PEERCRED)."""
+    """Return the credentials of the peer of a connected socket (unix(7), SO_PEERCRED)."""
     return PeerCredentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
@@ -66,10 +69,10 @@ def _directory(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked_directory(path: str) -> Iterator[None]:
-    """Serialises daemons that start and stop: between the probe of a socket and its removal nobody binds."""
+    """Lock the directory of `path`, so that no other daemon binds between the probe of a socket and its removal."""
     with _directory(path) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield  # closing the descriptor gives the lock back
+        yield  # closing the descriptor releases the lock
 
 
 def _connect(sock: socket.socket, path: str) -> None:
@@ -81,7 +84,7 @@ def _connect(sock: socket.socket, path: str) -> None:
 
 
 def connect(path: str, timeout_s: float | None = None) -> socket.socket:
-    """A stream connection to the socket at `path`; OSError as connect(2) gives it."""
+    """Connect to the stream socket at `path`.  OSError from connect(2)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -93,7 +96,7 @@ def connect(path: str, timeout_s: float | None = None) -> socket.socket:
 
 
 def is_closed_by_peer(sock: socket.socket) -> bool:
-    """Whether the other end of an idle connection has gone.  Never blocks."""
+    """Whether the peer has closed the connection.  Never blocks."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(0))
@@ -101,7 +104,7 @@ def is_closed_by_peer(sock: socket.socket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundSocket:
-    """A listening socket and the inode that its path had when it was bound."""
+    """A listening socket, and the inode of its path."""
 
     path: str
     sock: socket.socket
@@ -109,8 +112,8 @@ class BoundSocket:
     inode: int
 
     def close(self) -> None:
-        """Stop listening, and remove the path if it is still this socket's."""
-        # The inode number cannot be given anew while the socket is open: remove first, close after.
+        """Stop listening, and remove the path if it still belongs to this socket."""
+        # The inode number cannot be reused while the socket is open, so remove the path before closing the socket.
         with contextlib.suppress(OSError), _locked_directory(self.path):
             found = os.lstat(self.path)
             if (found.st_dev, found.st_ino) == (self.device, self.inode):
@@ -119,10 +122,9 @@ class BoundSocket:
 
 
 def bind(path: str) -> BoundSocket:
-    """Listen at `path`, mode 0600 from the first moment it can be seen.
+    """Listen at `path` with mode 0600.  Replaces the socket of a dead daemon.
 
-    A socket there whose daemon is dead is replaced.  FileExistsError for a living one, and for a file that
-    is no socket.
+    FileExistsError if a daemon is listening there, or if the file is not a socket.
     """
     with _locked_directory(path):
         _remove_dead(path)
@@ -130,7 +132,7 @@ def bind(path: str) -> BoundSocket:
 
 
 def remove_dead_socket(path: str) -> None:
-    """Remove the socket at `path` where its daemon is dead.  FileExistsError where somebody listens."""
+    """Remove the socket at `path` if its daemon is dead.  FileExistsError if a daemon is listening there."""
     with _locked_directory(path):
         _remove_dead(path)
 
@@ -141,17 +143,19 @@ def _remove_dead(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise FileExistsError(errno.EEXIST, "in the way of the control socket: a file that is no socket", path)
+        raise FileExistsError(
+            errno.EEXIST, "a file that is not a socket has the control socket's name; remove it", path
+        )
     if _answers(path):
-        raise FileExistsError(errno.EEXIST, "a daemon is serving this control socket already", path)
+        raise FileExistsError(errno.EEXIST, "another daemon is listening on this control socket", path)
     os.unlink(path)
 
 
 def _answers(path: str) -> bool:
-    """Whether somebody listens at `path`.  Only a refused connection is proof that nobody does."""
+    """Whether a daemon is listening at `path`.  Only a refused connection proves that none is."""
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with probe:
-        # Non-blocking: a living daemon whose backlog is full gives EAGAIN rather than making us wait.
+        # Non-blocking: if the backlog of a running daemon is full, connect fails with EAGAIN instead of waiting.
         probe.setblocking(False)
         try:
             _connect(probe, path)
@@ -163,10 +167,10 @@ def _answers(path: str) -> bool:
 
 
 def _bind_unseen(path: str) -> BoundSocket:
-    """Bind in a directory of mode 0700 and link the socket to its place once its mode is right.
+    """Bind in a new directory of mode 0700, set the socket's mode, and link the socket to `path`.
 
-    No umask: it belongs to the whole process, and other threads create files.  link(2) rather than
-    rename(2): it fails where something else took the place meanwhile.
+    Does not use umask(2), because that affects files that other threads create.  Uses link(2) instead of rename(2),
+    because it fails if `path` was created meanwhile.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     hidden = tempfile.mkdtemp(prefix=".bind-", dir=os.path.dirname(path) or ".")

@@ -23,6 +23,7 @@ from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,
+    Empty,
     ExecEnded,
     ExecInputParams,
     ExecMoreParams,
@@ -31,7 +32,6 @@ from vfsd.wire.exec_messages import (
     ExecResizeParams,
     ExecSignalParams,
     ExecStarted,
-    Nothing,
     TerminalSize,
     cost,
 )
@@ -85,26 +85,26 @@ class ExecMethods:
             session.end()
         return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot, ended.snapshot_error)
 
-    async def _input(self, params: ExecInputParams, _call: CallContext) -> Nothing:
+    async def _input(self, params: ExecInputParams, _call: CallContext) -> Empty:
         await self._session(params.session).take_input(params.data, end=params.end)
-        return Nothing()
+        return Empty()
 
-    async def _more(self, params: ExecMoreParams, _call: CallContext) -> Nothing:
+    async def _more(self, params: ExecMoreParams, _call: CallContext) -> Empty:
         self._session(params.session).more(params.taken_bytes)
-        return Nothing()
+        return Empty()
 
-    async def _signal(self, params: ExecSignalParams, _call: CallContext) -> Nothing:
+    async def _signal(self, params: ExecSignalParams, _call: CallContext) -> Empty:
         try:
             number = signal.Signals[f"SIG{params.signal.removeprefix('SIG')}"]
         except KeyError:
             raise InvalidParamsError(f"no such signal: {params.signal!r}") from None
         await self._session(params.session).when_started(lambda process: process.signal(number))
-        return Nothing()
+        return Empty()
 
-    async def _resize(self, params: ExecResizeParams, _call: CallContext) -> Nothing:
+    async def _resize(self, params: ExecResizeParams, _call: CallContext) -> Empty:
         size = Terminal(params.size.rows, params.size.columns)
         await self._session(params.session).when_started(lambda process: process.resize(size))
-        return Nothing()
+        return Empty()
 
     def _session(self, name: str) -> _Session:
         session = self._sessions.get(name)

@@ -53,7 +53,7 @@ def test_a_dead_socket_is_replaced(path: str) -> None:
 
 
 def test_a_living_socket_is_never_replaced(path: str, bound: BoundSocket) -> None:
-    with pytest.raises(FileExistsError, match="serving this control socket already") as caught:
+    with pytest.raises(FileExistsError, match="another daemon is listening") as caught:
         bind(path)
     assert caught.value.filename == path
     connect(path).close()
@@ -72,7 +72,7 @@ def test_what_is_no_socket_is_left_alone(path: str, kind: str) -> None:
     {"file": lambda: Path(path).write_text("precious"), "directory": lambda: os.mkdir(path)}.get(
         kind, lambda: os.symlink("/dev/null", path)
     )()
-    with pytest.raises(FileExistsError, match="no socket"):
+    with pytest.raises(FileExistsError, match="not a socket"):
         bind(path)
     assert os.path.lexists(path)
 
