@@ -20,9 +20,10 @@ from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire import messages
+from vfsd.wire.engine_names import ENGINES, is_engine
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import ENGINES, TRANSPORTS, MountOptions
+from vfsd.wire.options import TRANSPORTS, MountOptions
 
 __all__ = ["list_command", "mount_command", "status_command"]
 
@@ -36,6 +37,13 @@ class _MountOption(click.Option):
         if record is None or scope is None:
             return record
         return record[0], f"{record[1]}  [{scope.words.format_map(_flags(ctx.command))}]"
+
+
+class _EngineName(click.Choice[str]):
+    """The name of a built-in engine, or of one that an installed package adds."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return value if is_engine(value) else super().convert(value, param, ctx)
 
 
 def _flags(command: click.Command) -> dict[str, str]:
@@ -76,7 +84,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     " (a new container of it, which lives as long as the workspace).",
 )
 @_option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
-@_option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
+@_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
 @_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content.")
 @_option(
     "--max-bytes",

@@ -14,7 +14,7 @@ from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.backend_spec import parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
-from vfsd.wire.options import EngineChoice, MountOptions, TransportChoice
+from vfsd.wire.options import MountOptions, TransportChoice
 
 __all__ = ["MountArguments", "mount_options", "running_workspace"]
 
@@ -41,7 +41,7 @@ class MountArguments(TypedDict, total=False):
     """What `mount_options` takes beside mountpoint and backend.  `MountOptions` says what each means without it."""
 
     name: str | None
-    engine: EngineChoice
+    engine: str
     archive: FilePath | None
     max_bytes: int | None
     max_inodes: int | None

@@ -41,7 +41,7 @@ from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
 from vfsd.machine.mounts import mount_at
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.wire.options import EngineChoice, MountOptions
+from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
     from protocol.filesystem import Filesystem
@@ -144,7 +144,7 @@ class Workspace(_Base):
         *,
         filesystem: Filesystem,
         name: str | None = None,
-        engine: EngineChoice = "auto",
+        engine: str = "auto",
         allow_other: bool = False,
         create: bool = True,
     ) -> MountedFilesystem: ...

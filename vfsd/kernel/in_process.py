@@ -26,7 +26,6 @@ from protocol.filesystem import Filesystem
 from vfsd.kernel.engines.base import Engine, EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.machine import mounts
-from vfsd.wire.options import EngineChoice
 
 __all__ = ["MountedFilesystem"]
 
@@ -38,9 +37,7 @@ _VFORK_LETS_GO: Final = (3, 11, 4)  # python/cpython#104372
 class MountedFilesystem:
     """A mounted Filesystem object; a context manager that unmounts at the end of its block."""
 
-    def __init__(
-        self, filesystem: Filesystem, path: str, *, name: str, engine: EngineChoice, allow_other: bool
-    ) -> None:
+    def __init__(self, filesystem: Filesystem, path: str, *, name: str, engine: str, allow_other: bool) -> None:
         """Mount `filesystem` at the empty directory `path`.  OSError as from `vfsd.machine.mounts.check_mountpoint`."""
         _spawn_without_the_lock()
         if mounts.check_mountpoint(path) is not None:

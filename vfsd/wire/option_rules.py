@@ -10,12 +10,13 @@ command line (`--max-bytes`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
-from vfsd.wire.options import DEFAULTS, ENGINES, NAME_PATTERN, TRANSPORTS, MountOptions
+from vfsd.wire.engine_names import is_engine, known_engines
+from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, MountOptions
 
 __all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options", "parse_sandbox"]
 
@@ -132,13 +133,18 @@ def _check_values(values: Mapping[str, Any]) -> None:
             " digit first",
             value=values["name"],
         )
-    for name, choices in (("engine", ENGINES), ("transport", TRANSPORTS)):
-        if values[name] not in choices:
-            raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=values[name])
+    if not is_engine(values["engine"]):
+        _refuse_choice("engine", values["engine"], known_engines())
+    if values["transport"] not in TRANSPORTS:
+        _refuse_choice("transport", values["transport"], TRANSPORTS)
     _check_workdir(values["workdir"])
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:
         raise OptionError("{cache_timeout_s} must be a number of seconds from 0 on, not {value}", value=timeout_s)
+
+
+def _refuse_choice(name: str, value: str, choices: Sequence[str]) -> NoReturn:
+    raise OptionError(f"{{{name}}} must be one of {', '.join(choices)}, not {{value!r}}", value=value)
 
 
 def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:

@@ -14,13 +14,11 @@ from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
 __all__ = [
     "DEFAULTS",
-    "ENGINES",
     "NAME_PATTERN",
     "TRANSPORTS",
     "CommandOptions",
     "ContainerOptions",
     "ContentOptions",
-    "EngineChoice",
     "KernelOptions",
     "LimitOptions",
     "LogOptions",
@@ -29,8 +27,6 @@ __all__ = [
     "WorkspaceOptions",
 ]
 
-EngineChoice = Literal["auto", "native", "pyfuse3"]
-ENGINES: Final = ("auto", "native", "pyfuse3")
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
@@ -57,7 +53,7 @@ class KernelOptions:
     sends no requests for them.
     """
 
-    engine: EngineChoice = "auto"
+    engine: str = "auto"  # or the name of an engine: see `vfsd.wire.engine_names`
     allow_other: bool = False
     cache_timeout_s: float | None = None
     xattrs: bool = True

@@ -1,8 +1,8 @@
-"""Engine: what serves a volume to the kernel.  The contract that `pyfuse3` and `native` both keep.
+"""The contract of an engine, which serves a volume to the kernel.  `native` and `pyfuse3` implement it.
 
-Threading: `mount`, `serve`, `stop`, `drained` and `unmount` run on the trio loop's thread.
-`invalidate_inode` and `invalidate_entry` block until the kernel has done it, and the kernel may
-wait for a request that the loop must answer first: call them from any other thread, never from the loop.
+Threading: `mount`, `serve`, `stop`, `drained` and `unmount` run on the trio loop's thread.  `invalidate_inode` and
+`invalidate_entry` block until the kernel has dropped its caches, and the kernel may wait for a request that the loop
+must answer first.  Call these two from any other thread, never from the loop.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Protocol
 
 from protocol.volume import Volume
 
-__all__ = ["Engine", "EngineSettings", "Impersonator"]
+__all__ = ["Engine", "EngineFactory", "EngineSettings", "Impersonator"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """How to mount.  `cache_timeout_s` is how long the kernel may keep names and attributes without asking.
+    """How to mount.  `cache_timeout_s` is how long the kernel may use cached names and attributes.
 
-    Without `xattrs` the mount has no extended attributes and no ACLs (EOPNOTSUPP), and the kernel asks for none: not
-    for a file's capabilities before it is first written, nor for `ls -l` and `cp -a`.
+    Without `xattrs` the mount has no extended attributes and no ACLs (EOPNOTSUPP), and the kernel does not ask for
+    any: neither for a file's capabilities before its first write, nor for `ls -l` and `cp -a`.
     """
 
     mountpoint: str
@@ -33,11 +33,11 @@ class EngineSettings:
 
 
 class Impersonator(Protocol):
-    """Answers the requests of one thread otherwise than the volume does (see `vfsd.kernel.inotify_replay`).
+    """Supplies the volume that answers the requests of one thread (see `vfsd.kernel.inotify`).
 
-    A request whose pid (the kernel gives the thread's id) equals `thread_id` goes to `volume`; what that
-    answers is not cached by the kernel.  `thread_id` is 0 while there is no such thread.
-    Only lookup, getattr, setattr, mknod, mkdir, symlink, link, unlink, rmdir and rename are asked of it.
+    An engine sends a request to `volume` if the request's pid (the kernel passes the thread's id) equals `thread_id`,
+    and tells the kernel not to cache the answer.  `thread_id` is 0 while there is no such thread.  An engine calls only
+    lookup, getattr, setattr, mknod, mkdir, symlink, link, unlink, rmdir and rename on `volume`.
     """
 
     @property
@@ -48,31 +48,32 @@ class Impersonator(Protocol):
 
 
 class Engine(Protocol):
-    """Serves one volume at one mount point."""
+    """Serves one volume at one mountpoint."""
 
     @property
     def name(self) -> str:
-        """ "pyfuse3" or "native"."""
+        """The name that selects this engine: "pyfuse3", "native", or the name of an entry point."""
         ...
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why this engine serves although another was to be preferred, or None."""
+        """Why this engine serves instead of the preferred one; None for the preferred or requested engine."""
         ...
 
     @property
     def requests(self) -> int:
-        """How many requests were answered so far."""
+        """The number of requests answered so far."""
         ...
 
     def mount(self) -> None:
-        """Make the mount.  The kernel's requests wait until `serve` runs.  OSError, with what libfuse said."""
+        """Make the mount.  Requests wait in the kernel until `serve` runs.  OSError with libfuse's message."""
         ...
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted or `stop` is called.
 
-        A failing request becomes an errno (unexpected: EIO, logged once with its traceback), never an exception.
+        A failing request becomes an errno and never raises here.  An unexpected exception becomes EIO and is logged
+        once with its traceback.
         """
         ...
 
@@ -81,21 +82,36 @@ class Engine(Protocol):
         ...
 
     def unmount(self) -> None:
-        """Release the session, and unmount where that has not happened yet.  Idempotent."""
+        """Release the session, and unmount if the mount still exists.  Idempotent."""
         ...
 
     async def drained(self) -> None:
-        """Return when all requests that the kernel had handed out at the time of the call are answered.
+        """Wait until every request that the kernel had issued before this call is answered.
 
-        After syncfs(2) has started writing back the dirty pages of shared mappings, this is what makes
-        sure that they are in the volume.
+        After syncfs(2) has started to write back the dirty pages of shared mappings, this ensures that they are in the
+        volume.
         """
         ...
 
     def invalidate_inode(self, inode: int, *, content: bool) -> None:
-        """Make the kernel forget the attributes of `inode`, and with `content` its pages."""
+        """Invalidate the kernel's cached attributes of `inode`, and its cached pages if `content`."""
         ...
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Make the kernel forget what it knows of `name` in `parent`, presence or absence."""
+        """Invalidate the kernel's cached entry, or cached absence, of `name` in directory `parent`."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """Creates an engine: the type of what an entry point in the group `vfsd.engines` loads.
+
+    The class of an engine is a factory if its constructor takes these arguments.
+    """
+
+    def __call__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None, /) -> Engine:
+        """Return an engine that serves `volume` by `settings`; do not mount yet.
+
+        `impersonator` answers the requests of one thread, or is None.  Runs in the daemon's main thread, on the trio
+        loop or before it starts.
+        """
         ...

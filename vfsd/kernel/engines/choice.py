@@ -1,4 +1,12 @@
-"""Which engine serves a mount: the one asked for, or for "auto" the native one, where the kernel serves it."""
+"""The registry of engines, and the choice of the engine that serves a mount.
+
+A package adds an engine with an entry point in the group `vfsd.engines`:
+
+    [project.entry-points."vfsd.engines"]
+    toy = "my_package:ToyEngine"
+
+Then `vfsd mount DIR --engine toy` calls `ToyEngine(volume, settings, impersonator)`, an `EngineFactory`.
+"""
 
 from __future__ import annotations
 
@@ -10,54 +18,58 @@ from typing import TYPE_CHECKING, Final
 
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.machine.logs import log_failure
+from vfsd.wire.engine_names import ENTRY_POINT_GROUP, known_engines
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
-    from vfsd.kernel.engines.base import Engine, EngineSettings, Impersonator
+    from vfsd.kernel.engines.base import Engine, EngineFactory, EngineSettings, Impersonator
     from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
-    from vfsd.wire.options import EngineChoice
 
 __all__ = ["mount_engine"]
 
 _logger = logging.getLogger(__name__)
 
-# What says that this kernel, or this way of mounting, is nothing for the native engine; not that mounting
-# there fails, which it would with the other engine too.
-_UNSERVED: Final = frozenset({errno.EPROTONOSUPPORT, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPROTO, errno.ETIMEDOUT})
+# Errors that mean that the native engine cannot work with this kernel or this kind of mount.  The other errors of
+# mounting, such as EPERM, would fail with pyfuse3 too.
+_UNSUPPORTED: Final = frozenset({errno.EPROTONOSUPPORT, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPROTO, errno.ETIMEDOUT})
 
 
-def mount_engine(
-    choice: EngineChoice, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None
-) -> Engine:
-    """Make the mount and return the engine that is to serve it.  OSError where it cannot be made.
+def mount_engine(choice: str, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> Engine:
+    """Mount `volume` and return the engine that will serve it.  OSError if the mount cannot be made.
 
-    "auto" falls back to pyfuse3 where the native engine is not served; the engine says why, and the log.  pyfuse3 need
-    not be installed until then.
+    `choice` is the name of an engine, or "auto": native, and pyfuse3 if this kernel does not support native; the
+    engine's `fallback_reason` and the log say why.  pyfuse3 has to be installed only in that case.
+    EINVAL if there is no engine of that name, EOPNOTSUPP if it cannot be imported.
     """
     reason = None
-    if choice != "pyfuse3":
-        engine = NativeEngine(volume, settings, impersonator)
+    if choice == "auto":
+        native = NativeEngine(volume, settings, impersonator)
         try:
-            engine.mount()
+            native.mount()
         except OSError as error:
-            if choice == "native" or error.errno not in _UNSERVED:
+            if error.errno not in _UNSUPPORTED:
                 raise
             log_failure(_logger, "native engine", error, level=logging.WARNING)
             reason = f"not native: {error.strerror or error}"
         else:
-            return engine
-    fallback = _pyfuse3_engine(reason)(volume, settings, impersonator, fallback_reason=reason)
-    fallback.mount()
-    return fallback
+            return native
+    engine: Engine
+    if choice in {"auto", "pyfuse3"}:
+        engine = _import_pyfuse3(reason)(volume, settings, impersonator, fallback_reason=reason)
+    else:
+        factory = NativeEngine if choice == "native" else _load_factory(choice)
+        engine = factory(volume, settings, impersonator)
+    engine.mount()
+    return engine
 
 
-def _pyfuse3_engine(reason: str | None) -> type[Pyfuse3Engine]:
-    """The engine's class.  OSError (EOPNOTSUPP) where pyfuse3 or libfuse is missing or broken.
+def _import_pyfuse3(reason: str | None) -> type[Pyfuse3Engine]:
+    """Import the pyfuse3 engine.  OSError (EOPNOTSUPP) if pyfuse3 or libfuse is missing or broken.
 
-    `reason` is why the native engine does not serve, None where nobody asked it.
+    `reason` is why the native engine does not serve, None if pyfuse3 was requested.
     """
     try:
-        # Start-up: only who needs it loads libfuse.
+        # Start-up: libfuse is loaded only if this engine is needed.
         from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine  # noqa: PLC0415
     except ImportError as error:
         install = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall pyfuse3"
@@ -66,3 +78,16 @@ def _pyfuse3_engine(reason: str | None) -> type[Pyfuse3Engine]:
         )
         raise OSError(errno.EOPNOTSUPP, f"{text}; {reason or 'or use --engine native'}") from None
     return Pyfuse3Engine
+
+
+def _load_factory(name: str) -> EngineFactory:
+    from importlib import metadata  # noqa: PLC0415 (start-up: only for engines that are not built in)
+
+    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
+        try:
+            factory: EngineFactory = entry_point.load()
+        except (ImportError, AttributeError) as error:
+            text = f"the engine {name!r} ({entry_point.value}) cannot be imported: {error}"
+            raise OSError(errno.EOPNOTSUPP, text) from error
+        return factory
+    raise OSError(errno.EINVAL, f"there is no engine {name!r}: use one of {', '.join(known_engines())}")

@@ -1,4 +1,4 @@
-"""The messages of libfuse, which reports why a mount failed only as text on standard error."""
+"""Capture of libfuse's messages: it reports why a mount failed only as text on standard error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["mount_error", "standard_error"]
+__all__ = ["capture_standard_error", "mount_error"]
 
-_TEXT_BYTES: Final = 4096  # the most that is kept of the text
-# What mount(2) and opening /dev/fuse fail with.
+_MAX_TEXT_BYTES: Final = 4096
+# The errors of mount(2) and of opening /dev/fuse.
 _MOUNT_ERRORS: Final = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -27,25 +27,25 @@ _MOUNT_ERRORS: Final = (
 
 
 @contextmanager
-def standard_error() -> Iterator[bytearray]:
-    """Collect what libfuse, and the fusermount3 that it starts, write to descriptor 2 in the block."""
-    said = bytearray()
-    kept = os.dup(2)
+def capture_standard_error() -> Iterator[bytearray]:
+    """Capture what libfuse, and the fusermount3 that it starts, write to descriptor 2 in the block."""
+    captured = bytearray()
+    original = os.dup(2)
     sink = os.memfd_create("libfuse")
     try:
         os.dup2(sink, 2)
         try:
-            yield said
+            yield captured
         finally:
-            os.dup2(kept, 2)
-            said += os.pread(sink, _TEXT_BYTES, 0)
+            os.dup2(original, 2)
+            captured += os.pread(sink, _MAX_TEXT_BYTES, 0)
     finally:
-        os.close(kept)
+        os.close(original)
         os.close(sink)
 
 
-def mount_error(error: RuntimeError, said: str, mountpoint: str) -> OSError:
-    """Convert the text that libfuse printed to the OSError that it names; EIO where it names none."""
-    text = "; ".join(line.strip() for line in said.splitlines() if line.strip())
+def mount_error(error: RuntimeError, output: str, mountpoint: str) -> OSError:
+    """Convert libfuse's output to the OSError that it names; EIO if it names none."""
+    text = "; ".join(line.strip() for line in output.splitlines() if line.strip())
     code = next((code for code in _MOUNT_ERRORS if os.strerror(code) in text), errno.EIO)
     return OSError(code, f"cannot mount: {text or error}", mountpoint)

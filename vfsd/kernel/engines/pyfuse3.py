@@ -1,25 +1,24 @@
-"""Pyfuse3Engine: serves a volume through `pyfuse3.Operations`, the reference engine and the fallback everywhere.
+"""The pyfuse3 engine: serves a volume through `pyfuse3.Operations`.  It is the reference and the fallback.
 
-Threading: the handlers run on the trio loop; `invalidate_inode` and `invalidate_entry` on any other
-thread (`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.
+Threading: the handlers run on the trio loop, `invalidate_inode` and `invalidate_entry` on any other thread
+(`vfsd.kernel.engines.base` says why).  pyfuse3 keeps its session in globals, so a process serves one mount.
 
-An inode is its own file handle (`fh`), with one bit beside it: see `_MAY_KILL`.
+An inode is its own file handle (`fh`); one more bit says who opened it: see `_CLEARS_SET_ID`.
 
-What pyfuse3 cannot carry, so that a mount of this engine lacks it or shows it otherwise than tmpfs:
+Differences from tmpfs and from the native engine, because pyfuse3 or libfuse lacks the feature:
 
-- O_TMPFILE (EOPNOTSUPP), fallocate (EOPNOTSUPP; glibc's posix_fallocate writes zeros instead),
-  SEEK_DATA and SEEK_HOLE (a file is all data), copy_file_range (the kernel copies), statx's birth time.
-- libfuse negotiates FUSE_HANDLE_KILLPRIV, by which the kernel leaves the clearing of suid and sgid to us,
-  but says with a write not who writes.  So what counts is who opened the file: a write through a
-  descriptor that an unprivileged process opened clears them, through one that root opened does not;
-  tmpfs goes by CAP_FSETID of the writer.  Root stands for CAP_FSETID.
-- libfuse negotiates FUSE_AUTO_INVAL_DATA: the kernel drops a file's pages when the mtime that it asks for
-  has changed, by its own writes too.  The first read after a write asks for attributes and data again.
-- The readdir cache of the kernel (FOPEN_CACHE_DIR) and opens without a request cannot be asked for.
-- libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask also narrows what inherits a
-  default ACL, and an access ACL that its setter's group has no part in leaves sgid as it is.
-- An interrupted request can be taken back by the kernel between poll and read; pyfuse3's blocking read then
-  keeps the loop until the next request.
+- No O_TMPFILE (EOPNOTSUPP), no fallocate (EOPNOTSUPP; glibc's posix_fallocate writes zeros instead), no SEEK_DATA and
+  SEEK_HOLE (a file is all data), no copy_file_range (the kernel copies), no birth time in statx.
+- libfuse negotiates FUSE_HANDLE_KILLPRIV: the engine has to clear set-id bits, but a write request does not say who
+  writes.  So the opener decides: a write through a descriptor that an unprivileged process opened clears the bits, a
+  write through a descriptor that root opened does not.  tmpfs goes by the writer's CAP_FSETID.
+- libfuse negotiates FUSE_AUTO_INVAL_DATA: the kernel drops a file's pages when the mtime changes, by its own writes
+  too.  The first read after a write requests attributes and data again.
+- The kernel's readdir cache (FOPEN_CACHE_DIR) and opens without a request are not available.
+- libfuse negotiates neither FUSE_DONT_MASK nor FUSE_SETXATTR_EXT: the umask applies even if a default ACL is inherited,
+  and setting an access ACL does not clear S_ISGID if the caller is not in the file's group.
+- The kernel can withdraw an interrupted request between poll and read; then pyfuse3's blocking read blocks the loop
+  until the next request.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ import trio
 
 from protocol.errors import errno_of, os_error
 from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
+from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
-from vfsd.kernel.engines.libfuse import mount_error, standard_error
+from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 
 __all__ = ["Pyfuse3Engine"]
 
 log = logging.getLogger(__name__)
 
-# "Without limit" for the kernel, which takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES; about 30 years.
+# Stands for no limit: about 30 years.  The kernel takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES.
 _FOREVER_S: Final = 1e9
-# Set in an `fh` whose opener may not keep suid and sgid when it writes.  Inode numbers stay below 2**63.
-_MAY_KILL: Final = 1 << 63
-_INODE_MASK: Final = _MAY_KILL - 1
-_SET_ID_BITS: Final = 0o6000  # S_ISUID | S_ISGID
-_STOP_GRACE_S: Final = 5.0  # what handlers in progress get to finish when the engine is stopped
+# Set in an `fh` whose opener's writes clear set-id bits.  Inode numbers stay below 2**63.
+_CLEARS_SET_ID: Final = 1 << 63
+_INODE_MASK: Final = _CLEARS_SET_ID - 1
+_STOP_GRACE_S: Final = 5.0  # how long handlers may run on after the engine is stopped
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
-_REQUESTS_FOR_ROOM: Final = 64
+_MAX_REQUESTS_BEFORE_RETRY: Final = 64
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,11 +65,11 @@ R = TypeVar("R")
 def _handler(
     method: Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[_Handlers, P], Coroutine[Any, Any, R]]:
-    """A request handler that raises nothing but FUSEError; counts the request, and itself while it runs.
+    """Wrap a request handler: count it, and convert every exception to FUSEError.
 
-    Retries once after ENOSPC.  The kernel forgets an inode after it has answered the unlink, so the FORGET that frees
-    the file's space may be read after the next request of the same program; a local file system would have the
-    space by then.  A volume that raises ENOSPC has changed nothing.
+    Retries once after ENOSPC.  The kernel sends the FORGET that frees an unlinked file's space after the unlink, so it
+    may be read after the next request of the same program; on a local file system that request would have the space.  A
+    volume that raises ENOSPC has changed nothing.
     """
 
     @functools.wraps(method)
@@ -87,7 +86,7 @@ def _handler(
             return await method(self, *args, **kwargs)
         except pyfuse3.FUSEError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever leaks would end pyfuse3's loop
+        except Exception as error:  # noqa: BLE001 - an exception that leaks ends pyfuse3's loop
             raise _fuse_error(error, method.__name__) from None
         finally:
             self.in_progress -= 1
@@ -98,28 +97,28 @@ def _handler(
 def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
     code = errno_of(error)
     if code is None:
-        log.error("%s failed unexpectedly, answered EIO", operation, exc_info=error)
+        log.error("unexpected error in %s, answered with EIO", operation, exc_info=error)
         code = errno.EIO
     return pyfuse3.FUSEError(code)
 
 
 class _Handlers(pyfuse3.Operations):
-    """The volume as pyfuse3 asks for it."""
+    """Maps pyfuse3's handlers to a volume."""
 
-    supports_dot_lookup = False  # only NFS export asks for it
+    supports_dot_lookup = False  # only NFS export uses it
     enable_writeback_cache = False  # a write that returned is in the volume
 
     def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
         self.requests = 0
         self.in_progress = 0
-        self.is_readable: Callable[[], bool] = lambda: False  # whether requests wait in the device; the engine sets it
+        self.is_readable: Callable[[], bool] = lambda: False  # whether the device holds requests; set by the engine
         self._volume = volume
         self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
         self.enable_acl = settings.xattrs and volume.capabilities.acls
         self._impersonator = impersonator
         self._timeout_s = min(settings.cache_timeout_s, _FOREVER_S)
-        # Absence is cached only where nobody but us can end it.
+        # Absence is cached only if nothing but this daemon can create the name.
         self._absent: pyfuse3.EntryAttributes | None = None
         if settings.cache_timeout_s >= _FOREVER_S:
             self._absent = pyfuse3.EntryAttributes()
@@ -127,10 +126,10 @@ class _Handlers(pyfuse3.Operations):
             self._absent.entry_timeout = self._timeout_s
 
     # -- helpers -------------------------------------------------------------------------------
-    def _asked_by(self, ctx: pyfuse3.RequestContext) -> tuple[Volume, float]:
-        """The volume that answers this caller, and for how long the kernel may keep the answer (seconds)."""
+    def _volume_for(self, ctx: pyfuse3.RequestContext) -> tuple[Volume, float]:
+        """Return the volume that answers this caller, and for how many seconds the kernel may cache the answer."""
         other = self._impersonator
-        # Requests of the kernel itself have pid 0, as an impersonator without a thread.
+        # Requests of the kernel itself have pid 0, and so has an impersonator without a thread.
         if other is not None and ctx.pid and ctx.pid == other.thread_id:
             return other.volume, 0.0
         return self._volume, self._timeout_s
@@ -154,36 +153,35 @@ class _Handlers(pyfuse3.Operations):
         entry.st_ctime_ns = attributes.ctime_ns
         return entry
 
-    def _forget_attributes(self, inode: int) -> None:
-        """Make the kernel ask again for the attributes of an inode that the current request holds open.
+    def _invalidate_attributes(self, inode: int) -> None:
+        """Invalidate the cached attributes of the current request's inode.
 
-        Without pages to drop this takes no lock in the kernel (fuse_reverse_inval_inode), so it is
-        the one notification that may be sent from the loop.
+        An invalidation without pages takes no lock in the kernel (fuse_reverse_inval_inode, fs/fuse/inode.c), so it is
+        the only notification that may be sent from the loop.
         """
         try:
             pyfuse3.invalidate_inode(inode, attr_only=True)
         except OSError as error:
             if error.errno != errno.ENOENT:
-                log.warning("cannot make the kernel forget the mode of inode %d: %s", inode, error)
+                log.warning("cannot invalidate the kernel's cached mode of inode %d: %s", inode, error)
 
     async def _wait_for_forgets(self) -> None:
-        """Let the other tasks read the requests that wait in the device, up to `_REQUESTS_FOR_ROOM` of them.
+        """Let other tasks read the requests in the device, up to `_MAX_REQUESTS_BEFORE_RETRY` of them.
 
-        A FORGET counts as a request here.  The kernel hands out at most eight requests before the FORGETs that wait
-        (fuse_dev_do_read, fs/fuse/dev.c), so a device that is never empty has delivered them too.
+        A FORGET counts as a request here.  The kernel delivers at most eight requests before the FORGETs that wait
+        (fuse_dev_do_read, fs/fuse/dev.c), so even a device that is never empty has delivered them.
         """
-        last = self.requests + _REQUESTS_FOR_ROOM
+        last = self.requests + _MAX_REQUESTS_BEFORE_RETRY
         while self.requests < last and self.is_readable():
             await trio.lowlevel.checkpoint()
 
-    async def _kills(self, inode: int) -> bool:
-        """Whether there is a suid or sgid bit to clear."""
-        return bool((await _result(self._volume.getattr(inode))).mode & _SET_ID_BITS)
+    async def _has_set_id(self, inode: int) -> bool:
+        return policy.has_set_id((await _result(self._volume.getattr(inode))).mode)
 
     # -- inodes --------------------------------------------------------------------------------
     @_handler
     async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         try:
             found = volume.lookup(parent_inode, name)
             return self._fill(await found if isinstance(found, Awaitable) else found, timeout_s)
@@ -197,12 +195,12 @@ class _Handlers(pyfuse3.Operations):
         for inode, count in inode_list:
             try:
                 self._volume.forget(inode, count)
-            except Exception:  # there is no reply that could carry it
+            except Exception:  # FORGET has no reply
                 log.exception("forget of inode %d failed", inode)
 
     @_handler
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         return self._fill(await _result(volume.getattr(inode)), timeout_s)
 
     @_handler
@@ -214,20 +212,20 @@ class _Handlers(pyfuse3.Operations):
         fh: int | None,
         ctx: pyfuse3.RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         chown = fields.update_uid or fields.update_gid
-        # ftruncate(2) sets mtime also where the size stays, truncate(2) does not (do_truncate, fs/open.c).
+        # ftruncate(2) sets mtime even if the size stays, truncate(2) does not (do_truncate, fs/open.c).
         now_ns = time.time_ns() if fields.update_size and fh is not None else None
         changes = AttributeChanges(
-            mode=attr.st_mode & 0o7777 if fields.update_mode else None,
+            mode=attr.st_mode & policy.PERMISSIONS if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
             gid=attr.st_gid if fields.update_gid else None,
             size=attr.st_size if fields.update_size else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else now_ns,
             ctime_ns=attr.st_ctime_ns if fields.update_ctime else now_ns,
-            # chown(2) clears them whoever calls, truncate(2) only without CAP_FSETID (fs/open.c).
-            kill_privileges=chown or (fields.update_size and ctx.uid != 0),
+            # chown(2) clears set-id bits for every caller, truncate(2) only without CAP_FSETID (fs/open.c).
+            kill_privileges=chown or (fields.update_size and not policy.may_keep_set_id(ctx.uid)),
         )
         return self._fill(await _result(volume.setattr(inode, changes)), timeout_s)
 
@@ -240,37 +238,37 @@ class _Handlers(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         return self._fill(await _result(volume.mknod(parent_inode, name, mode, rdev, _caller(ctx))), timeout_s)
 
     @_handler
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         return self._fill(await _result(volume.mkdir(parent_inode, name, mode, _caller(ctx))), timeout_s)
 
     @_handler
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         return self._fill(await _result(volume.symlink(parent_inode, name, target, _caller(ctx))), timeout_s)
 
     @_handler
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        volume, timeout_s = self._asked_by(ctx)
+        volume, timeout_s = self._volume_for(ctx)
         return self._fill(await _result(volume.link(inode, new_parent_inode, new_name)), timeout_s)
 
     @_handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await _result(self._asked_by(ctx)[0].unlink(parent_inode, name))
+        await _result(self._volume_for(ctx)[0].unlink(parent_inode, name))
 
     @_handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await _result(self._asked_by(ctx)[0].rmdir(parent_inode, name))
+        await _result(self._volume_for(ctx)[0].rmdir(parent_inode, name))
 
     @_handler
     async def rename(
@@ -282,7 +280,7 @@ class _Handlers(pyfuse3.Operations):
         flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:
-        volume = self._asked_by(ctx)[0]
+        volume = self._volume_for(ctx)[0]
         await _result(volume.rename(parent_inode_old, name_old, parent_inode_new, name_new, flags, _caller(ctx)))
 
     @_handler
@@ -294,7 +292,7 @@ class _Handlers(pyfuse3.Operations):
         volume = self._volume
         for name, inode, mode, cookie in await _result(volume.readdir(fh, start_id)):
             if name in {b".", b".."}:
-                # READDIRPLUS counts no lookup for these two; all that the kernel uses is number and type.
+                # READDIRPLUS counts no lookup for these two; the kernel uses only their number and type.
                 entry = pyfuse3.EntryAttributes()
                 entry.st_ino, entry.st_mode = inode, mode
                 if not pyfuse3.readdir_reply(token, name, entry, cookie):
@@ -303,7 +301,7 @@ class _Handlers(pyfuse3.Operations):
             try:
                 attributes = await _result(volume.lookup(fh, name))
             except FileNotFoundError:
-                continue  # gone since: only where a lookup waits
+                continue  # removed since the listing: only if a lookup waits
             entry = self._fill(attributes, self._timeout_s)
             if not pyfuse3.readdir_reply(token, name, entry, cookie):
                 volume.forget(entry.st_ino, 1)
@@ -321,14 +319,15 @@ class _Handlers(pyfuse3.Operations):
     async def _open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         # libfuse negotiates FUSE_ATOMIC_O_TRUNC: truncating is part of the open.
         if flags & os.O_TRUNC:
-            kill = ctx.uid != 0 and await self._kills(inode)
-            now_ns = time.time_ns()  # also of a file that is empty already
+            kill = not policy.may_keep_set_id(ctx.uid) and await self._has_set_id(inode)
+            now_ns = time.time_ns()  # even if the file is empty already
             changes = AttributeChanges(size=0, mtime_ns=now_ns, ctime_ns=now_ns, kill_privileges=kill)
             await _result(self._volume.setattr(inode, changes))
             if kill:
-                self._forget_attributes(inode)
+                self._invalidate_attributes(inode)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
-        return pyfuse3.FileInfo(fh=inode | _MAY_KILL if writes and ctx.uid != 0 else inode, keep_cache=True)
+        clears = writes and not policy.may_keep_set_id(ctx.uid)
+        return pyfuse3.FileInfo(fh=inode | _CLEARS_SET_ID if clears else inode, keep_cache=True)
 
     @_handler
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
@@ -343,8 +342,8 @@ class _Handlers(pyfuse3.Operations):
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-            # The kernel's cached absence is out of date.  On ESTALE it looks the name up anew and opens what
-            # it finds, after checking permissions, which we could not (do_filp_open, fs/namei.c).
+            # The kernel's cached absence is out of date.  On ESTALE it looks the name up again, checks permissions,
+            # which this handler cannot, and opens what it finds (do_filp_open, fs/namei.c).
             raise pyfuse3.FUSEError(errno.ESTALE) from None
         entry = self._fill(made, self._timeout_s)
         return await self._open(entry.st_ino, flags & ~os.O_TRUNC, ctx), entry
@@ -358,19 +357,19 @@ class _Handlers(pyfuse3.Operations):
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         inode = fh & _INODE_MASK
-        kill = bool(fh & _MAY_KILL) and await self._kills(inode)
+        kill = bool(fh & _CLEARS_SET_ID) and await self._has_set_id(inode)
         written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if written < len(buf):
             await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
             written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if kill:
-            self._forget_attributes(inode)
+            self._invalidate_attributes(inode)
         return written
 
     @_handler
     async def flush(self, fh: int) -> None:
         if self._flush is None:
-            # Makes the kernel never ask again, which saves a request a close.
+            # The kernel then stops sending FLUSH, which saves a request for each close(2).
             raise pyfuse3.FUSEError(errno.ENOSYS)
         await _result(self._flush(fh & _INODE_MASK))
 
@@ -403,15 +402,13 @@ class _Handlers(pyfuse3.Operations):
     @_handler
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
         self._check_xattrs()
-        # pyfuse3 has dealt with XATTR_CREATE and XATTR_REPLACE, by a getxattr before this.
+        # pyfuse3 handles XATTR_CREATE and XATTR_REPLACE itself, with a getxattr before this.
         await _result(self._volume.setxattr(inode, name, value, 0))
 
     @_handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         self._check_xattrs()
-        names = await _result(self._volume.listxattr(inode))
-        # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
-        return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
+        return policy.visible_xattrs(await _result(self._volume.listxattr(inode)), ctx.uid)
 
     @_handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:  # noqa: ARG002
@@ -419,12 +416,12 @@ class _Handlers(pyfuse3.Operations):
         await _result(self._volume.removexattr(inode, name))
 
     def _check_xattrs(self) -> None:
-        if not self._xattrs:  # the kernel then never asks again
+        if not self._xattrs:  # the kernel then stops sending xattr requests
             raise os_error(errno.ENOSYS)
 
 
 async def _result(answer: Answer[R]) -> R:
-    """The result that a volume's method returned, waited for where it is an awaitable."""
+    """Return a volume's answer, awaited if it is an awaitable."""
     return await answer if isinstance(answer, Awaitable) else answer
 
 
@@ -452,7 +449,7 @@ class Pyfuse3Engine:
         self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives
         self._scope: trio.CancelScope | None = None
         self._lock = threading.Lock()  # guards the two below
-        self._notifying = 0
+        self._notifications = 0  # the threads that are sending one
         self._closed = True
 
     @property
@@ -461,12 +458,12 @@ class Pyfuse3Engine:
 
     def mount(self) -> None:
         if not self._closed:
-            raise OSError(errno.EBUSY, "this engine has mounted already", self._settings.mountpoint)
+            raise OSError(errno.EBUSY, "this engine is mounted already", self._settings.mountpoint)
         if not stat.S_ISDIR(os.stat(self._settings.mountpoint).st_mode):
-            # The kernel would mount it, and then find that the root is another thing than it was told.
+            # The kernel would make the mount and then reject a root that is not a directory.
             raise os_error(errno.ENOTDIR, self._settings.mountpoint)
         before = _fuse_descriptors()
-        with standard_error() as said:
+        with capture_standard_error() as output:
             try:
                 pyfuse3.init(self._handlers, self._settings.mountpoint, self._options())
             except RuntimeError as error:
@@ -474,9 +471,9 @@ class Pyfuse3Engine:
             else:
                 failure = None
         if failure is not None:
-            if "mount" in str(failure):  # pyfuse3 leaves the session behind that it could not mount
+            if "mount" in str(failure):  # pyfuse3 does not close a session that it could not mount
                 pyfuse3.close(unmount=False)
-            raise mount_error(failure, said.decode(errors="replace"), self._settings.mountpoint)
+            raise mount_error(failure, output.decode(errors="replace"), self._settings.mountpoint)
         (self._fd,) = _fuse_descriptors() - before
         self._handlers.is_readable = self._readable
         self._closed = False
@@ -510,20 +507,20 @@ class Pyfuse3Engine:
             if self._closed:
                 return
             self._closed = True
-            busy = self._notifying > 0
+            busy = self._notifications > 0
         self._fd = -1
         if busy:
-            # The session is in use by a thread that waits in the kernel, and the request it waits for
-            # may be one that nobody answers any more: it must outlive the thread.  The process ends soon.
-            log.warning("unmounting %s while the kernel is being told of changes", self._settings.mountpoint)
+            # A thread waits in the kernel with this session, perhaps for a request that nobody will answer.  The
+            # session must outlive that thread, so it is not closed; the process ends soon.
+            log.warning("unmounting %s while an invalidation is running", self._settings.mountpoint)
             subprocess.run(["fusermount3", "-u", "-z", "-q", self._settings.mountpoint], check=False)
             return
-        # libfuse detaches lazily, so this does not wait for programs that use the mount.
+        # libfuse detaches lazily: this does not wait for programs that use the mount.
         pyfuse3.close(unmount=True)
 
     async def drained(self) -> None:
-        # A request in the kernel's background queue enters the readable one in the very moment that an
-        # earlier one is answered, so "nothing to read, nothing in progress" covers those too.
+        # The kernel makes a request of its background queue readable as soon as an earlier one is answered, so
+        # "nothing to read and nothing in progress" covers that queue too.
         while self._scope is not None and (self._handlers.in_progress or self._readable()):
             await trio.lowlevel.checkpoint()
 
@@ -531,7 +528,7 @@ class Pyfuse3Engine:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         events = poll.poll(0)
-        # POLLERR is all that a descriptor shows whose mount is gone.
+        # The descriptor of a mount that is gone shows only POLLERR.
         return bool(events) and bool(events[0][1] & select.POLLIN) and not events[0][1] & select.POLLERR
 
     def invalidate_inode(self, inode: int, *, content: bool) -> None:
@@ -544,16 +541,16 @@ class Pyfuse3Engine:
 
     @contextmanager
     def _notification(self) -> Iterator[None]:
-        """Keeps the session from being destroyed under a thread that uses it."""
+        """Keep `unmount` from destroying the session while this thread uses it."""
         with self._lock:
             if self._closed:
                 raise OSError(errno.ENOTCONN, "not mounted", self._settings.mountpoint)
-            self._notifying += 1
+            self._notifications += 1
         try:
             yield
         finally:
             with self._lock:
-                self._notifying -= 1
+                self._notifications -= 1
 
 
 def _fuse_descriptors() -> set[int]:
@@ -563,5 +560,5 @@ def _fuse_descriptors() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                 found.add(int(name))
         except FileNotFoundError:
-            continue  # the one that listed the directory
+            continue  # the descriptor of the listing itself
     return found

@@ -1,7 +1,7 @@
-"""The native engine: the kernel's wire protocol, spoken from Python without a library in between.
+"""The native engine: the kernel's FUSE protocol in Python, without libfuse.
 
-`wire` has the structs, `negotiation` the agreement at INIT, `mounting` the way through fusermount3,
-`operations` the opcodes over a volume, `replies` the bytes of the answers, `session` the loop.
+`wire` defines the structs, `negotiation` answers INIT, `mounting` calls fusermount3, `operations` maps opcodes to calls
+on a volume, `replies` packs the answers, `polling` decides when to sleep, `session` is the loop.
 """
 
 from vfsd.kernel.engines.native.session import NativeEngine

@@ -1,8 +1,8 @@
-"""Mounting and unmounting through fusermount3, which works for root and for everybody else.
+"""Mounting and unmounting through fusermount3, which works for root and for other users.
 
-fusermount3 opens /dev/fuse, mounts it and hands the descriptor back over the socket that the
-environment variable _FUSE_COMMFD names: the protocol that libfuse speaks with it (lib/mount.c).  Going
-through it rather than through libfuse's session leaves INIT to us: libfuse answers INIT in its own loop.
+fusermount3 opens /dev/fuse, mounts it and passes the descriptor back over the socket that the environment variable
+_FUSE_COMMFD names, as it does for libfuse (lib/mount.c).  libfuse itself is not used, because it answers INIT in its
+own loop.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ from typing import Final
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.machine.mountinfo import mounts
 
-__all__ = ["Mount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
+__all__ = ["FuseMount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
 
 _FUSERMOUNT: Final = "fusermount3"
 
 
 @dataclass(frozen=True, slots=True)
-class Mount:
-    """A mount that was made: where (absolute, no symlinks), and as which device ("major:minor")."""
+class FuseMount:
+    """A mount of this process: its mountpoint (absolute, without symlinks), and its device number as in st_dev."""
 
     mountpoint: str
-    device: str
+    device: int
+
+    @property
+    def device_text(self) -> str:
+        """The device number as sysfs shows it: "major:minor"."""
+        return f"{os.major(self.device)}:{os.minor(self.device)}"
 
 
-def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, Mount]:
-    """Mount; returns the descriptor of /dev/fuse, from which INIT can be read.  OSError, with fusermount3's words.
+def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, FuseMount]:
+    """Mount, and return the descriptor of /dev/fuse, whose first request is INIT.  OSError with fusermount3's message.
 
     `checked`: the kernel checks permissions from the attributes; the volume never does.
     """
-    # Resolved before the mount is there: afterwards it would be a request to ourselves.
+    # Resolved before the mount exists: afterwards this process would have to answer its own request.
     mountpoint = os.path.realpath(settings.mountpoint)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
@@ -51,24 +56,24 @@ def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, Mount
             )
         descriptor = _receive_descriptor(ours)
     if descriptor is None:
-        words = done.stderr.decode(errors="replace").strip() or f"{_FUSERMOUNT} failed"
+        message = done.stderr.decode(errors="replace").strip() or f"{_FUSERMOUNT} failed"
         code = errno.EPERM if os.path.isdir(mountpoint) else errno.ENOENT
-        raise OSError(code, words, settings.mountpoint)
-    device = _devices(mountpoint)
-    return descriptor, Mount(mountpoint, device[-1] if device else "")
+        raise OSError(code, message, settings.mountpoint)
+    devices = _devices(mountpoint)
+    return descriptor, FuseMount(mountpoint, devices[-1] if devices else 0)
 
 
-def is_mounted(made: Mount) -> bool:
-    """Whether the mount is still there: asked of the mount table, not of the mount, which may not answer."""
+def is_mounted(made: FuseMount) -> bool:
+    """Whether the mount still exists, according to the mount table: the mount itself may not answer."""
     return made.device in _devices(made.mountpoint)
 
 
-def unmount(made: Mount) -> None:
-    """Unmount, lazily where it is busy.  OSError when even that fails.
+def unmount(made: FuseMount) -> None:
+    """Unmount, lazily if the mount is busy.  OSError if that fails too.
 
-    EBUSY where another mount covers ours: fusermount3 would take that one away.
+    EBUSY if another mount covers this one: fusermount3 would remove that mount.
     """
-    words = "covered by another mount"
+    message = "covered by another mount"
     for arguments in (["-u"], ["-u", "-z"]):
         devices = _devices(made.mountpoint)
         if made.device not in devices:
@@ -78,19 +83,19 @@ def unmount(made: Mount) -> None:
         done = subprocess.run(
             [_FUSERMOUNT, *arguments, "--", made.mountpoint], stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-        words = done.stderr.decode(errors="replace").strip()
+        message = done.stderr.decode(errors="replace").strip()
     if is_mounted(made):
-        raise OSError(errno.EBUSY, words, made.mountpoint)
+        raise OSError(errno.EBUSY, message, made.mountpoint)
 
 
-def abort(made: Mount) -> None:
-    """End the connection, so that nobody waits for an answer any more; where fusectl is mounted and lets us."""
-    _write(f"/sys/fs/fuse/connections/{made.device.partition(':')[2]}/abort", "1")
+def abort(made: FuseMount) -> None:
+    """Abort the connection, so that no caller waits for an answer; only if fusectl is mounted and writable."""
+    _write(f"/sys/fs/fuse/connections/{os.minor(made.device)}/abort", "1")
 
 
-def set_readahead(made: Mount, size_bytes: int) -> None:
-    """Let the kernel read ahead that far (default 128 KiB); only root may, others keep the default."""
-    _write(f"/sys/class/bdi/{made.device}/read_ahead_kb", str(size_bytes // 1024))
+def set_readahead(made: FuseMount, size_bytes: int) -> None:
+    """Set how far the kernel reads ahead (default 128 KiB).  Only root may; for other users the default stays."""
+    _write(f"/sys/class/bdi/{made.device_text}/read_ahead_kb", str(size_bytes // 1024))
 
 
 def _write(path: str, text: str) -> None:
@@ -98,7 +103,7 @@ def _write(path: str, text: str) -> None:
         with open(path, "w") as file:
             file.write(text)
     except OSError:
-        pass  # both are improvements that not everybody is allowed
+        pass  # both are optional, and need privileges
 
 
 def _options(settings: EngineSettings, checked: bool) -> str:
@@ -113,7 +118,7 @@ def _options(settings: EngineSettings, checked: bool) -> str:
 
 
 def _receive_descriptor(channel: socket.socket) -> int | None:
-    """The descriptor that fusermount3 sent, or None when it ended without one."""
+    """Return the descriptor that fusermount3 sent, or None if it ended without sending one."""
     descriptors = array.array("i")
     size = descriptors.itemsize
     _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
@@ -123,7 +128,6 @@ def _receive_descriptor(channel: socket.socket) -> int | None:
     return descriptors[0] if descriptors else None
 
 
-def _devices(mountpoint: str) -> list[str]:
-    """List the devices mounted at `mountpoint`, the topmost one last."""
-    devices = [mount.device for mount in mounts() if mount.mountpoint == mountpoint]
-    return [f"{os.major(device)}:{os.minor(device)}" for device in devices]
+def _devices(mountpoint: str) -> list[int]:
+    """Return the device numbers of the mounts at `mountpoint`, the topmost last."""
+    return [mount.device for mount in mounts() if mount.mountpoint == mountpoint]

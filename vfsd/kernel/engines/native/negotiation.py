@@ -1,4 +1,4 @@
-"""INIT: what the kernel offers, and what of it we take."""
+"""The answer to INIT: the features that the engine accepts of those that the kernel offers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PAGES: Final = 256  # FUSE_MAX_MAX_PAGES of every kernel since 4.20
 MAX_WRITE_BYTES: Final = MAX_PAGES * 4096
 # The largest request: a WRITE of MAX_WRITE_BYTES with its headers.
 MAX_REQUEST_BYTES: Final = MAX_WRITE_BYTES + 4096
-# Requests that the kernel may have under way in the background (readahead); default 12.
+# The limit of background requests (readahead) that the kernel may have outstanding; its default is 12.
 MAX_BACKGROUND: Final = 64
 
 _WANTED: Final = (
@@ -30,18 +30,18 @@ _WANTED: Final = (
     | InitFlag.READDIRPLUS_AUTO
     | InitFlag.NO_OPEN_SUPPORT
     | InitFlag.NO_OPENDIR_SUPPORT
-    # Without it the kernel asks for security.capability before every single write.
+    # Without this flag the kernel requests security.capability before every write.
     | InitFlag.HANDLE_KILLPRIV_V2
     | InitFlag.INIT_EXT
     | InitFlag.HAS_EXPIRE_ONLY
 )
-# Opens without a message are what this engine is built on.
+# This engine has no handlers of OPEN and OPENDIR.
 _REQUIRED: Final = InitFlag.NO_OPEN_SUPPORT | InitFlag.NO_OPENDIR_SUPPORT | InitFlag.MAX_PAGES
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What kernel and engine agreed upon."""
+    """The negotiated protocol."""
 
     minor: int
     flags: InitFlag
@@ -51,10 +51,10 @@ class Agreement:
 def negotiate(
     message: bytes | bytearray, length: int, *, cache_timeout_s: float, acl: bool, checked: bool = True
 ) -> Agreement:
-    """Answer the INIT request in `message[:length]`.  OSError (EPROTONOSUPPORT) where the kernel lacks what we need.
+    """Answer the INIT request in `message[:length]`.  OSError (EPROTONOSUPPORT) if the kernel lacks a required feature.
 
-    `acl`: whether the volume keeps POSIX ACLs, their inheritance and the umask's part in it.  `checked`: whether the
-    kernel is to check permissions by them.
+    `acl`: the volume stores POSIX ACLs, and applies them and the umask to new entries.  `checked`: the kernel checks
+    permissions, ACLs included.
     """
     _, opcode, unique, _, _, _, _, _, _ = wire.FUSE_IN_HEADER.unpack_from(message, 0)
     if opcode != Opcode.INIT or length < wire.IN_HEADER_BYTES + wire.FUSE_INIT_IN.size:
@@ -81,13 +81,13 @@ def negotiate(
 def _wanted(cache_timeout_s: float, acl: bool, checked: bool) -> InitFlag:
     wanted = _WANTED
     if math.isinf(cache_timeout_s):
-        # Pages go only when we say so, whatever happens to attributes.
+        # The kernel drops pages only on request, even if attributes change.
         wanted |= InitFlag.EXPLICIT_INVAL_DATA
     else:
         wanted |= InitFlag.AUTO_INVAL_DATA
     if acl:
-        # With ACLs a default ACL takes the umask's place, so the kernel must leave the mask to the volume.
+        # A default ACL replaces the umask, so the volume must apply the umask, not the kernel.
         wanted |= InitFlag.DONT_MASK | InitFlag.SETXATTR_EXT
-        if checked:  # it brings the checks with it; without, ACLs are extended attributes like others
+        if checked:  # the flag implies permission checks; without it, ACLs are ordinary extended attributes
             wanted |= InitFlag.POSIX_ACL
     return wanted

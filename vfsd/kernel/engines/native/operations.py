@@ -1,19 +1,17 @@
-"""One method for each opcode: reads the request's body, calls the volume, returns what it answers.
+"""The opcodes: one method each, which unpacks the request's body and calls the volume.
 
-`Operations.table` says for each opcode how long its body is at least, which method handles it and which
-of `Replies` packs the answer.  A method returns the volume's answer as it is, awaitable or not; only the
-session (`session.py`) knows how to wait.  Where a request bears on the reply (a size limit), the method
-answers with the finished body instead.
+`Operations.table` maps each opcode to the minimum length of its message, its method, and the method of `Replies` that
+packs the answer.  A method returns what the volume returned, awaitable or not; the session (`session.py`) awaits it.
+If the reply depends on the request (a size limit), the method returns the finished body instead.
 
-A message is the session's buffer, which the next request overwrites: everything kept is copied, but for
-the data of WRITE, where the session gives the buffer away when the volume answers with an awaitable.
+A message lies in the session's buffer, which the next request overwrites.  So everything that outlives the call is
+copied, except the data of WRITE: if the volume's answer is an awaitable, the session gives this buffer up.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -34,31 +32,29 @@ from protocol.volume import (
     QuietLookupsVolume,
     Volume,
 )
+from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
 from vfsd.kernel.engines.native.replies import Message, Replies, dirents
-from vfsd.kernel.engines.native.wire import Opcode
+from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, Opcode
+from vfsd.kernel.engines.policy import PERMISSIONS
 
 __all__ = ["BODY", "Handler", "Operations"]
 
 T = TypeVar("T")
-Request = bytearray  # the buffer, of which the first `length` bytes are the message
+Request = bytearray  # the session's buffer; the message is its first `length` bytes
 Method = Callable[[int, Request, int], Any]
 
 BODY: Final = wire.IN_HEADER_BYTES
 _new: Final = tuple.__new__  # a named tuple's own constructor takes three times as long
-_SMALL_WRITE_BYTES: Final = 80 + 4096  # a page, with what stands before it
-_TRUSTED: Final = b"trusted."
-_ACL_ACCESS: Final = b"system.posix_acl_access"
-_ANYBODY_EXECUTES: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
-# A copy runs to its end before the next request is answered; copy_file_range(2) may be short.
+# The loop answers no other request during a copy; copy_file_range(2) may copy less than requested.
 _MAX_COPY_BYTES: Final = 64 * 1024 * 1024
 
 
 class Handler(NamedTuple):
-    """How one opcode is handled: the least length of its message, the method, and what packs the answer."""
+    """The handling of one opcode: the minimum length of its message, its method, and the packer of its answer."""
 
-    least: int
+    min_length: int
     method: Method
     reply: Callable[[int, Any], Message]
 
@@ -66,10 +62,10 @@ class Handler(NamedTuple):
 class Operations:
     """The opcodes over one volume.
 
-    `umask_is_ours`: the kernel leaves the umask to the volume (DONT_MASK).  `long_setxattr`: SETXATTR comes in its
-    extended form (SETXATTR_EXT).  `kernel_knows_acls`: it expects that setting one changes the mode (POSIX_ACL).
-    `drop` ends the wait of an interrupted request.  `forget_attributes` makes the kernel ask for an inode's
-    attributes again.
+    `umask_is_ours`: the volume applies the umask, not the kernel (DONT_MASK).  `long_setxattr`: SETXATTR has its
+    extended form (SETXATTR_EXT).  `kernel_knows_acls`: the kernel expects that setting an ACL changes the mode
+    (POSIX_ACL).  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the kernel's cached
+    attributes of an inode.
     """
 
     def __init__(
@@ -81,8 +77,8 @@ class Operations:
         long_setxattr: bool = False,
         kernel_knows_acls: bool = True,
         xattrs: bool = True,
-        drop: Callable[[int], None] = lambda _unique: None,
-        forget_attributes: Callable[[int], None] = lambda _inode: None,
+        cancel: Callable[[int], None] = lambda _unique: None,
+        invalidate_attributes: Callable[[int], None] = lambda _inode: None,
     ) -> None:
         self._volume = volume
         self.replies = replies
@@ -95,8 +91,8 @@ class Operations:
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
         self._kernel_knows_acls = kernel_knows_acls
         self._xattrs = xattrs
-        self._drop = drop
-        self._forget_attributes = forget_attributes
+        self._cancel = cancel
+        self._invalidate_attributes = invalidate_attributes
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -129,9 +125,9 @@ class Operations:
             (Opcode.COPY_FILE_RANGE_64, wire.FUSE_COPY_FILE_RANGE_IN.size, self._copy_file_range, r.copied_64),
             (Opcode.STATFS, 0, self._statfs, r.statfs),
             (Opcode.INTERRUPT, wire.FUSE_INTERRUPT_IN.size, self._interrupt, r.nothing),
-            # What the volume has is in the volume; the kernel has written back before it sends this.
+            # The kernel writes dirty pages back before it sends SYNCFS, and the volume has no buffers of its own.
             (Opcode.SYNCFS, 0, self._accept, r.done),
-            # Sent for the handle of a TMPFILE only: other opens have none.
+            # Sent only for the handle of a TMPFILE: no other open has a handle.
             (Opcode.RELEASE, 0, self._accept, r.done),
             (Opcode.RELEASEDIR, 0, self._accept, r.done),
             (Opcode.DESTROY, 0, self._accept, r.done),
@@ -148,10 +144,9 @@ class Operations:
         if self._volume.capabilities.durable:
             rows.append((Opcode.FSYNC, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
             rows.append((Opcode.FSYNCDIR, wire.FUSE_FSYNC_IN.size, self._fsync, r.done))
-        # OPEN, OPENDIR, CREATE and mostly FLUSH are not here, nor is BMAP, IOCTL or POLL: ENOSYS to the first
-        # of them makes the kernel do them alone for as long as the mount lives.  Opens then keep caches, and a
-        # CREATE becomes a MKNOD.
-        return {int(opcode): Handler(BODY + least, method, reply) for opcode, least, method, reply in rows}
+        # OPEN, OPENDIR, CREATE, BMAP, IOCTL, POLL and usually FLUSH are missing on purpose: after one ENOSYS the kernel
+        # does these itself for the lifetime of the mount.  Opens then keep the page cache, and CREATE becomes MKNOD.
+        return {int(opcode): Handler(BODY + length, method, reply) for opcode, length, method, reply in rows}
 
     # -- inodes ------------------------------------------------------------------------------
     def _lookup(self, node: int, message: Request, length: int) -> object:
@@ -173,11 +168,11 @@ class Operations:
         return self._volume.getattr(node)
 
     def _access(self, node: int, message: Request, _length: int) -> object:
-        """access(2) and chdir(2) of root, where the kernel checks nothing: it only may not execute what nobody may."""
+        """Answer access(2) and chdir(2); sent only if the kernel checks no permissions, hence for root."""
         mask, _ = wire.FUSE_ACCESS_IN.unpack_from(message, BODY)
 
         def check(found: Attributes) -> None:
-            if mask & os.X_OK and not stat.S_ISDIR(found.mode) and not found.mode & _ANYBODY_EXECUTES:
+            if mask & os.X_OK and not policy.is_executable(found.mode):
                 raise os_error(errno.EACCES)
 
         return _then(self._volume.getattr(node), check)
@@ -186,33 +181,33 @@ class Operations:
         (
             valid, _, _, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns, mode, _, uid, gid, _
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
-        if valid == _MODE_ONLY:  # chmod(2): by the same way as the others it would take a fifth longer
-            return self._volume.setattr(node, _new(AttributeChanges, (mode & 0o7777, *_NO_CHANGES_BUT_MODE)))
+        if valid == wire.FATTR_MODE:  # chmod(2): the general way takes a fifth longer
+            return self._volume.setattr(node, _new(AttributeChanges, (mode & PERMISSIONS, *_ONLY_MODE_CHANGES)))
         if not valid & ~wire.FATTR_FH:
             return self._set_nothing(node, message)
         if valid & wire.FATTR_SIZE and (valid & wire.FATTR_FH or not size):
-            # ftruncate(2) and O_TRUNC set mtime also where the size stays (do_truncate, fs/open.c), truncate(2)
-            # does not; O_TRUNC comes without a handle, so that truncate(2) to 0 looks the same.
+            # ftruncate(2) and O_TRUNC set mtime even if the size stays, truncate(2) does not (do_truncate, fs/open.c).
+            # O_TRUNC has no handle here, so truncate(2) to 0 cannot be told apart from it.
             valid |= wire.FATTR_MTIME_NOW
         times = _times(valid, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns) if valid & _ANY_TIME else _NO_TIMES
         changes = _new(
             AttributeChanges,
             (
-                mode & 0o7777 if valid & wire.FATTR_MODE else None,
+                mode & PERMISSIONS if valid & wire.FATTR_MODE else None,
                 uid if valid & wire.FATTR_UID else None,
                 gid if valid & wire.FATTR_GID else None,
                 size if valid & wire.FATTR_SIZE else None,
                 *times,
-                # HANDLE_KILLPRIV_V2 leaves a chown to us wholly; for a truncate the kernel says.
-                valid & _KILLS != 0,
+                # HANDLE_KILLPRIV_V2: a chown always clears set-id bits; for a truncate the kernel sets the flag.
+                valid & _CLEARS_SET_ID != 0,
             ),
         )
         return self._volume.setattr(node, changes)
 
     def _set_nothing(self, node: int, message: Request) -> object:
-        """A chown to (-1, -1), or a kernel that found suid or sgid to clear (file_remove_privs, fs/inode.c).
+        """Handle SETATTR without attributes: chown(-1, -1), or set-id bits to clear (file_remove_privs, fs/inode.c).
 
-        Both clear.  But the kernel lets a stranger's chown pass, which must not.
+        Both clear the set-id bits.  The kernel does not check the owner for this chown, so it is checked here.
         """
         uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
         return _then(
@@ -220,23 +215,22 @@ class Operations:
             lambda found: self._volume.setattr(node, AttributeChanges(kill_privileges=uid in {0, found.uid})),
         )
 
-    def _kill_privileges(self, node: int, message: Request) -> Callable[[T], object]:
-        """What a change of content by the caller of `message` does to the suid and sgid of `node`, after it is made."""
+    def _clear_set_id(self, node: int, message: Request) -> Callable[[T], object]:
+        """Return a function that clears the set-id bits of `node` after the caller of `message` changed its content.
+
+        The function takes the result of the change, and returns it once the bits are cleared.
+        """
         uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
 
-        def kill(result: T) -> object:
+        def after(result: T) -> object:
             def clear(found: Attributes) -> object:
-                if not found.mode & (stat.S_ISUID | stat.S_ISGID):
+                if not policy.has_set_id(found.mode):
                     return result
-                changes = AttributeChanges(
-                    kill_privileges=True, ctime_ns=found.ctime_ns
-                )  # that of the change of content
-                return _then(self._volume.setattr(node, changes), lambda _: result)
+                return _then(self._volume.setattr(node, policy.clear_set_id(found)), lambda _: result)
 
-            # Root stands for CAP_FSETID.
-            return result if uid == 0 else _then(self._volume.getattr(node), clear)
+            return result if policy.may_keep_set_id(uid) else _then(self._volume.getattr(node), clear)
 
-        return kill
+        return after
 
     def _readlink(self, node: int, _message: Request, _length: int) -> object:
         return self._volume.readlink(node)
@@ -247,22 +241,20 @@ class Operations:
         return _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
 
     def _mknod(self, node: int, message: Request, length: int) -> object:
-        uid, gid, pid, mode, rdev, umask, name = wire.MKNOD_FROM_CALLER[length](message, wire.CALLER_AT)
-        caller = _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
-        return self._volume.mknod(node, name, mode, rdev, caller)
+        mode, rdev, umask, name = wire.MKNOD_NAME[length](message, BODY)
+        return self._volume.mknod(node, name, mode, rdev, self._caller(message, umask))
 
     def _mkdir(self, node: int, message: Request, length: int) -> object:
-        uid, gid, pid, mode, umask, name = wire.MKDIR_FROM_CALLER[length](message, wire.CALLER_AT)
-        caller = _new(Caller, (uid, gid, umask if self._umask_is_ours else 0, pid))
-        return self._volume.mkdir(node, name, mode, caller)
+        mode, umask, name = wire.MKDIR_NAME[length](message, BODY)
+        return self._volume.mkdir(node, name, mode, self._caller(message, umask))
 
     def _symlink(self, node: int, message: Request, length: int) -> object:
-        name, target = _two(*wire.NAME[length](message, BODY))
+        name, target = _split(*wire.NAME[length](message, BODY))
         return self._volume.symlink(node, name, target, self._caller(message, 0))
 
     def _link(self, node: int, message: Request, length: int) -> object:
-        (inode,) = wire.FUSE_LINK_IN.unpack_from(message, BODY)
-        return self._volume.link(inode, node, bytes(message[48 : length - 1]))
+        inode, name = wire.LINK_NAME[length](message, BODY)
+        return self._volume.link(inode, node, name)
 
     def _unlink(self, node: int, message: Request, length: int) -> object:
         (name,) = wire.NAME[length](message, BODY)
@@ -273,13 +265,13 @@ class Operations:
         return self._volume.rmdir(node, name)
 
     def _rename(self, node: int, message: Request, length: int) -> object:
-        (new_parent,) = wire.FUSE_RENAME_IN.unpack_from(message, BODY)
-        name, new_name = _two(bytes(message[48 : length - 1]))
+        new_parent, names = wire.RENAME_NAMES[length](message, BODY)
+        name, new_name = _split(names)
         return self._volume.rename(node, name, new_parent, new_name)
 
     def _rename2(self, node: int, message: Request, length: int) -> object:
         new_parent, flags, names = wire.RENAME2_NAMES[length](message, BODY)
-        name, new_name = _two(names)
+        name, new_name = _split(names)
         if not flags:
             return self._volume.rename(node, name, new_parent, new_name)
         return self._volume.rename(node, name, new_parent, new_name, flags, self._caller(message, 0))
@@ -300,7 +292,7 @@ class Operations:
         _, cookie, size, _, _, _, _ = wire.FUSE_READDIR_IN.unpack_from(message, BODY)
         size = min(size, MAX_WRITE_BYTES)
         plain = self._plain
-        if not cookie and plain is not None and plain.entry_count(node) * _ROOM_BUT_FOR_NAME > _LARGE * size:
+        if not cookie and plain is not None and plain.entry_count(node) * _DIRENTPLUS_BYTES > _LARGE_REPLIES * size:
             size = min(size, _SAMPLE_BYTES)
         entries = self._entries(node, cookie)
         if isinstance(entries, Awaitable):
@@ -312,14 +304,14 @@ class Operations:
         return await listing if isinstance(listing, Awaitable) else listing
 
     def _direntsplus(self, node: int, entries: Iterator[PlainEntry], size: int) -> bytes | Coroutine[Any, Any, bytes]:
-        """The entries that fit into `size` bytes, each with its attributes and a lookup of its own."""
+        """Pack the entries that fit into `size` bytes with their attributes; each adds a lookup of its inode."""
         pack, quiet = self.replies.direntplus, self._quiet
         lookup = self._volume.lookup if quiet is None else quiet.find
         parts: list[bytes] = []
         waiting: list[tuple[int, PlainEntry, Awaitable[Attributes]]] = []
         for entry in entries:
             name = entry[0]
-            size -= (_ROOM_BUT_FOR_NAME + len(name)) & ~7
+            size -= (_DIRENTPLUS_BYTES + len(name)) & ~7
             if size < 0:
                 break
             found: Any = None
@@ -327,7 +319,7 @@ class Operations:
                 try:
                     found = lookup(node, name)
                 except OSError:
-                    pass  # it goes without attributes, and whoever asks for them learns why
+                    pass  # listed without attributes; a lookup of the name will report the error
             if found is None:
                 parts.append(self.replies.direntplus_bare(entry))
             elif quiet is not None or not hasattr(found, "__await__"):
@@ -361,31 +353,25 @@ class Operations:
         return self._volume.read(node, offset, size)
 
     def _write(self, node: int, message: Request, length: int) -> object:
-        data: Buffer
-        if length <= _SMALL_WRITE_BYTES:  # copying them takes less time than looking at them in place
-            offset, size, flags, data = wire.WRITE_DATA[length](message, BODY)
-            if size < len(data):
-                data = data[:size]
-        else:
-            _, offset, size, flags, _, _, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
-            data = memoryview(message)[80 : 80 + size]
-        if offset < 0 or 80 + size > length:
+        _, offset, size, flags, _, _, _ = wire.FUSE_WRITE_IN.unpack_from(message, BODY)
+        data = memoryview(message)[WRITE_DATA_AT : WRITE_DATA_AT + size]
+        if offset < 0 or WRITE_DATA_AT + size > length:
             raise os_error(errno.EINVAL)
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
-        def kill(found: Attributes) -> object:
-            if not found.mode & (stat.S_ISUID | stat.S_ISGID):
+        def write(found: Attributes) -> object:
+            if not policy.has_set_id(found.mode):
                 return self._volume.write(node, offset, data)
-            # The kernel does not expect the mode to change, and shows who asks for nothing else the one it has.
+            # The kernel does not expect that a write changes the mode, and would keep the cached one.
             answer = self._volume.write(node, offset, data, kill_privileges=True)
-            return _then(answer, lambda written: self._forget_attributes(node) or written)
+            return _then(answer, lambda written: self._invalidate_attributes(node) or written)
 
-        return _then(self._volume.getattr(node), kill)
+        return _then(self._volume.getattr(node), write)
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
-        return _then(self._volume.fallocate(node, mode, offset, size), self._kill_privileges(node, message))
+        return _then(self._volume.fallocate(node, mode, offset, size), self._clear_set_id(node, message))
 
     def _lseek(self, node: int, message: Request, _length: int) -> object:
         _, offset, whence, _ = wire.FUSE_LSEEK_IN.unpack_from(message, BODY)
@@ -394,7 +380,7 @@ class Operations:
     def _copy_file_range(self, node: int, message: Request, _length: int) -> object:
         _, offset, target, _, target_offset, size, _ = wire.FUSE_COPY_FILE_RANGE_IN.unpack_from(message, BODY)
         copied = self._volume.copy_range(node, offset, target, target_offset, min(size, _MAX_COPY_BYTES))
-        return _then(copied, self._kill_privileges(target, message))
+        return _then(copied, self._clear_set_id(target, message))
 
     def _fsync(self, node: int, message: Request, _length: int) -> object:
         _, flags, _ = wire.FUSE_FSYNC_IN.unpack_from(message, BODY)
@@ -418,12 +404,10 @@ class Operations:
         size, _ = wire.FUSE_GETXATTR_IN.unpack_from(message, BODY)
         uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
 
-        def visible(names: Sequence[bytes]) -> bytes:
-            # To whom the kernel would give none of them, trusted names are not shown (simple_xattr_list, fs/xattr.c).
-            shown = names if uid == 0 else [name for name in names if not name.startswith(_TRUSTED)]
-            return _sized(b"".join(name + b"\0" for name in shown), size)
+        def pack(names: Sequence[bytes]) -> bytes:
+            return _sized(b"".join(name + b"\0" for name in policy.visible_xattrs(names, uid)), size)
 
-        return _then(self._volume.listxattr(node), visible)
+        return _then(self._volume.listxattr(node), pack)
 
     def _setxattr(self, node: int, message: Request, length: int) -> object:
         size, flags, *more = self._setxattr_in.unpack_from(message, BODY)
@@ -433,41 +417,42 @@ class Operations:
             raise os_error(errno.EINVAL)
         name, value = bytes(message[start:end]), bytes(message[end + 1 : end + 1 + size])
         answer = self._volume.setxattr(node, name, value, flags)
-        if name == _ACL_ACCESS and not self._kernel_knows_acls:
-            return _then(answer, lambda _: self._forget_attributes(node))
-        if more and more[0] & wire.FUSE_SETXATTR_ACL_KILL_SGID and name == _ACL_ACCESS:
+        if name == policy.ACL_ACCESS and not self._kernel_knows_acls:
+            return _then(answer, lambda _: self._invalidate_attributes(node))
+        if more and more[0] & wire.FUSE_SETXATTR_ACL_KILL_SGID and name == policy.ACL_ACCESS:
             return _then(answer, lambda _: self._clear_sgid(node))
         return answer
 
     def _clear_sgid(self, node: int) -> object:
         def clear(found: Attributes) -> object:
-            if not found.mode & stat.S_ISGID:
-                return None
-            return self._volume.setattr(node, AttributeChanges(mode=stat.S_IMODE(found.mode) & ~stat.S_ISGID))
+            changes = policy.clear_sgid(found)
+            return None if changes is None else self._volume.setattr(node, changes)
 
         return _then(self._volume.getattr(node), clear)
 
     def _removexattr(self, node: int, message: Request, length: int) -> object:
-        return self._volume.removexattr(node, bytes(message[40 : length - 1]))
+        (name,) = wire.NAME[length](message, BODY)
+        return self._volume.removexattr(node, name)
 
     def _interrupt(self, _node: int, message: Request, _length: int) -> None:
-        self._drop(wire.FUSE_INTERRUPT_IN.unpack_from(message, BODY)[0])
+        self._cancel(wire.FUSE_INTERRUPT_IN.unpack_from(message, BODY)[0])
 
     def _accept(self, _node: int, _message: Request, _length: int) -> None:
-        """Nothing to do, and that is well."""
+        """Answer success without doing anything."""
 
 
 _DOTS: Final = frozenset({b".", b".."})
-_ROOM_BUT_FOR_NAME: Final = wire.FUSE_DIRENTPLUS.size + 7  # entries are aligned to 8 bytes
-# The kernel asks for the first entries of a listing with their attributes, and for the rest only if by then somebody
-# has looked at one.  In a directory of many replies that saves him little, and costs those who only list the most.
-_LARGE: Final = 4  # replies
+_DIRENTPLUS_BYTES: Final = wire.FUSE_DIRENTPLUS.size + 7  # without the name; entries are aligned to 8 bytes
+# The kernel requests the first entries of a listing with their attributes, and later entries only if the program has
+# looked an entry up by then.  If a listing takes many replies, a large first reply saves such a program little, and
+# costs a program that only lists the most.
+_LARGE_REPLIES: Final = 4
 _SAMPLE_BYTES: Final = 16 << 10  # 100 entries
 
 
 def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
-    """`change(answer)`, now or once `answer` is there."""
-    # Not isinstance: asking an abstract class takes longer than most changes.
+    """Return `change(answer)`, or an awaitable of it if `answer` is an awaitable."""
+    # isinstance() of an abstract class takes longer than most changes.
     return _after(cast("Awaitable[T]", answer), change) if hasattr(answer, "__await__") else change(answer)
 
 
@@ -476,8 +461,8 @@ async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
     return await result if isinstance(result, Awaitable) else result
 
 
-def _two(strings: bytes) -> tuple[bytes, bytes]:
-    """The two strings that a message ends in, which a NUL parts."""
+def _split(strings: bytes) -> tuple[bytes, bytes]:
+    """Split the two strings at the end of a message at the NUL between them."""
     first, separator, second = strings.partition(b"\0")
     if not separator:
         raise os_error(errno.EINVAL)
@@ -485,7 +470,7 @@ def _two(strings: bytes) -> tuple[bytes, bytes]:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """An attribute's value for a caller with room for `size` bytes; 0 asks for the length only."""
+    """Pack an extended attribute for a caller whose buffer has `size` bytes; 0 requests the length only."""
     if size == 0:
         return wire.FUSE_GETXATTR_OUT.pack(len(value), 0)
     if len(value) > size:
@@ -493,9 +478,8 @@ def _sized(value: bytes, size: int) -> bytes:
     return value
 
 
-_MODE_ONLY: Final = wire.FATTR_MODE
-_NO_CHANGES_BUT_MODE: Final = AttributeChanges()[1:]
-_KILLS: Final = wire.FATTR_UID | wire.FATTR_GID | wire.FATTR_KILL_SUIDGID
+_ONLY_MODE_CHANGES: Final = AttributeChanges()[1:]
+_CLEARS_SET_ID: Final = wire.FATTR_UID | wire.FATTR_GID | wire.FATTR_KILL_SUIDGID
 _NOW: Final = wire.FATTR_ATIME_NOW | wire.FATTR_MTIME_NOW
 _ANY_TIME: Final = _NOW | wire.FATTR_ATIME | wire.FATTR_MTIME | wire.FATTR_CTIME
 _NO_TIMES: Final = (None, None, None)
@@ -504,8 +488,8 @@ _NO_TIMES: Final = (None, None, None)
 def _times(
     valid: int, atime: int, mtime: int, ctime: int, atime_ns: int, mtime_ns: int, ctime_ns: int
 ) -> tuple[int | None, int | None, int | None]:
-    """atime, mtime and ctime to be set, in nanoseconds."""
-    # One moment for all that is set to the present, ctime too, as the kernel's own setattr_copy has it.
+    """Return the atime, mtime and ctime to set, in nanoseconds."""
+    # All times that are set to the present, ctime too, are the same moment, as in the kernel's setattr_copy.
     now_ns = time.time_ns() if valid & _NOW else None
     return (
         now_ns if valid & wire.FATTR_ATIME_NOW else _time(valid & wire.FATTR_ATIME, atime, atime_ns),

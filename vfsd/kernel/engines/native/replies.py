@@ -1,4 +1,4 @@
-"""What a volume answers, as the bytes of a reply."""
+"""Packers of replies: from a volume's answers to the bytes that the kernel expects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vfsd.kernel.engines.native import wire
 
 __all__ = ["NO_CACHE", "Message", "Replies", "Validity", "dirents"]
 
-# A reply: one buffer, or several that are written together.
+# A reply: one buffer, or several for writev(2).
 Message = bytes | tuple[Buffer, ...]
 
-# st_blksize: what stdio, awk, sort, Python and others buffer by, so how many requests their output is.
+# st_blksize, the buffer size of stdio, awk, sort, Python and others: it decides how many requests their output takes.
 BLOCK_SIZE: Final = 128 * 1024
 _SECOND: Final = 1_000_000_000
 _pack_header: Final = wire.FUSE_OUT_HEADER.pack
@@ -32,11 +32,11 @@ _STATX_BASIC_STATS_AND_BTIME: Final = 0xFFF  # linux/stat.h
 
 
 class Validity:
-    """For how long the kernel may keep a name or attributes: whole seconds and nanoseconds."""
+    """How long the kernel may cache a name or attributes: whole seconds and nanoseconds."""
 
     __slots__ = ("forever", "nanoseconds", "seconds")
 
-    # 68 years.  The kernel turns seconds into jiffies and clamps; this is far from its limits on any HZ.
+    # 68 years.  The kernel converts seconds to jiffies and clamps them; this is below its limit for every HZ.
     FOREVER_S: Final = 2**31
 
     def __init__(self, timeout_s: float) -> None:
@@ -52,12 +52,12 @@ NO_CACHE: Final = Validity(0)
 
 
 class Replies:
-    """Packs answers.  Each method takes the request's `unique` and the answer, and returns the whole message."""
+    """Packs answers.  Each method takes the request's `unique` and the answer, and returns the complete message."""
 
     def __init__(self, validity: Validity) -> None:
         self._seconds = validity.seconds
         self._nanoseconds = validity.nanoseconds
-        # Absence is kept only where nobody but us can end it.
+        # The kernel caches absence only if nothing but this daemon can create the name.
         if validity.forever:
             size, error = wire.ENTRY_REPLY.size, 0
             self._absent_body = wire.FUSE_ENTRY_OUT.pack(0, 0, validity.seconds, 0, 0, 0, *([0] * 16))
@@ -71,11 +71,11 @@ class Replies:
         self._absent_header = functools.partial(wire.FUSE_OUT_HEADER.pack, size, error)
 
     def found(self, unique: int, a: Attributes | None) -> bytes:
-        """The answer to LOOKUP; None stands for absence."""
+        """Pack the answer to LOOKUP; None stands for absence."""
         return self.absent(unique) if a is None else self.entry(unique, a)
 
     def entry(self, unique: int, a: Attributes) -> bytes:
-        """fuse_entry_out, of which the kernel takes a lookup."""
+        """Pack fuse_entry_out, with which the kernel counts a lookup."""
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
@@ -87,7 +87,7 @@ class Replies:
         )  # fmt: skip
 
     def attributes(self, unique: int, a: Attributes) -> bytes:
-        """fuse_attr_out."""
+        """Pack fuse_attr_out."""
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
@@ -98,12 +98,12 @@ class Replies:
         )  # fmt: skip
 
     def entry_and_open(self, unique: int, a: Attributes) -> bytes:
-        """fuse_entry_out and fuse_open_out, as CREATE and TMPFILE answer; the handle is the inode."""
+        """Pack fuse_entry_out and fuse_open_out, the answer to TMPFILE; the handle is the inode number."""
         body = self.entry(unique, a)[wire.OUT_HEADER_BYTES :] + wire.FUSE_OPEN_OUT.pack(a.inode, 0, 0)
         return wire.body_reply(unique, body)
 
     def statx(self, unique: int, a: Attributes) -> bytes:
-        """fuse_statx_out, with the time of birth."""
+        """Pack fuse_statx_out, with the birth time."""
         return wire.body_reply(
             unique,
             wire.FUSE_STATX_OUT.pack(
@@ -117,11 +117,11 @@ class Replies:
         )  # fmt: skip
 
     def absent(self, unique: int) -> bytes:
-        """That a name does not exist: for the kernel to remember (node 0), or just ENOENT where it must not."""
+        """Pack the absence of a name: node 0 if the kernel may cache it, else ENOENT."""
         return self._absent_header(unique) + self._absent_body
 
     def direntplus(self, a: Attributes, entry: PlainEntry) -> bytes:
-        """One entry of READDIRPLUS, with attributes and a lookup."""
+        """Pack one entry of READDIRPLUS with attributes; it counts a lookup."""
         mtime, mtime_ns = divmod(a.mtime_ns, _SECOND)
         atime, atime_ns = (mtime, mtime_ns) if a.atime_ns == a.mtime_ns else divmod(a.atime_ns, _SECOND)
         ctime, ctime_ns = (mtime, mtime_ns) if a.ctime_ns == a.mtime_ns else divmod(a.ctime_ns, _SECOND)
@@ -136,27 +136,27 @@ class Replies:
 
     @staticmethod
     def direntplus_bare(entry: PlainEntry) -> bytes:
-        """One entry of READDIRPLUS without attributes, and without a lookup: node 0."""
+        """Pack one entry of READDIRPLUS without attributes (node 0); it counts no lookup."""
         return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
 
-    # -- answers that say nothing of how long they hold --------------------------------------
+    # -- answers without a cache timeout -----------------------------------------------------
     @staticmethod
     def body(unique: int, body: bytes) -> bytes:
         return wire.body_reply(unique, body)
 
     @staticmethod
     def attribute(unique: int, value: bytes | None) -> bytes:
-        """An extended attribute; None stands for absence."""
+        """Pack an extended attribute; None stands for absence."""
         return _pack_header(_HEADER_BYTES, -errno.ENODATA, unique) if value is None else wire.body_reply(unique, value)
 
     @staticmethod
     def done(unique: int, _: object) -> bytes:
-        """Success without a body."""
+        """Pack success without a body."""
         return _pack_header(_HEADER_BYTES, 0, unique)
 
     @staticmethod
     def nothing(_unique: int, _: object) -> bytes:
-        """No reply at all, as FORGET and INTERRUPT want it."""
+        """Return an empty message, which is not sent: FORGET and INTERRUPT have no reply."""
         return b""
 
     @staticmethod
@@ -166,7 +166,7 @@ class Replies:
 
     @staticmethod
     def content(unique: int, data: Buffer | list[Buffer]) -> Message:
-        """What was read, in one piece or several."""
+        """Pack content, one buffer or a list of buffers."""
         if not isinstance(data, list):
             return (wire.FUSE_OUT_HEADER.pack(wire.OUT_HEADER_BYTES + len(data), 0, unique), data)
         length = sum(map(len, data))
@@ -196,14 +196,14 @@ class Replies:
 
 
 def dirent(entry: PlainEntry) -> bytes:
-    """One entry of READDIR."""
+    """Pack one entry of READDIR."""
     name, inode, mode, cookie = entry
     length = len(name)
     return _DIRENT[length](inode, cookie, length, mode >> 12, name)
 
 
 def dirents(entries: Iterable[PlainEntry], size: int) -> bytes:
-    """The entries that fit into `size` bytes, as READDIR answers."""
+    """Pack the entries that fit into `size` bytes, the answer to READDIR."""
     parts: list[bytes] = []
     for name, inode, mode, cookie in entries:
         length = len(name)
@@ -216,7 +216,7 @@ def dirents(entries: Iterable[PlainEntry], size: int) -> bytes:
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """What packs `header` and a name of so many bytes after it, filled up with zeros to a multiple of 8."""
+    """Packers of `header` and a name after it, padded with zeros to a multiple of 8 bytes, by the name's length."""
 
     def __init__(self, header: Struct) -> None:
         self._header = header

@@ -1,7 +1,7 @@
-"""The kernel's wire format: opcodes, flags and structs, by the names that linux/fuse.h gives them.
+"""The kernel's FUSE protocol: opcodes, flags and structs, named as in linux/fuse.h.
 
-Everything is in the machine's own byte order and aligned to 8 bytes by explicit padding fields, so
-each struct is "=" (native order, no implicit padding).
+All numbers are in the machine's byte order, and explicit padding fields align everything to 8 bytes, so each struct
+is "=" (native order, no implicit padding).
 
 Source: include/uapi/linux/fuse.h, protocol 7.45.
 """
@@ -68,7 +68,7 @@ class Opcode(IntEnum):
 
 
 class InitFlag(IntFlag):
-    """FUSE_* flags of INIT; bits from 32 on travel in `flags2`."""
+    """FUSE_* flags of INIT; bits 32 and up are in `flags2`."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -96,7 +96,7 @@ class InitFlag(IntFlag):
 # len, opcode, unique, nodeid, uid, gid, pid, total_extlen (units of 8 bytes), padding
 FUSE_IN_HEADER: Final = Struct("=IIQQIIIHH")
 IN_HEADER_BYTES: Final = FUSE_IN_HEADER.size
-# What the loop needs of it: opcode, unique, nodeid, pid.
+# The fields that the loop needs: opcode, unique, nodeid, pid.
 IN_HEADER_ROUTE: Final = Struct("=4xIQQ8xI4x")
 IN_HEADER_CALLER: Final = Struct("=24xIII")  # uid, gid, pid
 
@@ -119,7 +119,7 @@ FUSE_SETXATTR_IN_COMPAT: Final = Struct("=II")  # size, flags
 FUSE_SETXATTR_IN: Final = Struct("=IIII")  # size, flags, setxattr_flags, padding (SETXATTR_EXT)
 FUSE_GETXATTR_IN: Final = Struct("=II")  # size, padding
 FUSE_INIT_IN: Final = Struct("=IIII")  # major, minor, max_readahead, flags
-FUSE_INIT_IN_FLAGS2: Final = Struct("=I")  # follows where INIT_EXT is set
+FUSE_INIT_IN_FLAGS2: Final = Struct("=I")  # follows if INIT_EXT is set
 FUSE_ACCESS_IN: Final = Struct("=II")  # mask, padding
 FUSE_INTERRUPT_IN: Final = Struct("=Q")  # unique
 FUSE_FALLOCATE_IN: Final = Struct("=QqqII")  # fh, offset, length, mode, padding
@@ -128,30 +128,30 @@ FUSE_COPY_FILE_RANGE_IN: Final = Struct("=QqQQqQQ")  # fh_in, off_in, nodeid_out
 FUSE_STATX_IN: Final = Struct("=IIQII")  # getattr_flags, reserved, fh, sx_flags, sx_mask
 
 
-class Tailed(dict[int, Callable[..., tuple[Any, ...]]]):
-    """What unpacks `fixed` and the bytes that follow it to the end of a message, by the message's length.
+class TailUnpackers(dict[int, Callable[..., tuple[Any, ...]]]):
+    """Unpackers of the fields `fixed` and the bytes after them, by the length of the message.
 
-    From `start` on, and but for the last `dropped` bytes.  In one step, because to slice a bytearray and to copy the
-    slice takes longer than all else.
+    The NUL at the end of the message is left out.  Unpacking the bytes together with the fields takes less time than
+    slicing the bytearray and copying the slice.
     """
 
-    def __init__(self, start: int, fixed: str, *, dropped: int = 1) -> None:
+    def __init__(self, fixed: str) -> None:
         self._fixed = fixed
-        self._before = start + Struct(fixed).size + dropped
+        self._other_bytes = IN_HEADER_BYTES + Struct(fixed).size + 1
 
     def __missing__(self, length: int) -> Callable[..., tuple[Any, ...]]:
-        unpack = self[length] = Struct(f"{self._fixed}{length - self._before}s").unpack_from
+        unpack = self[length] = Struct(f"{self._fixed}{length - self._other_bytes}s").unpack_from
         return unpack
 
 
-NAME: Final = Tailed(IN_HEADER_BYTES, "=")  # without its NUL, as all
-# From the caller in the header on: uid, gid, pid, then what the request's own struct has.
-CALLER_AT: Final = 24
-MKNOD_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xIII4x")  # uid, gid, pid, mode, rdev, umask, name
-MKDIR_FROM_CALLER: Final = Tailed(CALLER_AT, "=III4xII")  # uid, gid, pid, mode, umask, name
-RENAME2_NAMES: Final = Tailed(IN_HEADER_BYTES, "=QI4x")  # newdir, flags, both names with a NUL between
-GETXATTR_NAME: Final = Tailed(IN_HEADER_BYTES, "=I4x")  # size, name
-WRITE_DATA: Final = Tailed(IN_HEADER_BYTES, "=8xqII16x", dropped=0)  # offset, size, write_flags, data
+NAME: Final = TailUnpackers("=")  # without its NUL, like all names below
+MKNOD_NAME: Final = TailUnpackers("=III4x")  # mode, rdev, umask, name
+MKDIR_NAME: Final = TailUnpackers("=II")  # mode, umask, name
+LINK_NAME: Final = TailUnpackers("=Q")  # oldnodeid, name
+RENAME_NAMES: Final = TailUnpackers("=Q")  # newdir, both names with a NUL between
+RENAME2_NAMES: Final = TailUnpackers("=QI4x")  # newdir, flags, both names
+GETXATTR_NAME: Final = TailUnpackers("=I4x")  # size, name
+WRITE_DATA_AT: Final = IN_HEADER_BYTES + FUSE_WRITE_IN.size
 
 # fuse_setattr_in.valid
 FATTR_MODE: Final = 1 << 0
@@ -178,7 +178,7 @@ FUSE_ATTR: Final = Struct("=QQQqqq10I")
 # nodeid, generation, entry_valid, attr_valid, entry_valid_nsec, attr_valid_nsec; then a fuse_attr
 FUSE_ENTRY_OUT: Final = Struct("=QQQQII" + FUSE_ATTR.format[1:])
 FUSE_ATTR_OUT: Final = Struct("=QII" + FUSE_ATTR.format[1:])  # attr_valid, attr_valid_nsec, dummy; a fuse_attr
-# The same with the header in front, and what no inode changes in one piece each: what most replies are.
+# The most frequent replies, header included.  Fields that are equal in all replies are packed once, as bytes.
 # size, blocks, times, their nanoseconds, mode, nlink, uid, gid, rdev; then blksize and flags
 _ATTR_IN_PIECES: Final = "QQQqqq8I8s"
 # len and error; unique, nodeid, generation; the validities
@@ -203,31 +203,31 @@ FUSE_DIRENT: Final = Struct("=QQII")  # ino, off, namelen, type; then the name, 
 # nodeid, generation; the validities; a fuse_attr in pieces; ino, off, namelen, type; then the name
 FUSE_DIRENTPLUS: Final = Struct("=QQ24s" + _ATTR_IN_PIECES + FUSE_DIRENT.format[1:])
 
-# -- notifications (unique 0, the code in place of an error) -------------------------------------
+# -- notifications: `unique` is 0, the code stands in the field of the error -----------------------
 FUSE_NOTIFY_INVAL_INODE: Final = 2
 FUSE_NOTIFY_INVAL_ENTRY: Final = 3
 FUSE_NOTIFY_INVAL_INODE_OUT: Final = Struct("=Qqq")  # ino, off, len
 FUSE_NOTIFY_INVAL_ENTRY_OUT: Final = Struct("=QII")  # parent, namelen, flags; then the name and a NUL
 
-# The kernel refuses a reply with another error (fs/fuse/dev.c), and the request would never end.
+# The kernel rejects a reply with a larger errno (fs/fuse/dev.c), and the request would never end.
 MAX_ERRNO: Final = 511
 
 
 def error_reply(unique: int, code: int) -> bytes:
-    """The reply that fails request `unique` with errno `code` (0: success without a body)."""
+    """Pack the reply that fails request `unique` with errno `code` (0: success without a body)."""
     return FUSE_OUT_HEADER.pack(OUT_HEADER_BYTES, -code, unique)
 
 
 def body_reply(unique: int, body: bytes) -> bytes:
-    """The reply to request `unique` with `body` after the header."""
+    """Pack the reply to request `unique` with `body` after the header."""
     return FUSE_OUT_HEADER.pack(OUT_HEADER_BYTES + len(body), 0, unique) + body
 
 
 def notification(code: int, body: bytes) -> bytes:
-    """An unsolicited message to the kernel."""
+    """Pack a message to the kernel that answers no request."""
     return FUSE_OUT_HEADER.pack(OUT_HEADER_BYTES + len(body), code, 0) + body
 
 
 def aligned(length: int) -> int:
-    """`length` rounded up to 8 bytes (FUSE_REC_ALIGN)."""
+    """Round `length` up to 8 bytes (FUSE_REC_ALIGN)."""
     return (length + 7) & ~7

@@ -1,18 +1,20 @@
-"""Which engine serves a mount, and what is told of it."""
+"""The choice of the engine that serves a mount, and the engines that installed packages add."""
 
 from __future__ import annotations
 
 import errno
 import sys
+from pathlib import Path
 
 import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.volume import Volume
 from vfsd.kernel.engines import choice
-from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
+from vfsd.wire.engine_names import is_engine, known_engines
 
 SETTINGS = EngineSettings("/nowhere", "choice")
 
@@ -30,7 +32,7 @@ class _Forbidden(_OldKernel):
 
 class _Reference(Pyfuse3Engine):
     def mount(self) -> None:
-        """Always well."""
+        """Succeed."""
 
 
 @pytest.fixture
@@ -85,3 +87,61 @@ def test_where_neither_engine_serves_both_reasons_are_named(monkeypatch: pytest.
     monkeypatch.setattr(choice, "NativeEngine", _OldKernel)
     with pytest.raises(OSError, match=r"pyfuse3 engine cannot be loaded .*; not native: the kernel's FUSE 7.19"):
         choice.mount_engine("auto", MemoryVolume(), SETTINGS, None)
+
+
+# -- engines of installed packages ---------------------------------------------------------------
+class ToyEngine(_Reference):
+    """An engine outside the packages; `mount` makes no mount."""
+
+    name = "toy"  # type: ignore[misc]
+
+    def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
+        super().__init__(volume, settings, impersonator)
+        self.served = volume, settings, impersonator
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with entry points: a working engine, and one whose module is missing."""
+    metadata = tmp_path / "toy_engine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-engine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[vfsd.engines]\ntoy = {__name__}:ToyEngine\nbroken = no_such_module:Engine\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("packages")
+def test_an_engine_of_an_installed_package_is_called_with_the_volume_and_the_settings() -> None:
+    volume = MemoryVolume()
+    engine = choice.mount_engine("toy", volume, SETTINGS, None)
+    assert isinstance(engine, ToyEngine)
+    assert engine.name == "toy"
+    assert engine.served == (volume, SETTINGS, None)
+
+
+@pytest.mark.usefixtures("packages")
+def test_engines_of_installed_packages_are_known_beside_the_built_in_ones() -> None:
+    assert known_engines() == ["auto", "native", "pyfuse3", "broken", "toy"]
+    assert is_engine("toy")
+    assert not is_engine("tow")
+
+
+@pytest.mark.usefixtures("packages")
+def test_an_engine_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(OSError, match=r"'broken' \(no_such_module:Engine\) cannot be imported") as refused:
+        choice.mount_engine("broken", MemoryVolume(), SETTINGS, None)
+    assert refused.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.usefixtures("packages")
+def test_an_unknown_engine_is_refused_with_the_names_of_the_others() -> None:
+    with pytest.raises(OSError, match="no engine 'natve': use one of auto, native, pyfuse3, broken, toy") as refused:
+        choice.mount_engine("natve", MemoryVolume(), SETTINGS, None)
+    assert refused.value.errno == errno.EINVAL
+
+
+def test_a_built_in_engine_is_known_without_a_search_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", None)
+    assert is_engine("native")

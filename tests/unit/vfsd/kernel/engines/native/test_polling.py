@@ -182,24 +182,21 @@ def test_a_file_that_can_no_longer_be_read_is_no_error(tmp_path: Path) -> None:
         assert runnable() == 0
 
 
-# -- what the engine makes of it ------------------------------------------------------------------------
-class Asked:
-    """A poller that notes what it was asked."""
+# -- how the engine uses the poller -------------------------------------------------------------------
+class ScriptedPoller:
+    """A poller that answers from a list, and records for how long it was allowed to wait."""
 
     def __init__(self, answers: list[bool], *, late: bool = False) -> None:
         self.answers = answers
         self.late = late
-        self.questions: list[str] = []
+        self.waits_ms: list[int] = []
         self.at_once = False
 
     def wait(self, since: float, sleep_ms: int) -> bool:
-        self.questions.append("wait")
-        self.at_once = not self.late
-        return self.answers.pop(0) if self.answers else False
-
-    def ready(self) -> bool:
-        self.questions.append("ready")
-        return self.answers.pop(0) if self.answers else False
+        self.waits_ms.append(sleep_ms)
+        found = self.answers.pop(0) if self.answers else False
+        self.at_once = found and not self.late
+        return found
 
 
 @pytest.fixture
@@ -208,25 +205,34 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> NativeEngine:
     return NativeEngine(MemoryVolume(), EngineSettings("/nowhere", "polling"))
 
 
-def answered(engine: NativeEngine, poller: Asked, reads: list[int | None]) -> bool:
-    return engine._answer_some(lambda _buffer: reads.pop(0), -1, poller)  # type: ignore[arg-type]
+def answered(engine: NativeEngine, poller: ScriptedPoller, reads: list[int | None]) -> bool:
+    return engine._answer_slice(lambda _buffer: reads.pop(0), -1, poller)  # type: ignore[arg-type]
 
 
-def test_where_the_last_request_was_there_at_once_the_next_is_read_without_asking(engine: NativeEngine) -> None:
-    poller = Asked([True])
+def test_a_request_after_one_that_was_there_at_once_is_read_without_polling(engine: NativeEngine) -> None:
+    poller = ScriptedPoller([True])
     assert answered(engine, poller, reads := [40, 40, 40, None])
-    assert poller.questions == ["wait", "wait"]  # before the first, and when there was none
+    assert len(poller.waits_ms) == 2  # before the first request, and after the read that found none
     assert reads == []
 
 
-def test_where_it_was_waited_for_each_is_asked_for(engine: NativeEngine) -> None:
-    poller = Asked([True, True, True], late=True)
+def test_a_request_after_one_that_was_late_is_waited_for(engine: NativeEngine) -> None:
+    poller = ScriptedPoller([True, True, True], late=True)
     assert answered(engine, poller, [40, 40, 40])
-    assert poller.questions == ["wait"] * 4
+    assert len(poller.waits_ms) == 4
 
 
-def test_while_answers_are_pending_nobody_waits_for_requests(engine: NativeEngine) -> None:
-    engine._waiting[1] = object()  # type: ignore[assignment]
-    poller = Asked([True])
+def test_the_loop_does_not_wait_for_requests_while_answers_are_pending(engine: NativeEngine) -> None:
+    engine._pending[1] = object()  # type: ignore[assignment]
+    poller = ScriptedPoller([True], late=True)
     assert answered(engine, poller, [40])
-    assert poller.questions == ["ready", "ready"]
+    assert poller.waits_ms == [0, 0]
+
+
+def test_a_wait_of_no_time_neither_spins_nor_sleeps() -> None:
+    machine = Machine()
+    machine.burst()
+    polls, slept = machine.questions, machine.slept
+    machine.next_s = float("inf")
+    assert not machine.poller.wait(machine.now_s, 0)
+    assert (machine.questions, machine.slept) == (polls + 1, slept)

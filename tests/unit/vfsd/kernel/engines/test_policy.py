@@ -1,4 +1,4 @@
-"""Where the native engine leaves permissions unchecked: only where nobody but an omnipotent root can enter."""
+"""Policy that the engines share: permission checks are left out only if nobody but an omnipotent root can enter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vfsd.kernel.engines.base import EngineSettings
-from vfsd.kernel.engines.native.permissions import is_omnipotent, needs_checks
+from vfsd.kernel.engines.policy import is_omnipotent, needs_checks
 
 EVERYTHING = 0x1FFFFFFFFFF
 INITIAL_NAMESPACE = "         0          0 4294967295\n"
