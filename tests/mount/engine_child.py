@@ -26,7 +26,7 @@ from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
-from vfsd.kernel.inotify_replay import Replay
+from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 EVENTS = {

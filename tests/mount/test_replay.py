@@ -339,7 +339,7 @@ def test_nobody_sees_anything_but_the_restored_state_while_the_changes_are_repla
 
 
 def test_the_replay_gives_up_where_something_else_is_mounted_on_top(tmp_path, watcher):
-    with served(str(tmp_path), expected_log="not this workspace") as child:
+    with served(str(tmp_path), expected_log="another file system is mounted on top") as child:
         child.call("snapshot", name="s")
         write(child.path + "/new")
         subprocess.run(["mount", "-t", "tmpfs", "none", child.path], check=True)

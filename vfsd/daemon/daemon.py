@@ -38,7 +38,7 @@ from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
-from vfsd.kernel.inotify_replay import Replay
+from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 from vfsd.machine import interpreter, mounts, runtime
 from vfsd.machine.logs import log_failure

@@ -24,7 +24,7 @@ import trio
 from protocol.linux.syscalls import syncfs
 from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
 from vfsd.kernel.engines.base import Engine
-from vfsd.kernel.inotify_replay import Replay
+from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import apart_moved_directories, invalidate_kernel_caches
 from vfsd.machine.logs import log_failure
 

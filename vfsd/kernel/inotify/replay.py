@@ -1,0 +1,79 @@
+"""The thread that repeats changes for inotify, from start to end.
+
+Threading: `run` is called on the loop; the system calls run in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import cast
+
+import trio
+
+from protocol.volume import CacheInvalidation, Volume
+from vfsd.kernel.inotify.answers import Answers
+from vfsd.kernel.inotify.calls import ReplayAbortedError, repeat_changes
+
+__all__ = ["Replay"]
+
+log = logging.getLogger(__name__)
+
+
+class Replay:
+    """Raises events for changes of `volume`, mounted at `mountpoint`.  Implements `Impersonator`."""
+
+    def __init__(self, volume: Volume, mountpoint: str) -> None:
+        self._answers = Answers(volume)
+        self._mountpoint = mountpoint
+        self.thread_id = 0  # an attribute, not a property: engines read it with every request
+        self._lock = trio.Lock()
+        self._finished = trio.Event()  # set when the latest thread has ended
+        self._finished.set()
+
+    @property
+    def volume(self) -> Volume:
+        # `Answers` has only the methods that `Impersonator` names.
+        return cast("Volume", self._answers)
+
+    async def run(self, invalidation: CacheInvalidation) -> None:
+        """Raise the events for `invalidation`, after `invalidate_kernel_caches`.
+
+        Logs failures and raises none.  Repeats at most 10,000 changes.
+        """
+        if not invalidation.entries and not invalidation.inodes:
+            return
+        async with self._lock:
+            # A thread that was abandoned may still be in a system call, whose requests must not reach the volume.
+            await self._finished.wait()
+            self._finished = trio.Event()
+            stopped = threading.Event()
+            arguments = (invalidation, stopped, trio.lowlevel.current_trio_token(), self._finished)
+            threading.Thread(target=self._work, args=arguments, name="vfsd replay", daemon=True).start()
+            try:
+                # Cancelling abandons the thread, because it may wait for a loop that is shutting down.
+                await self._finished.wait()
+            finally:
+                stopped.set()
+
+    def _work(
+        self,
+        invalidation: CacheInvalidation,
+        stopped: threading.Event,
+        loop: trio.lowlevel.TrioToken,
+        finished: trio.Event,
+    ) -> None:
+        self.thread_id = threading.get_native_id()
+        try:
+            repeat_changes(self._mountpoint, invalidation, self._answers, stopped)
+        except ReplayAbortedError as error:
+            level = logging.INFO if stopped.is_set() else logging.WARNING
+            log.log(level, "changes are not shown to inotify watchers: %s", error)
+        except Exception:
+            log.exception("changes are not shown to inotify watchers")
+        finally:
+            self._answers.step = None
+            self.thread_id = 0
+            with contextlib.suppress(trio.RunFinishedError):
+                loop.run_sync_soon(finished.set)
