@@ -1,7 +1,7 @@
 """ExecCall: the client's side of one `exec`, for a loop that also watches a terminal and signals.
 
-It does no I/O but on its connection, and blocks only in `receive` (until the daemon has sent something) and, for
-moments, in sending.  For one thread.
+It does I/O only on its connection.  `receive` blocks until the daemon has sent something; sending blocks only briefly.
+For one thread.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _notifications = msgspec.json.Decoder(_Notification)
 
 
 class ExecCall:
-    """A command that the daemon at `socket_path` runs, on a connection of its own; closing it ends the command.
+    """A command that the daemon at `socket_path` runs, with its own connection; closing that ends the command.
 
-    `ended` is set once it has ended.
+    `ended` is set once the command has ended.
     """
 
     def __init__(self, socket_path: str, params: ExecParams) -> None:
         self._path = socket_path
         self._exchange = Exchange(_EXEC_ID, "exec", params)
-        self._input: Exchange | None = None  # what was sent, and not taken yet
+        self._input: Exchange | None = None  # input that the daemon has not taken yet
         self._last_id = _EXEC_ID
         self._takes_input = params.input
         self._window_bytes = params.window_bytes
@@ -67,7 +67,7 @@ class ExecCall:
         self._send(self._exchange.request)
 
     def close(self) -> None:
-        """Close the connection.  A command that still runs is killed."""
+        """Close the connection, which kills a running command."""
         self._sock.close()
 
     def fileno(self) -> int:
@@ -75,10 +75,10 @@ class ExecCall:
 
     # -- in -------------------------------------------------------------------------------------------
     def receive(self) -> list[ExecOutput]:
-        """What has come of the command's output, by now.  Blocks until something has come.
+        """The output that has arrived.  Blocks until the daemon has sent something.
 
-        ControlError where the call failed: also FileNotFoundError for a program that is not there, and so on.
-        ConnectionError where the daemon went away.
+        ControlError if the call failed (FileNotFoundError for a missing program, and so on).  ConnectionError if the
+        daemon closed the connection.
         """
         try:
             data = self._sock.recv(RECEIVE_BYTES)
@@ -95,11 +95,11 @@ class ExecCall:
         return found
 
     def _take(self, line: bytes) -> ExecOutput | None:
-        told = _notifications.decode(line)
-        if told.method == OUTPUT:
-            return msgspec.json.decode(told.params, type=ExecOutput)
-        if told.method == STARTED:
-            self._session = msgspec.json.decode(told.params, type=ExecStarted).session
+        notification = _notifications.decode(line)
+        if notification.method == OUTPUT:
+            return msgspec.json.decode(notification.params, type=ExecOutput)
+        if notification.method == STARTED:
+            self._session = msgspec.json.decode(notification.params, type=ExecStarted).session
             return None
         self._exchange.take(line)
         if self._exchange.done:
@@ -112,18 +112,18 @@ class ExecCall:
         try:
             exchange.take(line)
         except ControlError:
-            self._takes_input = False  # it reads no more, or has ended
+            self._takes_input = False  # the command has closed its input or ended
         if exchange.done:
             self._input = None
 
     # -- out ------------------------------------------------------------------------------------------
     @property
     def wants_input(self) -> bool:
-        """Whether `send_input` may be called now: the command is there, and has taken what was sent before."""
+        """Whether `send_input` may be called: the command was started and has taken the previous input."""
         return self._takes_input and self._session is not None and self._input is None
 
     def send_input(self, data: bytes) -> None:
-        """Send input; b"" is its end."""
+        """Send input; b"" ends it."""
         assert self.wants_input
         assert self._session is not None
         self._last_id += 1
@@ -133,22 +133,22 @@ class ExecCall:
         self._send(self._input.request)
 
     def done_with(self, output: bytes) -> None:
-        """`output`, a whole piece as it came, is where it belongs: more may come."""
+        """Acknowledge `output`, a whole piece as it arrived, so that the daemon may send more."""
         self._done_bytes += cost(output)
-        # Not for each piece a message; and in time, so that the command does not wait for it.
+        # One message for several pieces, sent early enough that the command does not wait for it.
         if self._session is not None and self._done_bytes >= self._window_bytes // 4:
             self._notify("exec.more", ExecMoreParams(session=self._session, taken_bytes=self._done_bytes))
             self._done_bytes = 0
 
     def signal(self, name: str) -> bool:
-        """Send a signal ("INT", ...) to the command; False when it is not there yet."""
+        """Send a signal ("INT", ...) to the command; False if the command has not started yet."""
         if self._session is None:
             return False
         self._notify("exec.signal", ExecSignalParams(session=self._session, signal=name))
         return True
 
     def resize(self, size: TerminalSize) -> None:
-        """Its terminal has another size now."""
+        """Change the size of the command's terminal."""
         if self._session is not None:
             self._notify("exec.resize", ExecResizeParams(session=self._session, size=size))
 
@@ -159,4 +159,4 @@ class ExecCall:
         try:
             self._sock.sendall(line)
         except ConnectionError:
-            pass  # why it was closed is still to be read
+            pass  # `receive` will report why it was closed

@@ -1,4 +1,4 @@
-"""WorkspaceExecutor: what runs the commands of a mounted workspace, as `protocol.tools` takes it.
+"""WorkspaceExecutor: runs the commands of a mounted workspace, for `protocol.tools`.
 
     context = ToolContext(HostFilesystem(workspace.path), executor=workspace.executor)
     TOOLS["shell"].call({"command": "make test"}, context)
@@ -22,8 +22,8 @@ __all__ = ["WorkspaceExecutor"]
 class WorkspaceExecutor:
     """Implements `protocol.execution.executor.Executor`; may be used from any thread.
 
-    What it gives beside the contract: OSError (EOPNOTSUPP) where the workspace was mounted with nothing to run
-    commands, ConnectionError where its daemon is gone.
+    Errors besides the contract's: OSError (EOPNOTSUPP) if the workspace was mounted without a way to run commands,
+    ConnectionError if its daemon is gone.
     """
 
     def __init__(self, socket_path: str) -> None:
@@ -39,7 +39,7 @@ class WorkspaceExecutor:
         output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """See `Executor`.  `stdin` and the words together are at most 512 KiB."""
+        """See `Executor`.  `stdin` and `argv` together are limited to 512 KiB."""
         params = FsExecParams(
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd=wire_path(os.fsencode(cwd)),

@@ -1,4 +1,4 @@
 """The container backend: the workspace directory of a Podman container as a volume.  Needs `vfsd[container]`.
 
-Nothing is imported here: `protocol.backends.container.podman.address` is for programs without Podman's client too.
+Imports nothing, because programs without Podman's client use `protocol.backends.container.podman.address`.
 """

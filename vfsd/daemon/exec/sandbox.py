@@ -1,19 +1,19 @@
-"""Sandbox: a container of ours that sees the workspace at /workspace, in which its commands run.
+"""Sandbox: a container of vfsd's own that sees the workspace at /workspace and runs its commands.
 
-The mount itself is bound into the container: one file system, one cache of the kernel's, seen at two places.  So what
-is written at either, and a restore, is seen at the other at once.
+The mount itself is bound into the container, so both places show one file system with one kernel cache: writes and
+restores are visible at the other place at once.
 
-Needs a Podman on this machine.  Rootless it has a mount namespace of its own, which gets mounts made after it
-where the system's mounts are shared (as systemd has them); that the container sees the mount is looked at, since it
-would otherwise see an empty directory.  Users of the container other than its root are other users to the kernel:
+Needs Podman on this machine.  Rootless Podman has its own mount namespace, which receives later mounts only if the
+system's mounts are shared (as systemd makes them).  The sandbox checks that the container sees the mount, because it
+would otherwise see an empty directory.  To the kernel, users of the container other than its root are other users:
 they need --allow-other.
 
-A mount that a container sees too goes on when it is unmounted here.  So before an unmount the container is removed
-(`leave`), and when somebody else has unmounted it (`attend`).  A daemon that was killed leaves it, until the next
-one removes it (`protocol.backends.container.podman.ownership`).
+A mount that a container also sees stays alive after it is unmounted here.  So the container is removed before an
+unmount (`leave`), and after another program has unmounted the workspace (`attend`).  A killed daemon leaves the
+container; the next daemon removes it (`protocol.backends.container.podman.ownership`).
 
-Threading: the serving loop; what waits for Podman, which itself may look at the mount, is done by worker threads.
-Importing this module imports Podman's client.
+Threading: the serving loop.  Worker threads wait for Podman, which may itself access the mount.  Importing this module
+imports Podman's client.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from vfsd.wire.options import ContainerOptions, WorkspaceOptions
 __all__ = ["WORKDIR", "Sandbox"]
 
 WORKDIR: Final = "/workspace"
-# SELinux lets no container touch a FUSE mount of the host otherwise (podman-run(1), --security-opt label).
+# SELinux otherwise denies containers access to FUSE mounts of the host (podman-run(1), --security-opt label).
 _OPTIONS: Final = {"security_opt": ["label=disable"]}
 
 _logger = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs a workspace's commands in a container of `image`; a `Place`.
+    """Implements `vfsd.daemon.exec.commands.MountHolder` by a container of `image`.
 
-    The container is made when it is first needed, and again when it is gone.
+    The container is created when it is first needed, and again if it is gone.
     """
 
     def __init__(self, workspace: WorkspaceOptions, image: str, options: ContainerOptions) -> None:
@@ -62,31 +62,31 @@ class Sandbox:
         self._service = PodmanService(options.podman_url)
         self._container: Container | None = None
         self._runner: ContainerCommandRunner | None = None
-        self._changing = trio.Lock()
+        self._lock = trio.Lock()
         self._running = 0
         self._is_over = False
 
     @property
     def where(self) -> str:
-        """See `Place`."""
-        name = "to be made again" if self._container is None else self._container.name
+        """See `protocol.execution.runner.CommandRunner`."""
+        name = "not created" if self._container is None else self._container.name
         return f"in a sandbox of {self._image} (container {name})"
 
     async def begin(self) -> None:
-        """Have the container.  OSError: Podman cannot be reached, there is no such image, it cannot be started, ..."""
-        async with self._changing:
+        """Create the container if there is none.  OSError: no Podman, no such image, it does not start, ..."""
+        async with self._lock:
             if self._is_over:
                 raise OSError(errno.ESHUTDOWN, "the workspace is being unmounted")
-            if self._container is not None and not await trio.to_thread.run_sync(self._is_well, self._container):
+            if self._container is not None and not await trio.to_thread.run_sync(self._is_running, self._container):
                 await trio.to_thread.run_sync(self._remove)
             if self._container is None:
-                # Shielded: a container that was made must be known.
+                # Shielded: a container that was created must be recorded.
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(self._create)
 
     @contextlib.asynccontextmanager
     async def started(self, command: Command) -> AsyncIterator[Process]:
-        """See `Place`."""
+        """See `protocol.execution.runner.CommandRunner`."""
         await self.begin()
         assert self._runner is not None
         self._running += 1
@@ -97,7 +97,7 @@ class Sandbox:
             self._running -= 1
 
     def check_idle(self) -> None:
-        """See `Leaving`."""
+        """See `MountHolder`."""
         if self._running:
             running = "a command runs" if self._running == 1 else f"{self._running} commands run"
             raise OSError(
@@ -105,16 +105,16 @@ class Sandbox:
             )
 
     async def leave(self) -> None:
-        """Remove the container, so that the mount is seen here only.  The next command would make another."""
-        async with self._changing:
+        """Remove the container, which releases the mount.  The next command creates another."""
+        async with self._lock:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._remove)
 
     async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """See `Leaving`."""
+        """See `MountHolder`."""
         await self.begin()
         task_status.started()
-        # poll(2) on mountinfo tells of changes as POLLPRI; the loop waits for readability only, which an epoll gives.
+        # poll(2) on mountinfo reports changes as POLLPRI.  The loop waits only for readability, so epoll converts it.
         with open("/proc/self/mountinfo", "rb") as mountinfo, select.epoll() as changes:
             changes.register(mountinfo.fileno(), select.EPOLLPRI | select.EPOLLERR)
             workspace = self._workspace
@@ -129,7 +129,7 @@ class Sandbox:
 
     # -- in worker threads -----------------------------------------------------------------------------
     @staticmethod
-    def _is_well(container: Container) -> bool:
+    def _is_running(container: Container) -> bool:
         try:
             return container.inspect().running
         except ContainerNotFoundError:
@@ -139,7 +139,7 @@ class Sandbox:
         workspace, options = self._workspace, self._options
         if not self._service.is_local:
             reason = (
-                f"a sandbox needs a Podman on this machine, which sees the mount; {self._service.address} is elsewhere"
+                f"a sandbox needs a Podman on this machine, which sees the mount; {self._service.address} is remote"
             )
             raise OSError(errno.EOPNOTSUPP, reason)
         spec = ContainerSpec(
@@ -158,25 +158,25 @@ class Sandbox:
             raise
         self._container = container
         self._runner = ContainerCommandRunner(lambda: container, WORKDIR, owned=True)
-        _logger.info("commands run in the container %s", container.name, extra={"operation": "sandbox"})
+        _logger.info("commands will run in the container %s", container.name, extra={"operation": "sandbox"})
 
     def _check_sees_mount(self, container: Container) -> None:
         there = [mount for mount in mounts(container.inspect().pid) if mount.mountpoint == WORKDIR]
         if not any(mount.workspace == self._workspace.name for mount in there):
             reason = (
-                "the sandbox does not see the mount: Podman has a mount namespace of its own, to which new mounts do "
-                "not come; make the system's mounts shared (mount --make-rshared /), then restart its service"
+                "the sandbox does not see the mount: Podman has a mount namespace of its own, which does not receive "
+                "new mounts; make the system's mounts shared (mount --make-rshared /), then restart its service"
             )
             raise OSError(errno.ENXIO, reason)
 
     def _remove(self) -> None:
         container = self._container
         if container is not None:
-            container.remove()  # known until it is gone: the next attempt is for it too
+            container.remove()  # recorded until it is gone, so that the next attempt removes it
             self._container = self._runner = None
             _logger.info("removed the container %s", container.name, extra={"operation": "sandbox"})
 
 
 def _hostname(name: str) -> str:
-    """What a prompt in there shows; a name of a workspace is one of a host as good as always (RFC 1123)."""
+    """A valid host name (RFC 1123) from the workspace's name, for the prompt in the sandbox."""
     return re.sub("[^A-Za-z0-9-]+", "-", name).strip("-") or "sandbox"

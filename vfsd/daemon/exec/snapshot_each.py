@@ -1,4 +1,4 @@
-"""SnapshotEach: a snapshot after each command, named exec-1, exec-2, ... and tagged with what was run."""
+"""SnapshotEach: takes a snapshot after each command, named exec-1, exec-2, ... with the command as its tag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX: Final = "exec-"
 
 
 class SnapshotEach:
-    """Called with a tag, takes a snapshot and gives its name."""
+    """Takes a snapshot with a tag and returns its name."""
 
     def __init__(self, snapshots: SnapshotService) -> None:
         self._snapshots = snapshots
@@ -30,9 +30,9 @@ class SnapshotEach:
                 name = f"{_PREFIX}{next(self._numbers)}"
                 return (await self._snapshots.take(name, _short(tag), UNOBSERVED, kind="automatic")).name
             except SnapshotExistsError:
-                pass  # somebody chose that name
+                pass  # a client used that name
 
 
 def _short(tag: str) -> str:
-    """As much of a command as a tag may have."""
+    """The tag, cut to the longest that is allowed."""
     return tag.encode("utf-8", "replace")[:TAG_MAX_BYTES].decode("utf-8", "ignore")

@@ -36,8 +36,8 @@ _MOST_THREADS = 64
 _READ_BYTES = 256 * 1024
 _REASONS = {
     errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
-    errno.EEXIST: "is no directory in the container, or a symlink that leads nowhere",
-    errno.ENOTDIR: "is no directory in the container",
+    errno.EEXIST: "is not a directory in the container, or is a dangling symlink",
+    errno.ENOTDIR: "is not a directory in the container",
 }
 
 

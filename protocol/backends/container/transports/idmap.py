@@ -1,4 +1,4 @@
-"""IdMap: what a container's user namespace calls the users and groups of the host.
+"""IdMap: the mapping between the ids of a container's user namespace and the host's.
 
 Source: user_namespaces(7), /proc/PID/uid_map.
 """
@@ -13,8 +13,8 @@ from protocol.errors import os_error
 
 __all__ = ["IdMap", "Ids", "parse_map"]
 
-_OVERFLOW_ID: Final = 65534  # what the kernel shows for an id that a namespace has no name for
-_KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) leaves it alone
+_OVERFLOW_ID: Final = 65534  # the kernel shows this for an unmapped id
+_KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) keeps the id
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Ids:
         return all(inside == outside for inside, outside, _ in self.ranges)
 
     def inside(self, outside: int) -> int:
-        """What the container calls the host's id."""
+        """The container's id of a host id."""
         for first, start, count in self.ranges:
             if start <= outside < start + count:
                 return first + outside - start
         return _OVERFLOW_ID
 
     def outside(self, inside: int) -> int:
-        """What the host calls the container's id.  EOVERFLOW for one that means nothing in the container."""
+        """The host's id of a container id.  EOVERFLOW if it is not mapped."""
         if inside == _KEEP:
             return inside
         for first, start, count in self.ranges:

@@ -1,8 +1,7 @@
-"""ContainerInit: the first process of a container on this machine, and what /proc shows of it.
+"""ContainerInit: the first process of a container on this machine, as /proc shows it.
 
-A process id may by now be another process's, and Podman may tell of another machine's: so a pidfd is opened
-first, and whatever is read by the number counts only when the process behind the pidfd still lives, and is one that the
-container's monitor has started.
+A pid may have been reused, and Podman may run on another machine.  So this opens a pidfd first, and accepts what it
+reads by number only if the process of the pidfd is still alive and is a child of the container's monitor.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ContainerInit:
-    """`pidfd` is readable when it has ended.  `root` is an O_PATH descriptor of its root directory.
+    """`pidfd` becomes readable when the process ends.  `root` is an O_PATH descriptor of its root directory.
 
-    `user` and `group` are what it runs as, in the container's own ids.  `close` closes both descriptors.
+    `user` and `group` are the ids that it runs as, in the container's own ids.  `close` closes both descriptors.
     """
 
     def __init__(self, state: ContainerState) -> None:
-        """OSError: EPERM for a process that we may not look into, ESRCH for one that is none of this machine's."""
+        """OSError: EPERM for a process that may not be inspected, ESRCH for one that is not on this machine."""
         self.pidfd: Final = _open_pidfd(state)
         self.root = -1
         try:
@@ -72,12 +71,12 @@ def _open_root(state: ContainerState) -> int:
     try:
         return os.open(f"/proc/{state.pid}/root", _ROOT_FLAGS)
     except PermissionError:
-        advice = "be its owner or root, or take the agent transport"
-        raise PermissionError(errno.EACCES, f"container {state.name} may not be looked into by you: {advice}") from None
+        advice = "run as its owner or root, or use --transport agent"
+        raise PermissionError(errno.EACCES, f"no access to container {state.name}: {advice}") from None
 
 
 def _check_is_of(state: ContainerState) -> None:
-    """Whether the process was started by a conmon of this machine that carries the container's id."""
+    """Raise ESRCH unless a conmon of this machine with the container's id started the process."""
     parent = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{state.pid}/status"), re.MULTILINE)
     words = _read(f"/proc/{state.conmon_pid}/cmdline").split("\0")
     if parent is None or int(parent[1]) != state.conmon_pid or state.id not in words:
@@ -99,4 +98,4 @@ def _read(path: str) -> str:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except FileNotFoundError:
-        return ""  # ended: which is found out afterwards
+        return ""  # the process has ended, which the caller checks afterwards

@@ -1,8 +1,8 @@
-"""MappedVolume: a directory of the host that is shown as a container's users see it.
+"""MappedVolume: a directory of the host with the ids of a container.
 
-Who owns what is shown in the container's ids, and a caller's ids are taken for those, so that a file that root makes
-through the mount is root's inside.  One exception makes "edit here, run inside" work where commands inside run as
-another user: what the host's root creates belongs to the container's own user, the one that its first process runs as.
+It shows owners in the container's ids, and takes callers' ids as the container's, so a file that root creates through
+the mount belongs to root inside.  One exception lets "edit here, run inside" work if commands inside run as another
+user: files that the host's root creates belong to the container's own user, the user of its first process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 
 
 class MappedVolume(RootVolume):
-    """As RootVolume.  `user` is the user and group of the container's own, in its ids.
+    """A RootVolume with mapped ids.  `user` is the container's own user and group, in its ids.
 
-    ACLs hold ids too, and are not translated: where the map changes ids there are none.
+    ACLs contain ids, which are not translated, so there are no ACLs if the map changes ids.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MappedVolume(RootVolume):
 
     @property
     def keeps_acls(self) -> bool:
-        """Whether ACLs mean here what they mean inside."""
+        """Whether ACLs mean the same here as inside."""
         return self.capabilities.acls and self._is_identity
 
     def _inside(self, seen: HostAttributes) -> HostAttributes:

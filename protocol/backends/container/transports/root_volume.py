@@ -1,10 +1,9 @@
-"""RootVolume: the host backend's volume where others run what is written: beneath a container's root.
+"""RootVolume: the host backend's volume below a container's root, where programs are executed that the mount wrote.
 
-The host backend keeps a file open that was written, for the next write.  Nobody can execute such a file (ETXTBSY),
-and "write it here, run it inside" is what a container's workspace is for.  So here a file stays open for writing only
-until the serving loop has a moment: while writes follow each other, and about a millisecond longer, less than
-starting anything in the container takes.  (A program that writes there itself holds its file open longer.)
-"""
+The host backend keeps a written file open for the next write.  A file that is open for writing cannot be executed
+(ETXTBSY), and "write it here, run it inside" is the purpose of a container's workspace.  So a file stays open for
+writing only until the serving loop is idle: during consecutive writes and about a millisecond longer, less than it
+takes to start anything in the container.  (A program that writes there itself holds its file open longer.)"""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ Soon: TypeAlias = Callable[[], None]
 
 
 class RootVolume(HostVolume):
-    """As HostVolume, but what is open for writing is closed, by `close_writers`.
+    """A HostVolume that closes files opened for writing, by `close_writers`.
 
-    `soon` asks the serving loop for that; without it, it is done at the end of the call that wrote.
+    `soon` asks the serving loop to call it; without `soon`, each call that writes closes its file at its end.
     """
 
     def __init__(self, path: str | bytes, *, read_only: bool = False, soon: Soon | None = None) -> None:
@@ -39,7 +38,7 @@ class RootVolume(HostVolume):
             self._soon()
 
     def close_writers(self) -> None:
-        """Close what is open for writing."""
+        """Close the files that are open for writing."""
         self._is_due = False
         self._descriptors.close_writers()
 
@@ -83,6 +82,6 @@ class RootVolume(HostVolume):
             self._wrote()
 
     def check_invariants(self) -> None:
-        """As HostVolume's; and that nothing stays open for writing."""
+        """Check HostVolume's invariants, and that no file stays open for writing."""
         super().check_invariants()
         assert self._is_due or not any(node.writable for node in self._table)

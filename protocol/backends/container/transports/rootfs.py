@@ -1,16 +1,15 @@
 """RootfsTransport: a container on this machine, by descriptors below the root directory of its first process.
 
-The host backend's code on another root: microseconds an operation, and its proof that nothing leads out.  Through
-/proc/PID/root the directory is seen with the container's own mounts: a read-only one is read-only, a volume is there.
-Another mount below the workspace directory is not entered (EXDEV), as in the host backend.
+It runs the host backend's code on another root: microseconds per operation, and no path leads outside.  /proc/PID/root
+shows the directory with the container's own mounts: a read-only mount is read-only, and volumes are visible.  Other
+mounts below the workspace directory are not entered (EXDEV), as in the host backend.
 
-Only while the container runs is there such a root; descriptors keep it alive after that, so they are closed as
-soon as its first process has ended.  A paused container's files are there all the same.
+Such a root exists only while the container runs.  Descriptors would keep it alive after that, so they are closed as
+soon as the first process has ended.  The files of a paused container stay accessible.
 
-Which ids the mount shows: a root daemon's shows those of the container, as `ls -l` inside does and as the agent
-transport does, translated by its user namespace's map.  An unprivileged daemon's shows the host's: to a rootless
-Podman its own user is the container's root, and the kernel checks permissions by what is shown.
-"""
+Ids: a root daemon's mount shows the container's ids, as `ls -l` inside and the agent transport do, translated by the
+map of its user namespace.  An unprivileged daemon's mount shows the host's ids: in rootless Podman the user is the
+container's root, and the kernel checks permissions by the ids that the mount shows."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class RootfsTransport:
         self._wrote = trio.Event()
 
     def probe(self, state: ContainerState) -> None:
-        """OSError where this transport cannot reach the container; the directory is made where it is missing."""
+        """Raise OSError if this transport cannot reach the container; create a missing directory."""
         process, volume = self._opened(state)
         self.supports_acl = volume.keeps_acls if isinstance(volume, MappedVolume) else volume.capabilities.acls
         volume.close()
@@ -60,7 +59,7 @@ class RootfsTransport:
         self._wrote.set()
 
     async def _close_writers(self, volume: RootVolume) -> None:
-        """Each time the loop gets round to it.  A task that waits costs less than a callback: that wakes a sleeper."""
+        """Close writers whenever the loop is idle.  A waiting task is cheaper than a callback, which wakes the loop."""
         while True:
             await self._wrote.wait()
             self._wrote = trio.Event()

@@ -1,7 +1,7 @@
-"""Transport: how the workspace directory of a running container is reached.  Two keep this contract: rootfs, agent.
+"""Transport: the contract of a way to reach a container's workspace directory.  Implementations: rootfs and agent.
 
-A transport serves one run of the container at a time; `Reconnecting` (see `reconnect`) makes one volume of the
-runs, and `Connection` (see `connection`) opens and closes them.  Threading: the serving loop.
+A transport serves one run of the container at a time.  `ContainerConnection` opens and closes it, and
+`ReconnectingVolume` makes one volume of the successive runs.  Threading: the serving loop.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ class Transport(Protocol):
 
     @property
     def supports_acl(self) -> bool:
-        """Whether the kernel shall check permissions by the ACLs that the volume shows.  Known before `open`."""
+        """Whether the kernel should check permissions by the volume's ACLs.  Known before `open`."""
         ...
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
-        """A volume of the workspace directory of the container that `state` shows running; the directory is made
-        where it is missing.
+        """Open a volume of the workspace directory of the running container `state`; create a missing directory.
 
-        `nursery` is for what must run meanwhile: it is cancelled before `close`, and an exception in it is a loss.
-        OSError where the directory cannot be reached, with what to do: also when the container has stopped since.
-        The volume's methods may answer with awaitables; once lost, they fail with EIO, those in flight too.
+        `nursery` runs the transport's tasks: it is cancelled before `close`, and an exception in it counts as a loss.
+        OSError with advice if the directory cannot be reached, or the container has stopped meanwhile.  The volume's
+        methods may return awaitables; after a loss all requests fail with EIO, including those in flight.
         """
         ...
 
     async def wait_lost(self) -> str:
-        """Return when the volume that `open` gave will serve nothing any more, with the reason in words."""
+        """Wait until the open volume is lost, and return the reason in words."""
         ...
 
     async def close(self) -> None:
-        """Let go of what `open` gave, whose volume is asked nothing any more.  Idempotent; raises nothing."""
+        """Release the resources of `open`.  The volume must not be used any more.  Idempotent; raises nothing."""
         ...

@@ -1,9 +1,8 @@
-"""open_workdir: the workspace directory below a container's root, reached as a process inside would reach it.
+"""open_workdir: opens the workspace directory below a container's root, by the path resolution of a process inside.
 
-Symlinks on the way are the container's: an absolute one begins at its root, ".." at its root stays there, and no
-link of /proc leads anywhere (RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS, openat2(2)).  What is made is made in a
-directory that is held open, under a name that is one step, so nothing that is put in its place meanwhile is followed.
-"""
+Symlinks on the way resolve as in the container: absolute ones start at its root, ".." at its root stays there, and
+links of /proc lead nowhere (RESOLVE_IN_ROOT and RESOLVE_NO_MAGICLINKS, openat2(2)).  A missing directory is created in
+an open parent, by a single name, so a concurrent replacement is never followed."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from protocol.linux.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, open
 __all__ = ["open_workdir"]
 
 _FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_ATTEMPTS: Final = 16  # EAGAIN: a rename or mount anywhere meanwhile, which the kernel cannot tell from an escape
+_ATTEMPTS: Final = 16  # EAGAIN: the kernel cannot tell a concurrent rename or mount from an escape
 _MODE: Final = 0o755
 
 
 def open_workdir(root: int, workdir: str, owner: tuple[int, int]) -> int:
     """An O_PATH descriptor of the directory `workdir` in the root directory of descriptor `root`.
 
-    What is missing of it is made, and belongs to `owner` (user and group, as the host calls them).  OSError with what
-    to do: EROFS where it would have to be made on what is read-only.
+    Missing directories are created and belong to `owner` (user and group, in the host's ids).  OSError with advice:
+    EROFS if a directory is missing on a read-only file system.
     """
     at = b"/"
     descriptor = _in_root(root, at)
@@ -53,10 +52,10 @@ def _make(directory: int, name: bytes, owner: tuple[int, int]) -> None:
     try:
         os.mkdir(name, _MODE, dir_fd=directory)
     except FileExistsError:
-        return  # somebody was faster; or a symlink that leads nowhere, which the next attempt tells
+        return  # created concurrently, or a dangling symlink, which the next attempt reports
     if os.geteuid() != 0:
         return
-    # By descriptor: under that name somebody may have put a file by now that is not to be given away.
+    # By descriptor: the name may have been replaced by a file whose owner must not change.
     made = open_beneath(directory, name, os.O_PATH | os.O_DIRECTORY)
     try:
         if os.fstat(made).st_uid == 0:
@@ -68,8 +67,8 @@ def _make(directory: int, name: bytes, owner: tuple[int, int]) -> None:
 def _explained(error: OSError, workdir: str) -> OSError:
     reason = {
         errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
-        errno.ENOTDIR: "is no directory in the container",
-        errno.ENOENT: "is a symlink in the container that leads nowhere",
+        errno.ENOTDIR: "is not a directory in the container",
+        errno.ENOENT: "is a dangling symlink in the container",
         errno.EACCES: "is not accessible to this user from outside the container; use --transport agent",
     }.get(error.errno or 0, error.strerror)
     return OSError(error.errno, f"the working directory {reason}", workdir)
