@@ -10,6 +10,8 @@ import errno
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final
 
 import trio
 
@@ -18,6 +20,8 @@ from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S,
 from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, OutputBuffer, Process, feed_bytes
 
 __all__ = ["BlockingExecutor", "RunningCommand"]
+
+_DEFAULT_LIMITS: Final = CommandLimits(DEFAULT_TIMEOUT_S, DEFAULT_OUTPUT_BYTES)
 
 
 class BlockingExecutor:
@@ -37,26 +41,15 @@ class BlockingExecutor:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See `Executor`."""
-        return self.start(
-            argv, cwd=cwd, env=env, timeout_s=timeout_s, output_limit_bytes=output_limit_bytes, stdin=stdin
-        ).wait()
+        command = Command(argv, cwd=cwd, env=dict(env or {}))
+        return self.start(command, CommandLimits(timeout_s, output_limit_bytes), stdin).wait()
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        output_limit_bytes: int = DEFAULT_OUTPUT_BYTES,
-        stdin: bytes = b"",
-    ) -> RunningCommand:
+    def start(self, command: Command, limits: CommandLimits = _DEFAULT_LIMITS, stdin: bytes = b"") -> RunningCommand:
         """Prepare a command, which `RunningCommand.wait` runs and another thread can kill."""
-        command = Command(argv, cwd=cwd, env=dict(env or {}), has_input=bool(stdin))
         check_command(command)
-        if timeout_s <= 0:
+        if limits.timeout_s is not None and limits.timeout_s <= 0:
             raise os_error(errno.EINVAL, "a timeout must be positive")
-        return RunningCommand(self._runner, command, CommandLimits(timeout_s, output_limit_bytes), stdin)
+        return RunningCommand(self._runner, replace(command, has_input=bool(stdin)), limits, stdin)
 
 
 class RunningCommand:

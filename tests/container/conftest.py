@@ -72,10 +72,7 @@ def podman(podman_url: str) -> Iterator[PodmanService]:
 
 
 def import_image(url: str, archive: Path, reference: str) -> str:
-    try:
-        subprocess.run(["podman", "--url", url, "import", archive, reference], check=True, capture_output=True)
-    finally:
-        archive.unlink()
+    subprocess.run(["podman", "--url", url, "import", archive, reference], check=True, capture_output=True)
     return reference
 
 
@@ -84,15 +81,23 @@ def busybox_image(podman_url: str, session_dir: str) -> str:
     """An image with a shell and its tools, no Python; users root and dev (1000)."""
     archive = Path(session_dir, "busybox.tar")
     write_busybox_image(archive)
-    return import_image(podman_url, archive, BUSYBOX)
+    import_image(podman_url, archive, BUSYBOX)
+    archive.unlink()
+    return BUSYBOX
 
 
 @pytest.fixture(scope="session")
-def python_image(podman_url: str, session_dir: str) -> str:
-    """As busybox_image, and with /usr/bin/python3."""
+def python_archive(session_dir: str) -> Path:
+    """The archive of `python_image`, written once for the Podman of root and that of a plain user."""
     archive = Path(session_dir, "python.tar")
     write_python_image(archive)
-    return import_image(podman_url, archive, PYTHON)
+    return archive
+
+
+@pytest.fixture(scope="session")
+def python_image(podman_url: str, python_archive: Path) -> str:
+    """As busybox_image, and with /usr/bin/python3."""
+    return import_image(podman_url, python_archive, PYTHON)
 
 
 _numbers = itertools.count(1)

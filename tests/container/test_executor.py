@@ -21,6 +21,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
+from protocol.execution.runner import CommandLimits
 from protocol.tools import TOOLS, ToolContext
 from tests.container.conftest import StartContainer, inside
 
@@ -162,7 +163,7 @@ def test_another_command_and_the_containers_own_processes_stay(own_container: Co
     executor = BlockingExecutor(ContainerCommandRunner(lambda: container))
     inside(container, "setsid sleep 9000 >/dev/null 2>&1 &")
     started = threading.Event()
-    other = executor.start(["sh", "-c", "sleep 8000"])
+    other = executor.start(Command(["sh", "-c", "sleep 8000"]))
     thread = threading.Thread(target=lambda: (started.set(), other.wait()))
     thread.start()
     try:
@@ -185,7 +186,7 @@ def test_in_a_container_of_ours_a_process_that_throws_off_its_mark_is_found_too(
 
 
 def test_killing_from_another_thread_ends_the_wait(executor: BlockingExecutor, container: Container, way: str) -> None:
-    running = executor.start(["sh", "-c", "echo; sleep 1000"])
+    running = executor.start(Command(["sh", "-c", "echo; sleep 1000"]))
     results = []
     thread = threading.Thread(target=lambda: results.append(running.wait()))
     thread.start()
@@ -200,7 +201,7 @@ def test_killing_from_another_thread_ends_the_wait(executor: BlockingExecutor, c
 
 def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_container: Container) -> None:
     executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
-    running = executor.start(["sh", "-c", "echo said; exec sleep 1000"], timeout_s=3)
+    running = executor.start(Command(["sh", "-c", "echo said; exec sleep 1000"]), CommandLimits(timeout_s=3))
     done: list[ExecResult] = []
     thread = threading.Thread(target=lambda: done.append(running.wait()))
     thread.start()
@@ -221,7 +222,7 @@ def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_co
 
 
 def test_a_command_whose_container_is_removed_was_killed(own_container: Container) -> None:
-    running = BlockingExecutor(ContainerCommandRunner(lambda: own_container)).start(["sleep", "1000"])
+    running = BlockingExecutor(ContainerCommandRunner(lambda: own_container)).start(Command(["sleep", "1000"]))
     done: list[ExecResult] = []
     thread = threading.Thread(target=lambda: done.append(running.wait()))
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.images import write_python_image
 from tests.container.rootless import Rootless, rootless_podman
 from tests.container.service import NoPodmanError
 
@@ -17,30 +17,29 @@ PYTHON = "localhost/vfsd-test-python:latest"
 
 
 @pytest.fixture(scope="module")
-def user(session_dir: str, no_leaks_of_the_session: None) -> Iterator[Rootless]:
-    """A plain user with a Podman service, which has an image with Python."""
+def user(python_archive: Path, no_leaks_of_the_session: None) -> Iterator[Rootless]:
+    """A plain user whose Podman service has an image with Python.  The tests leave no mount and no container."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make a user")
     try:
         with rootless_podman() as user:
-            archive = Path(session_dir, "rootless.tar")
-            write_python_image(archive)
-            shutil.move(archive, user.home / "python.tar")
+            shutil.copy(python_archive, user.home / "python.tar")
             user.run("podman", "--url", user.url, "import", "python.tar", PYTHON)
             yield user
+            assert json.loads(user.vfsd("list", "--json").stdout) == {"workspaces": []}
+            assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
     except NoPodmanError as error:
         pytest.skip(f"no rootless Podman can be run here: {error}")
 
 
 @pytest.fixture
 def place(user: Rootless, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A mount point, which is also a workspace's name; nothing is left of it, nor any container."""
+    """A mount point, which is also a workspace's name; unmounted after the test."""
     name = f"w{abs(hash(request.node.name)) % 10**6}"
-    user.run("mkdir", name)
+    (user.home / name).mkdir()
+    os.chown(user.home / name, user.uid, user.uid)
     yield name
     user.vfsd("-w", name, "unmount", "--discard", check=False)
-    assert name not in user.vfsd("list").stdout
-    assert user.run("podman", "--url", user.url, "ps", "--all", "--quiet").stdout == ""
 
 
 def shell(user: Rootless, script: str) -> str:

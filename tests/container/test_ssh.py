@@ -15,14 +15,22 @@ from tests.container.test_exec import where_of
 from tests.support.exec_suite import run
 
 
-@pytest.fixture
-def sshd(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
+@pytest.fixture(scope="module")
+def server(session_dir: str, no_leaks_of_the_session: None) -> Iterator[Sshd]:
     try:
-        with running_sshd(workdir / "sshd") as server:
-            monkeypatch.setenv("PATH", f"{server.programs}:{os.environ['PATH']}")
+        with running_sshd(Path(session_dir, "sshd")) as server:
             yield server
     except NoSshdError as error:
         pytest.skip(f"no sshd can be run here: {error}")
+
+
+@pytest.fixture
+def sshd(server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
+    """The module's sshd, with `ssh` in PATH; a test may change the known hosts."""
+    known_hosts = server.known_hosts.read_text()
+    monkeypatch.setenv("PATH", f"{server.programs}:{os.environ['PATH']}")
+    yield server
+    server.known_hosts.write_text(known_hosts)
 
 
 @pytest.mark.fuse

@@ -193,12 +193,21 @@ class ReconnectingVolume:
             return attributes
         return cast("Attributes", _Renumbered(file.number, attributes))
 
+    def _made(self, answer: Answer[Attributes], dentry: DentryKey | None) -> Answer[Attributes]:
+        """Translate the answer of an operation that hands out a lookup."""
+        return self._then(answer, lambda found: self._entered(found, dentry))
+
+    def _removed(self, answer: Answer[None], dentry: DentryKey) -> Answer[None]:
+        def forget(_: None) -> None:
+            self._map.take(dentry)
+
+        return self._then(answer, forget)
+
     # -- inodes ------------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
         """See `protocol.volume.Volume`, as for all that follow."""
-        answer = self._connected().lookup(self._inner(parent), name)
         dentry = None if name in _DOTS else (parent, name)
-        return self._then(answer, lambda found: self._entered(found, dentry))
+        return self._made(self._connected().lookup(self._inner(parent), name), dentry)
 
     def forget(self, inode: int, count: int) -> None:
         file = self._map.get(inode)
@@ -219,33 +228,25 @@ class ReconnectingVolume:
 
     # -- making and removing entries ---------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Answer[Attributes]:
-        made = self._connected().mknod(self._inner(parent), name, mode, rdev, caller)
-        return self._then(made, lambda found: self._entered(found, (parent, name)))
+        return self._made(self._connected().mknod(self._inner(parent), name, mode, rdev, caller), (parent, name))
 
     def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Answer[Attributes]:
-        made = self._connected().mkdir(self._inner(parent), name, mode, caller)
-        return self._then(made, lambda found: self._entered(found, (parent, name)))
+        return self._made(self._connected().mkdir(self._inner(parent), name, mode, caller), (parent, name))
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Answer[Attributes]:
-        made = self._connected().symlink(self._inner(parent), name, target, caller)
-        return self._then(made, lambda found: self._entered(found, (parent, name)))
+        return self._made(self._connected().symlink(self._inner(parent), name, target, caller), (parent, name))
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Answer[Attributes]:
-        made = self._connected().tmpfile(self._inner(parent), mode, caller)
-        return self._then(made, lambda found: self._entered(found, None))
+        return self._made(self._connected().tmpfile(self._inner(parent), mode, caller), None)
 
     def link(self, inode: int, parent: int, name: bytes) -> Answer[Attributes]:
-        made = self._connected().link(self._inner(inode), self._inner(parent), name)
-        return self._then(made, lambda found: self._entered(found, (parent, name)))
+        return self._made(self._connected().link(self._inner(inode), self._inner(parent), name), (parent, name))
 
     def unlink(self, parent: int, name: bytes) -> Answer[None]:
-        return self._then(self._connected().unlink(self._inner(parent), name), lambda _: self._gone((parent, name)))
+        return self._removed(self._connected().unlink(self._inner(parent), name), (parent, name))
 
     def rmdir(self, parent: int, name: bytes) -> Answer[None]:
-        return self._then(self._connected().rmdir(self._inner(parent), name), lambda _: self._gone((parent, name)))
-
-    def _gone(self, dentry: DentryKey) -> None:
-        self._map.take(dentry)
+        return self._removed(self._connected().rmdir(self._inner(parent), name), (parent, name))
 
     def rename(
         self,

@@ -110,7 +110,7 @@ class Files:
             above = self.table.directory(parent)
         if name in (b".", b".."):
             node = parent if name == b"." else parent.parent or parent
-            seen = self._stat(node)
+            seen = os.fstat(self._any_handle(node).fd)
             with self.table.lock:
                 self.table.look_up(node)
             return _attributes(node, seen), ()
@@ -185,24 +185,16 @@ class Files:
 
     def _shown(self, node: AgentInode) -> "tuple[int, ...]":
         """The attributes of a node, including its birth time."""
-        seen = self._stat(node)
-        handle = node.handle or node.file
-        return _attributes(node, seen, born_ns_of(handle.fd) if handle else self._birth(node))
+        handle = self._any_handle(node)
+        return _attributes(node, os.fstat(handle.fd), born_ns_of(handle.fd))
 
-    def _birth(self, node: AgentInode) -> int:
-        try:
-            with self.table.lock:
-                handle = self.table.handle(node)
-            return born_ns_of(handle.fd)
-        except OSError:
-            return 0
-
-    def _stat(self, node: AgentInode) -> "os.stat_result":
+    def _any_handle(self, node: AgentInode) -> Handle:
+        """A descriptor of a node that is good for fstat(2)."""
         handle = node.handle or node.file
         if handle is None:
             with self.table.lock:
                 handle = self.table.handle(node)
-        return os.fstat(handle.fd)
+        return handle
 
     # -- making --------------------------------------------------------------------------------
     def mknod(self, number: int, mode: int, rdev: int, uid: int, gid: int, umask: int, name: bytes) -> Reply:

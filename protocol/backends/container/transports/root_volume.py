@@ -7,16 +7,32 @@ takes to start anything in the container.  (A program that writes there itself h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from protocol.backends.host import HostVolume
 from protocol.backends.host.attributes import HostAttributes
-from protocol.volume import AttributeChanges, Buffer, Caller
+from protocol.volume import AttributeChanges
 
 __all__ = ["RootVolume", "Soon"]
 
 Soon: TypeAlias = Callable[[], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _then_closing_writers(method: Callable[Concatenate[RootVolume, P], T]) -> Callable[Concatenate[RootVolume, P], T]:
+    """`method`, after which the files that it opened for writing are closed, at once or soon."""
+
+    @functools.wraps(method)
+    def call(volume: RootVolume, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(volume, *args, **options)
+        finally:
+            volume.wrote()
+
+    return call
 
 
 class RootVolume(HostVolume):
@@ -30,7 +46,8 @@ class RootVolume(HostVolume):
         self._soon = soon
         self._is_due = False
 
-    def _wrote(self) -> None:
+    def wrote(self) -> None:
+        """Close the files that are open for writing, or ask the loop to do it soon."""
         if self._soon is None:
             self.close_writers()
         elif not self._is_due:
@@ -46,40 +63,15 @@ class RootVolume(HostVolume):
         """See `protocol.volume.Volume`, as for all that follow."""
         if changes.size is None:
             return super().setattr(inode, changes)
-        try:
-            return super().setattr(inode, changes)
-        finally:
-            self._wrote()
+        return self._set_size(inode, changes)
 
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> HostAttributes:
-        try:
-            return super().mknod(parent, name, mode, rdev, caller)
-        finally:
-            self._wrote()
+    _set_size = _then_closing_writers(HostVolume.setattr)
 
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
-        try:
-            return super().tmpfile(parent, mode, caller)
-        finally:
-            self._wrote()
-
-    def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
-        try:
-            return super().write(inode, offset, data, kill_privileges=kill_privileges)
-        finally:
-            self._wrote()
-
-    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
-        try:
-            super().fallocate(inode, mode, offset, length)
-        finally:
-            self._wrote()
-
-    def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> int:
-        try:
-            return super().copy_range(source, source_offset, target, target_offset, length)
-        finally:
-            self._wrote()
+    mknod = _then_closing_writers(HostVolume.mknod)
+    tmpfile = _then_closing_writers(HostVolume.tmpfile)
+    write = _then_closing_writers(HostVolume.write)
+    fallocate = _then_closing_writers(HostVolume.fallocate)
+    copy_range = _then_closing_writers(HostVolume.copy_range)
 
     def check_invariants(self) -> None:
         """Check HostVolume's invariants, and that no file stays open for writing."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.execution.executor import Executor
+from protocol.execution.executor import Command, Executor
 from protocol.execution.host import HostExecutor
 from tests.support.waiting import readable
 
@@ -145,7 +145,7 @@ def test_a_double_forked_daemon_is_ended_too(executor: HostExecutor, tmp_path: P
 
 def test_killing_from_another_thread_ends_the_wait(executor: HostExecutor, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
-    running = executor.start(["sh", "-c", "echo $$ >pid; echo >started; sleep 1000"])
+    running = executor.start(Command(["sh", "-c", "echo $$ >pid; echo >started; sleep 1000"]))
 
     def kill() -> None:
         (tmp_path / "started").read_text()
