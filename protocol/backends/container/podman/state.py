@@ -38,15 +38,12 @@ class ContainerState:
     status: str
     pid: int
     conmon_pid: int
-    started_at: str
     exit_code: int
     oom_killed: bool
     user: str
     working_dir: str
     pids_limit: int | None
     network: str
-    read_only_rootfs: bool
-    userns: str
     mounts: tuple[ContainerMount, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -78,15 +75,12 @@ def state_of(shown: Mapping[str, Any]) -> ContainerState:
         status=state.get("Status", "unknown"),
         pid=int(state.get("Pid") or 0) if running else 0,
         conmon_pid=int(state.get("ConmonPid") or 0) if running else 0,
-        started_at=str(state.get("StartedAt", "")),
         exit_code=int(state.get("ExitCode") or 0),
         oom_killed=bool(state.get("OOMKilled")),
         user=config.get("User") or "",
         working_dir=config.get("WorkingDir") or "/",
         pids_limit=_positive(host.get("PidsLimit")),
         network=host.get("NetworkMode") or "",
-        read_only_rootfs=bool(host.get("ReadonlyRootfs")),
-        userns=host.get("UsernsMode") or "",
         mounts=tuple(_mounts(shown)),
         labels=dict(config.get("Labels") or {}),
         environment=dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry),
