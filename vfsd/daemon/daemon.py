@@ -1,13 +1,13 @@
-"""The daemon: backend, engine, control socket and signals put together, from mount to unmount.
+"""The daemon's lifecycle: from the mount to the unmount.
 
-Threading: everything runs on one trio loop; blocking calls (unmounting, reading an archive, asking the
-mount) go to worker threads, because the mount that they may touch is served by the loop.
+Threading: everything runs on one trio loop.  Calls that may use the mount (unmounting, reading an archive, stat) run in
+worker threads, because the loop serves the mount.
 
-Order of a start, each step undone when a later one fails: what a dead daemon left is cleared, the archive
-is read, the mount is made, the name's socket is bound (two daemons of one name cannot both get there),
-the engine serves, the mount answers, the record is written, the starter is told.  Order of an end: the file
-system is unmounted (after a signal, by the control socket or by anyone else), the engine returns, an
-unmount that came by the socket is answered, socket and record go.
+Start: clear what a dead daemon left; open the backend and read the archive; mount; bind the socket, which fails for the
+second of two daemons with one name; serve; wait until the mount answers; write the record; report to the starter.  If a
+step fails, the steps before it are undone.  End: the file system is unmounted (after a signal, through the control
+socket or by another program); the engine returns; an unmount that came through the socket is answered; socket and
+record are removed.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ __all__ = ["run_daemon"]
 
 _logger = logging.getLogger(__name__)
 
-# What programs that hold a busy mount get, after a signal, before the daemon goes all the same.
+# After a signal, programs that hold a busy mount have this long before the daemon ends.
 _LINGER_S: Final = 5.0
-_ANSWER_S: Final = 5.0  # for the client that asked for the unmount to take its answer
+_ANSWER_S: Final = 5.0  # for the client that asked for the unmount to read the answer
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
 _LOST: Final = "what was in that workspace, snapshots too, is lost"
 
 
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
-    """Mount a workspace and serve it until it is unmounted; `ready` is called when the mount answers.
+    """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
-    Raises what kept it from starting, with nothing left behind: OSError, ArchiveError, ValueError.
+    If the start fails, everything is undone: OSError, ArchiveError, ValueError.
     """
     interpreter.set_up()
-    # Before the archive is read, which may take minutes, and once more when no other start can come between.
+    # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
     recovered = await trio.to_thread.run_sync(_recover, options)
     backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
     settings = EngineSettings(
@@ -84,14 +84,14 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
             recovered = _recover(options) or recovered
             engine = mount_engine(options.kernel.engine, backend.volume, settings, replay)
     except BaseException:
-        backend.close()  # a container that was made for it
+        backend.close()  # removes a container that was created for the workspace
         raise
     daemon = _Daemon(options, engine, backend, replay)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
-        # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and says so: on the
-        # bare directory programs would go on as if nothing was lost, and a sync job take the emptiness for truth.
+        # After a crash the dead mount stays, as after a SIGKILL, until the next start clears it and reports it.
+        # Without it programs would write to the empty directory, and a sync job would copy the emptiness.
         if not daemon.crashed:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(engine.unmount)
@@ -114,7 +114,7 @@ class _Daemon:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended while the mount was there and answered."""
+        """Whether the daemon ended while the mount existed and had answered."""
         return self._answers and not self._unmounted
 
     async def run(self, ready: Callable[[Ready], None], recovered: str | None) -> None:
@@ -140,12 +140,12 @@ class _Daemon:
                 nursery.start_soon(self._feed_watchdog)
                 nursery.start_soon(self._tidy)
                 nursery.start_soon(self._serve, methods, nursery)
-                # The loop must be serving already: this asks it.
+                # Waits for an answer of the loop, which serves already.
                 await trio.to_thread.run_sync(os.stat, options.workspace.mountpoint, abandon_on_cancel=True)
                 await nursery.start(commands.attend)
                 record = self._record(socket, started_at)
                 runtime.write_record(record)
-                # Raises when the starter is gone; until then the mount is undone, not left as after a crash.
+                # Raises if the starter is gone.  An error up to here undoes the mount; a later one is a crash.
                 ready(
                     Ready(
                         options.workspace.name,
@@ -171,7 +171,7 @@ class _Daemon:
                 runtime.remove_record(record)
 
     async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
-        """Answer the kernel until the file system is unmounted; then end everything else."""
+        """Serve until the file system is unmounted; then cancel everything else."""
         try:
             await self._engine.serve()
         finally:
@@ -201,7 +201,7 @@ class _Daemon:
     async def _handle_signals(
         self, mounted: MountedVolume, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Unmount on the first SIGTERM, SIGINT or SIGHUP; on the second go at once."""
+        """Unmount on the first SIGTERM, SIGINT or SIGHUP; end at once on the second."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
             async with trio.open_nursery() as nursery:
@@ -214,16 +214,16 @@ class _Daemon:
                     nursery.start_soon(self._unmount, mounted)
 
     async def _unmount(self, mounted: MountedVolume) -> None:
-        """Unmount; a busy mount lazily, after saying who holds it, and giving them some time to finish."""
+        """Unmount; if the mount is busy, log who holds it, detach it lazily, and give the programs time to finish."""
         self._notifier.stopping("unmounting")
         place = self._options.workspace.mountpoint
         await mounted.wait_unused()
         await self._leave()
         try:
-            # Abandoned when cancelled: after a second signal the kernel may wait for a loop that has ended.
+            # Abandoned if cancelled: after a second signal the kernel may wait for a loop that has ended.
             await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)
         except OSError as error:
-            # A busy one's error names who holds it.
+            # The error for a busy mount names the processes that hold it.
             log_failure(_logger, "unmount", error, path=place, level=logging.WARNING)
             await self._detach()
         with trio.move_on_after(_LINGER_S):
@@ -234,10 +234,10 @@ class _Daemon:
                 extra={"operation": "unmount", "path": place},
             )  # fmt: skip
             self._engine.stop()
-        await trio.sleep_forever()  # `_serve` ends everything
+        await trio.sleep_forever()  # `_serve` cancels this
 
     async def _leave(self) -> None:
-        """Have what runs commands let go of the mount."""
+        """End the commands that run in the workspace, and remove the sandbox."""
         try:
             with trio.CancelScope(shield=True):
                 await self._commands.leave()
@@ -255,13 +255,13 @@ class _Daemon:
             _logger.info("detached lazily", extra={"operation": "unmount", "path": place})
 
     async def _tidy(self) -> None:
-        """Let the backend put away what it has kept for the last calls."""
+        """Call the backend's upkeep about once a second."""
         while True:
             await trio.sleep(_TIDY_S)
             self._backend.tidy()
 
     async def _feed_watchdog(self) -> None:
-        """Tell systemd that the loop turns."""
+        """Notify systemd's watchdog that the loop runs."""
         interval_s = self._notifier.watchdog_interval_s
         if interval_s is None:
             return
@@ -271,7 +271,7 @@ class _Daemon:
 
 
 def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:
-    """The first error of a group: a start fails for one reason, and its caller is told that."""
+    """Return the first error of a group, which is the one that the starter reports."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -280,14 +280,14 @@ def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueEr
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:
-    """Progress of the archive that a start reads: it stops when the start is cancelled."""
+    """Progress callback that stops reading the archive if the start is cancelled."""
     trio.from_thread.check_cancelled()
 
 
 # -- the start ---------------------------------------------------------------------------------------
 @contextmanager
 def _alone() -> Iterator[None]:
-    """No other daemon of this user's checks a mountpoint, or mounts, meanwhile: both would find it free."""
+    """Exclude other starts of this user, so that two daemons do not find the same mountpoint free."""
     path = os.path.join(runtime.ensure_socket_dir(), ".starting")
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -298,9 +298,9 @@ def _alone() -> Iterator[None]:
 
 
 def _recover(options: MountOptions) -> str | None:
-    """Make sure that name and mountpoint are free; clear what a dead daemon left there, and say what that was.
+    """Check that name and mountpoint are free; clear a dead daemon's mount, and return a sentence about it.
 
-    FileExistsError for a name in use; else as `mounts.check_mountpoint`.
+    FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
     """
     left = runtime.read_records()
     for record in left:

@@ -1,9 +1,8 @@
 """A daemon as a process: `python -m vfsd.daemon.main OPTIONS_FD REPORT_FD`, as `vfsd.client.launch` starts it.
 
-Reads the options from one inherited descriptor, runs the daemon, and writes to the other that the mount answers,
-or why it does not.  Both are pipes: nothing of the options is in the process list, and a starter sees EOF when
-the daemon dies.  If the starter dies first, the kernel reports it on the second pipe: the start is cancelled and
-undone.
+Reads the options from one inherited descriptor, runs the daemon, and reports on the other that the mount answers, or
+why it does not.  Both are pipes, so the options are not in the process list, and the starter reads EOF if the daemon
+dies.  If the starter dies first, the second pipe reports an error: the start is cancelled and undone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RunDaemon(Protocol):
 def run(
     options: MountOptions, ready: Callable[[Ready], None], run_daemon: RunDaemon, *, report_fd: int | None = None
 ) -> None:
-    """Run the daemon in this process until it is unmounted.  Raises what a failed start raises.
+    """Run the daemon in this process until it is unmounted.  OSError or ValueError if it cannot start.
 
     `report_fd` is the pipe to the starter.  If the starter closes its end, by dying, before `ready` is called, the
     start is cancelled and undone: BrokenPipeError.
@@ -66,7 +65,7 @@ def run(
 def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None = None) -> None:
     """Run the daemon in this process until it is unmounted; it logs to standard error.
 
-    `ready` is called once the mount answers.  Raises what a failed start raises, OSError or ValueError.
+    `ready` is called when the mount answers.  OSError or ValueError if the daemon cannot start.
     """
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
 
@@ -74,7 +73,7 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """What kept the daemon from starting, or ended it: its caller is told one reason."""
+    """Return the first error of a group, which is the one that the starter reports."""
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
@@ -82,17 +81,17 @@ def _first(group: ExceptionGroup[Exception]) -> Exception:
 
 
 class _Start:
-    """A start while its starter waits for the report.  `scope` is what ends with the starter."""
+    """A start while its starter waits for the report.  `scope` is cancelled if the starter ends."""
 
     def __init__(self, report_fd: int) -> None:
-        self._pipe = os.dup(report_fd)  # the report's own is closed when it is sent
+        self._pipe = os.dup(report_fd)  # the original is closed after the report
         os.set_inheritable(self._pipe, False)
         self._is_over = False
         self.scope = trio.CancelScope()
         self.starter_is_gone = False
 
     def ended(self, ready: Callable[[Ready], None]) -> Callable[[Ready], None]:
-        """`ready`, after which the starter may end."""
+        """Wrap `ready`: after it the starter may end."""
 
         def call(report: Ready) -> None:
             self._is_over = True
@@ -101,8 +100,8 @@ class _Start:
         return call
 
     async def watch(self) -> None:
-        """Cancel the start when nobody has the other end of the pipe any more."""
-        # Abandoned when cancelled: it returns when the starter has read the report and closed its end.
+        """Cancel the start when the other end of the pipe is closed."""
+        # Abandoned if cancelled: it returns when the starter has read the report and closed its end.
         await trio.to_thread.run_sync(_wait_for_closed_reader, self._pipe, abandon_on_cancel=True)
         if not self._is_over:
             _logger.warning("the process that started this daemon has ended: the start is undone")
@@ -113,7 +112,7 @@ class _Start:
 def _wait_for_closed_reader(pipe: int) -> None:
     """Return when the pipe whose writing end is `pipe` has no reader; closes `pipe`."""
     poll = select.poll()
-    poll.register(pipe, 0)  # poll(2): POLLERR is reported without being asked for
+    poll.register(pipe, 0)  # poll(2) always reports POLLERR
     try:
         poll.poll()
     finally:
@@ -123,13 +122,13 @@ def _wait_for_closed_reader(pipe: int) -> None:
 def main(arguments: list[str], run_daemon: RunDaemon) -> int:
     """The exit status: 0 after a clean unmount, 1 when the start or the daemon failed."""
     options_fd, report_fd = (int(argument) for argument in arguments)
-    os.set_inheritable(report_fd, False)  # a child that kept it would hide this process's death
+    os.set_inheritable(report_fd, False)  # a child that inherits it would hide this process's end from the starter
     with open(options_fd, "rb") as file:
         options = decode_options(file.read())
     report = _Report(report_fd)
     try:
         run(options, report.send, run_daemon, report_fd=report_fd)
-    except Exception as error:  # noqa: BLE001 (the last one to see it: told and logged, with its traceback)
+    except Exception as error:  # noqa: BLE001 (reported, and logged with its traceback)
         logs.log_failure(_logger, "run" if report.sent else "start", error)
         if not report.sent:
             with contextlib.suppress(BrokenPipeError):
@@ -139,7 +138,7 @@ def main(arguments: list[str], run_daemon: RunDaemon) -> int:
 
 
 class _Report:
-    """The one line to the starter.  BrokenPipeError when it is gone: then no one asked for this daemon any more."""
+    """The one line to the starter.  BrokenPipeError if the starter is gone."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -147,7 +146,7 @@ class _Report:
 
     def send(self, report: Ready | Failed) -> None:
         if self.sent:
-            raise RuntimeError("the starter was told already")
+            raise RuntimeError("the report was sent already")
         self.sent = True
         try:
             os.write(self._descriptor, encode_report(report))

@@ -1,7 +1,7 @@
-"""What a method's handler is given beside its parameters: progress, output, and whether the client still waits.
+"""CallContext: progress, output and cancellation of one call, for its handler.
 
-Threads: methods whose names end in `_nowait` or `_from_thread`, `cancelled` and `raise_if_cancelled` may be
-used from any thread; everything else only from the serving loop.
+Threading: any thread may use the methods whose names end in `_nowait` or `_from_thread`, `commit`, `cancelled` and
+`raise_if_cancelled`; only the serving loop may use the others.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, ProgressR
 __all__ = ["CallCancelledError", "CallContext", "Encoded", "Handler"]
 
 Handler = Callable[[Any, "CallContext"], Awaitable[Any]]
-"""Answers one method: (parameters struct, call) to result struct, of the types that METHODS names."""
+"""Answers one method: takes the parameters struct and the call, returns the result struct (types as in METHODS)."""
 
 Unit = Literal["files", "bytes"]
 
-_OUTPUT_BYTES: Final = 192 * 1024  # of one "output" message: a reader's buffer stays small (256 KiB in base64)
+_OUTPUT_BYTES: Final = 192 * 1024  # of one "output" message, which is 256 KiB in base64: bounds the reader's buffer
 _logger = logging.getLogger(__name__)
 
 
 class CallCancelledError(Exception):
-    """The client went away or cancelled the call, or the server is stopping: nobody waits for the result."""
+    """The client disconnected or cancelled the call, or the server is stopping."""
 
 
 class Encoded(list[bytes]):
-    """A result that a handler has encoded itself, in a thread and in slices: pieces of one JSON value.
+    """A result that the handler encoded in a worker thread: pieces of one JSON value.
 
-    Encoding a large result on the serving loop would stop the mount meanwhile.
+    Encoding a large result on the serving loop would block the mount.
     """
 
 
 class CallContext:
     """One request while it runs.
 
-    When the client disconnects, or asks to cancel the call, the handler's cancel scope is cancelled.  A thread cannot
-    be cancelled: long work in one checks `cancelled`, or calls `raise_if_cancelled`, every so often.
+    When the client disconnects or cancels the call, the handler's cancel scope is cancelled.  A thread cannot be
+    cancelled: long work in a thread checks `cancelled`, or calls `raise_if_cancelled`, regularly.
 
-    A handler that changes something calls `commit` before it does: from there on a request to cancel no longer
-    reaches it, so an answer that says "cancelled" means that nothing was changed.
+    A handler calls `commit` before it changes something.  After that the call cannot be cancelled, so an answer that
+    says "cancelled" means that nothing was changed.
     """
 
     __slots__ = (
@@ -77,10 +77,10 @@ class CallContext:
         client: Hashable = None,
         drop_client: Callable[[], None] = lambda: None,
     ) -> None:
-        """`send` puts one line out, with back-pressure; `progress_ready`, on the loop, has the progress fetched.
+        """`send` sends one line, with back-pressure; `progress_ready`, on the loop, schedules `take_progress`.
 
-        A `silent` call is a notification's: it sends nothing, whatever its handler does.  `client` is equal for the
-        calls of one program; `drop_client` closes the connection.
+        A `silent` call (a JSON-RPC notification) sends nothing.  `client` is equal for the calls of one program;
+        `drop_client` closes the connection.
         """
         self.client = client
         self._drop_client = drop_client
@@ -101,60 +101,54 @@ class CallContext:
     # -- what handlers use ----------------------------------------------------------------------------
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether the client disconnected or cancelled the call."""
         return self._cancelled
 
     def raise_if_cancelled(self) -> None:
-        """CallCancelledError once nobody waits for the answer."""
+        """CallCancelledError if `cancelled`."""
         if self._cancelled:
             raise CallCancelledError
 
     def commit(self) -> None:
-        """Declare that the call is about to change something.  Any thread.
+        """Declare that the call is about to change something; it cannot be cancelled any more.
 
-        CallCancelledError where it was cancelled before that; later requests to cancel it are not followed.
+        CallCancelledError if it was cancelled already.
         """
         with self._commit_lock:
             self.raise_if_cancelled()
             self._committed = True
 
     async def progress(self, done: int, total: int, unit: Unit) -> None:
-        """Tell how far the call is (`total` 0: not known).  A checkpoint; does not wait for the client."""
+        """Report progress (`total` 0: not known).  A checkpoint; does not wait for the client."""
         self.progress_nowait(done, total, unit)
         await trio.lowlevel.checkpoint()
 
     def progress_nowait(self, done: int, total: int, unit: Unit) -> None:
-        """Tell how far the call is, from any thread, without ever blocking it.
+        """Report progress from any thread, without blocking.
 
-        The newest figures win: some ten a second are sent, and the last ones before the answer.
+        About ten reports a second are sent, each the newest, and the last one before the answer.
         """
         if self._silent:
             return
         self._latest = ProgressReport(self._id, done, total, unit)
-        # Set before and read after the other side clears it (see `take_progress`): no figure is left behind.
+        # `take_progress` clears the flag before it reads `_latest`, so no report is lost.
         if not self._signalled:
             self._signalled = True
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._progress_ready, self)
 
     async def output(self, data: bytes) -> None:
-        """Send a further piece of output; waits while the client is behind.
-
-        CallCancelledError when the client has gone.
-        """
+        """Send a piece of output; waits while the client reads slowly.  CallCancelledError if it disconnects."""
         for start in range(0, len(data), _OUTPUT_BYTES):
             await self.notify(OUTPUT_METHOD, Output(self._id, data[start : start + _OUTPUT_BYTES]))
 
     @property
     def request_id(self) -> int | str | None:
-        """What notifications about this call name it by."""
+        """The id of the call's request, for notifications about it."""
         return self._id
 
     async def notify(self, method: str, params: msgspec.Struct) -> None:
-        """Send a notification of another kind; waits while the client is behind.
-
-        CallCancelledError when the client has gone.
-        """
+        """Send a notification; waits while the client reads slowly.  CallCancelledError if it disconnects."""
         self.raise_if_cancelled()
         if not self._silent:
             try:
@@ -163,21 +157,21 @@ class CallContext:
                 raise CallCancelledError from None
 
     def output_from_thread(self, data: bytes) -> None:
-        """`output` for worker threads: blocks the thread while the client is behind.
+        """`output` for worker threads: blocks the thread while the client reads slowly.
 
-        CallCancelledError when the client has gone; so a thread that waits here always ends.
+        CallCancelledError if the client disconnects, so a waiting thread always ends.
         """
         # With the token, the loop runs `output` outside the handler's scope.  Otherwise trio would raise
-        # Cancelled in the thread, which passes through `except Exception` clean-up that handlers rely on.
+        # Cancelled in the thread, which `except Exception` in the handlers' clean-up does not catch.
         try:
             trio.from_thread.run(self.output, data, trio_token=self._token)
         except (trio.RunFinishedError, trio.Cancelled):
             raise CallCancelledError from None
 
     def after_answer(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run on the loop once the answer is with the kernel, or can no longer be sent.
+        """Run `callback` on the loop when the answer was written to the socket, or cannot be sent any more.
 
-        So a method that stops the daemon still answers.
+        With it a method that stops the daemon still answers.
         """
         self._after.append(callback)
 
@@ -188,11 +182,11 @@ class CallContext:
         return self._scope
 
     def abandon(self) -> None:
-        """From now on nobody waits for the answer."""
+        """Note that the client disconnected."""
         self._cancelled = True
 
     def cancel(self) -> bool:
-        """Stop the handler unless it has committed; whether it will stop.  The client waits for the answer."""
+        """Cancel the handler unless it has committed; return whether it was cancelled.  It is still answered."""
         with self._commit_lock:
             if self._committed:
                 return False
@@ -206,8 +200,8 @@ class CallContext:
         self._drop_client()
 
     def take_progress(self) -> bytes | None:
-        """The message with the newest figures, once; None where there is nothing new."""
-        # Compared with what was taken before, not cleared: a thread may be storing newer figures right now.
+        """Return the message with the newest progress; None if it was taken already."""
+        # Compared, not cleared: a thread may store a newer report at the same time.
         self._signalled = False
         latest = self._latest
         if latest is None or latest is self._taken:
@@ -216,13 +210,13 @@ class CallContext:
         return _notification(PROGRESS_METHOD, latest)
 
     def answered(self) -> None:
-        """Run what `after_answer` was given; what it has run it does not run again."""
+        """Run the callbacks of `after_answer`, each once."""
         while self._after:
             callback = self._after.pop(0)
             try:
                 callback()
             except Exception:
-                _logger.exception("control: what was to follow an answer failed")
+                _logger.exception("control: a callback after an answer failed")
 
 
 def _notification(method: str, params: msgspec.Struct) -> bytes:

@@ -1,7 +1,7 @@
-"""The `exec` methods: a command whose output its client watches, and whose input it types.
+"""The `exec` methods: run a command with its output streamed to the client and its input from the client.
 
-Threading: handlers run on the serving loop.  A session lasts as long as its `exec` call; when that call's client
-goes away the call is cancelled, and with it the command.
+Threading: handlers run on the serving loop.  A session lasts as long as its `exec` call.  If the client disconnects,
+the call is cancelled and the command ended.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ExecMethods:
 
 
 class _Session:
-    """What the client of a running command may do to it."""
+    """A running command, and the flow control of its output."""
 
     def __init__(self, call: CallContext, window_bytes: int, *, has_input: bool) -> None:
         self._call = call
@@ -129,14 +129,14 @@ class _Session:
 
     # -- for `Commands` ----------------------------------------------------------------------------------
     async def feed(self, process: Process) -> None:
-        """Make the process known; its input comes by `take_input`."""
+        """Keep the process for the client's calls; its input comes from `take_input`."""
         self._process = process
         self._started.set()
         if not self._has_input:
             await process.end_input()
 
     async def pass_on(self, stream: Stream, data: bytes) -> None:
-        """Send output as far as there is room for it."""
+        """Send output when the client's window has room for it."""
         left = memoryview(data)
         while left:
             while self._room_bytes <= 0:
@@ -149,13 +149,13 @@ class _Session:
 
     # -- for the client ----------------------------------------------------------------------------------
     def more(self, taken_bytes: int) -> None:
-        """Output that cost so much is done with."""
-        # Never more than what was asked for at first, whatever a client says it has taken.
+        """Enlarge the window: the client has processed so many bytes."""
+        # Never beyond the size that the client asked for, whatever it reports.
         self._room_bytes = min(self._window_bytes, self._room_bytes + taken_bytes)
         self._has_room.set()
 
     async def take_input(self, data: bytes, *, end: bool) -> None:
-        """Give the process input, in the order of the calls.  BrokenPipeError once it reads no more."""
+        """Send input to the process, in the order of the calls.  BrokenPipeError if it does not read any more."""
         async with self._input_lock:
             if self._input_ended or not self._has_input:
                 raise BrokenPipeError(errno.EPIPE, "the command's input has ended, or it never had any")
@@ -166,14 +166,14 @@ class _Session:
                 await self.when_started(lambda process: process.end_input())
 
     async def when_started(self, act: Callable[[Process], Awaitable[None]]) -> None:
-        """Have `act` on the process, once there is one.  ProcessLookupError when it has ended."""
+        """Call `act` with the process when it has started.  ProcessLookupError if it has ended."""
         await self._started.wait()
         if self._process is None:
             raise _ended()
         await act(self._process)
 
     def end(self) -> None:
-        """It has ended, or could not be started."""
+        """Note that the process ended, or could not be started."""
         self._process = None
         self._started.set()
 

@@ -1,15 +1,14 @@
 """The `fs.` methods of the control socket: the agent's tools, on the state that the mount shows.
 
-Threading: what reads runs in a worker thread, on an immutable tree of the live state, so that the mount stays
-responsive whatever is read or searched.  Clients take turns (`vfsd.daemon.control.turns`), and what grows with the
-answer is done in slices, each of which first checks whether somebody still waits.  What writes is one
-step on the serving loop: the tool's function, over the volume, in `MemoryVolume.changes`; nothing in it awaits.  The
-caller is answered when the kernel knows of it.
-Over a backend without immutable trees both work on the mount itself, in a worker thread.
+Threading: a method that reads runs in a worker thread, on an immutable tree of the live state, so the mount stays
+responsive.  Clients take turns (`vfsd.daemon.control.turns`); long answers are encoded in slices, and between two
+slices a cancelled call ends.
+A method that writes is one step on the serving loop: the tool's function on the volume, inside
+`SnapshotableVolume.changes`.  It is answered after the kernel's caches are invalidated.
+If the volume has no immutable trees, the methods work on the mount itself, in a worker thread.
 
-What programs wrote through the mount is in the volume when their write(2) returns, and so is seen here.  Not so
-the dirty pages of a shared mapping, which the kernel writes when it sees fit: the calls here do not wait for
-them (`MountedVolume.settle` is a syncfs(2) of the whole mount, for each call of an agent); a snapshot does.
+The methods see everything that programs wrote with write(2), but not the dirty pages of shared mappings: that would
+take a syncfs(2) of the whole mount for each call (`MountedVolume.write_back`).  A snapshot does see them.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["FsMethods"]
 
-COMMANDS_AT_ONCE: Final = 16  # of all clients; the next waits
-_LISTED_QUICKLY: Final = 1_000  # entries; a longer listing is a search
-_SLICE: Final = 256  # entries of an answer that are encoded at once: less than a millisecond
-_ANSWER_BYTES: Final = 16 << 20  # of an encoded list; what is left out makes it "truncated"
+COMMANDS_AT_ONCE: Final = 16  # of all clients together; further ones wait
+_SHORT_LISTING: Final = 1_000  # entries; a longer listing takes turns with searches
+_SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond
+_ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
 
 P = TypeVar("P", EditFileParams, RmParams)
 T = TypeVar("T")
@@ -87,7 +86,7 @@ class FsMethods:
         self._options = options
         self._commands = commands
         self._at_once = trio.Semaphore(COMMANDS_AT_ONCE)
-        # Apart, so that a look at a file does not wait for searches.
+        # Separate, so that reading a file does not wait for searches.
         self._quick = Turns(2)
         self._searches = Turns(2)
         self._slices = Slices()
@@ -109,45 +108,47 @@ class FsMethods:
 
     # -- reading: in a thread, on a tree -------------------------------------------------------------
     async def _ls(self, params: FsLsParams, call: CallContext) -> Encoded:
-        turns = self._quick if params.limit <= _LISTED_QUICKLY else self._searches
-        return await self._looking(_list, params, call, turns)
+        turns = self._quick if params.limit <= _SHORT_LISTING else self._searches
+        return await self._read_in_turn(_list, params, call, turns)
 
     async def _stat(self, params: FsStatParams, call: CallContext) -> FsEntry:
-        return _entry(await self._looking(_stat, filesystem_path(params.path), call, self._quick))
+        return _entry(await self._read_in_turn(_stat, filesystem_path(params.path), call, self._quick))
 
     async def _read(self, params: FsReadParams, call: CallContext) -> FsReadResult:
-        content, page = await self._looking(_read, params, call, self._quick)
+        content, page = await self._read_in_turn(_read, params, call, self._quick)
         self._quick.hold(call, len(content))
         await call.output(content)
         return page
 
     async def _glob(self, params: FsGlobParams, call: CallContext) -> Encoded:
-        return await self._looking(_find_files, params, call, self._searches)
+        return await self._read_in_turn(_find_files, params, call, self._searches)
 
     async def _grep(self, params: FsGrepParams, call: CallContext) -> Encoded:
-        return await self._looking(_find_lines, params, call, self._searches)
+        return await self._read_in_turn(_find_lines, params, call, self._searches)
 
-    async def _looking(self, look: Callable[[Any, ToolContext], T], wanted: Any, call: CallContext, turns: Turns) -> T:
-        """`look` in a worker thread, at the state when it is the client's turn, while somebody waits for the answer."""
+    async def _read_in_turn(
+        self, read: Callable[[Any, ToolContext], T], params: Any, call: CallContext, turns: Turns
+    ) -> T:
+        """Call `read` in a worker thread when it is the client's turn, on the state of that moment."""
         async with turns.turn(call):
-            found = await self._looked(functools.partial(look, wanted), call, turns.threads)
+            found = await self._read_tree(functools.partial(read, params), call, turns.threads)
         if isinstance(found, Encoded):
             turns.hold(call, sum(map(len, found)))
         return found
 
-    async def _looked(self, look: Callable[[ToolContext], T], call: CallContext, threads: trio.CapacityLimiter) -> T:
+    async def _read_tree(self, read: Callable[[ToolContext], T], call: CallContext, threads: trio.CapacityLimiter) -> T:
         volume = self._volume
         if volume is None:
-            return await self._on_mount(look, call.raise_if_cancelled, threads)
+            return await self._on_mount(read, call.raise_if_cancelled, threads)
         root = self._options.mountpoint
 
         def run() -> T:
             with self._slices.computing(call.raise_if_cancelled) as keep_going:
                 files = PathFilesystem(TreeFiles(tree, root=root, keep_going=keep_going))
-                return look(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
+                return read(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
 
         with volume.tree() as tree:
-            # Waited for also when cancelled: the tree is the thread's until it is done.
+            # A cancelled call waits for the thread, which uses the tree.
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
@@ -177,7 +178,7 @@ class FsMethods:
         return replace(removed, path=_wire(removed.path))
 
     async def _change(self, change: Callable[[ToolContext], T], call: CallContext) -> T:
-        """`change`, all of it or nothing; the kernel knows of it when this returns."""
+        """Make `change`, all or nothing, and invalidate the kernel's caches."""
         volume = self._volume
         if volume is None:
             async with self._mounted.change_lock:
@@ -194,9 +195,9 @@ class FsMethods:
     async def _on_mount(
         self, work: Callable[[ToolContext], T], keep_going: CancelCheck, threads: trio.CapacityLimiter | None = None
     ) -> T:
-        """`work` on the mount, in a worker thread, as any program would: so the kernel knows of it at once.
+        """Call `work` on the mount in a worker thread, as any program would.
 
-        Each of its system calls is a step of its own, and others' may come in between.
+        Each of its system calls is a step of its own, so other programs may make changes in between.
         """
         place, read_only = self._options.mountpoint, self._options.read_only
 
@@ -232,7 +233,7 @@ class FsMethods:
         )
 
 
-# -- what runs in a worker thread ----------------------------------------------------------------------
+# -- functions that run in a worker thread ----------------------------------------------------------------------
 def _list(params: FsLsParams, context: ToolContext) -> Encoded:
     path = filesystem_path(params.path)
     entries = (_entry(entry) for entry in entries_of(path, context))
@@ -278,15 +279,15 @@ def _encoded_list(
     key: str,
     values: Iterable[object],
     limit: int,
-    never_cancelled: CancelCheck,
+    keep_going: CancelCheck,
 ) -> Encoded:
-    """`result` with up to `limit` of `values` as its list `key`, encoded in slices; "truncated" if some are left.
+    """Encode `result` with up to `limit` of `values` as its list `key`; it is "truncated" if values remain.
 
-    The encoder holds the interpreter lock while it works: with 20,000 entries at once the mount would wait for it.
+    Encoded in slices, because the encoder holds the interpreter lock: 20,000 entries at once would delay the mount.
     """
     left, pieces, size = iter(values), Encoded(), 0
     while limit > 0 and size < _ANSWER_BYTES:
-        never_cancelled()
+        keep_going()
         some = list(itertools.islice(left, min(limit, _SLICE)))
         if not some:
             break
@@ -303,7 +304,7 @@ def _stat(path: str, context: ToolContext) -> Entry:
     try:
         return entry_of(context.filesystem.stat(path))
     except FileNotFoundError:
-        # A symlink that leads nowhere is there all the same.
+        # It may be a dangling symlink, which exists.
         assert context.tree is not None
         with context.tree() as tree:
             entry = tree.entry(encode(path))
@@ -321,7 +322,7 @@ def _read(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResu
             if not isinstance(error.__cause__, UnicodeDecodeError):
                 raise
             if params.offset or params.limit is not None:
-                raise ValueError(f"{path} is no text, so it has no lines: read it as bytes") from None
+                raise ValueError(f"{path} is not text, so it has no lines: read it as bytes") from None
     page = filesystem.read_bytes(path, offset=params.offset, limit=params.limit)
     result = FsReadResult(_wire(page.path), "bytes", page.offset, page.limit, page.size_bytes, page.truncated)
     return page.content, result
@@ -335,9 +336,9 @@ def _read_lines(filesystem: Filesystem, path: str, params: FsReadParams) -> tupl
 
 
 def _source(wire: str) -> bytes:
-    """The content of a file of the host that is to be written."""
+    """Return the content of the host file to write."""
     path = absolute_path(wire)
-    # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
+    # O_NONBLOCK, because the open of a fifo waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -352,7 +353,7 @@ def _source(wire: str) -> bytes:
 
 # -- to and from the wire --------------------------------------------------------------------------------
 def _failing_with_errno(handler: Handler) -> Handler:
-    """`handler`, whose ValueErrors are the caller's to know, as an operation that failed (EINVAL)."""
+    """Wrap `handler`: report its ValueErrors to the client as EINVAL."""
 
     @functools.wraps(handler)
     async def answer(params: Any, call: CallContext) -> Any:

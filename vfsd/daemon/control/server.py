@@ -1,6 +1,6 @@
-"""The control socket's listening side: who may connect, how many, and who has gone away.
+"""The control socket's listening side: accepts and refuses clients, and notices when they disconnect.
 
-Runs on the daemon's serving loop and never blocks it; what takes long belongs in a handler's worker thread.
+Runs on the daemon's serving loop and never blocks it; handlers do long work in worker threads.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Final
 
 import trio
 
+from vfsd.daemon.control.answers import error_line
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Handler
-from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits, error_line
+from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits
 from vfsd.daemon.control.descriptors import SpareDescriptors
 from vfsd.wire.messages import OPERATION_FAILED, ErrorData, InvalidParamsError
 from vfsd.wire.sockets import bind, peer_credentials
 
 __all__ = ["CallCancelledError", "CallContext", "ConnectionLimits", "ControlServer", "Handler", "InvalidParamsError"]
 
-# accept(2): the process or the system is out of something; it may have it again in a moment.
+# Errors of accept(2) that a later attempt may not have: the process or the system lacks a resource.
 _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ACCEPT_PAUSE_S: Final = 0.1
-_REFUSAL_S: Final = 1.0  # a new socket's buffer is empty: the text goes out at once or never
+_REFUSAL_S: Final = 1.0  # a new socket's buffer is empty, so the text is sent at once or never
 
 _logger = logging.getLogger(__name__)
 
@@ -48,19 +49,19 @@ class ControlServer:
         self._limits = limits or ConnectionLimits()
         self._budget = Budget(self._limits.held_bytes)
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
-        self._closed = trio.Event()  # set when the next one is
+        self._closed = trio.Event()  # set when the next connection closes
         self._full = False
 
     @property
     def connections(self) -> int:
-        """How many clients are connected now."""
+        """The number of connected clients."""
         return len(self._connections)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Listen until cancelled; started when clients can connect.
+        """Listen until cancelled; reports `started` when clients can connect.
 
-        Binds with mode 0600, and removes the socket again unless another has taken its place.
-        FileExistsError where a living daemon serves that path, or where something else is in the way.
+        Binds with mode 0600, and removes the socket at the end unless another daemon replaced it.
+        FileExistsError if a running daemon serves that path, or if a file of another type exists there.
         """
         bound = bind(self._path)
         spares = SpareDescriptors()
@@ -80,7 +81,7 @@ class ControlServer:
         self, listener: trio.socket.SocketType, nursery: trio.Nursery, hangups: _Hangups, spares: SpareDescriptors
     ) -> None:
         while True:
-            # First, because without free descriptors accept(2) fails with EMFILE though no client is there.
+            # First, because without free descriptors accept(2) fails with EMFILE even if no client waits.
             await trio.lowlevel.wait_readable(listener)
             await self._wait_for_place()
             try:
@@ -90,13 +91,13 @@ class ControlServer:
                     raise
                 await self._make_room(spares, error)
                 continue
-            spares.refill()  # what was given for it, if connections have closed since
+            spares.refill()
             refusal = self._refusal(sock)
             if refusal is not None:
                 await _refuse(sock, refusal)
             else:
-                # Counted here, not in the task: the next accept must see it.
-                pid = peer_credentials(sock).pid or None  # 0: of a process that this pid namespace does not see
+                # Counted here, not in the new task, so that the next accept counts it.
+                pid = peer_credentials(sock).pid or None  # 0: the process is in another pid namespace
                 connection = ClientConnection(
                     sock, self._methods, self._limits, self._budget, client=pid, spares=spares
                 )
@@ -105,9 +106,9 @@ class ControlServer:
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
     async def _wait_for_place(self) -> None:
-        """Wait while all connections are in use and those that are idle may still send their first request.
+        """While all connections are in use, wait for one that may be closed.
 
-        The next client is accepted after `ConnectionLimits.first_request_s` at the latest.
+        That takes `ConnectionLimits.first_request_s` at most.
         """
         while self._used() >= self._limits.connections:
             idle = [each.closable_in_s for each in self._connections if not each.is_leaving and each.is_idle]
@@ -117,10 +118,10 @@ class ControlServer:
                 await self._closed.wait()
 
     async def _make_room(self, spares: SpareDescriptors, error: OSError) -> None:
-        """After an accept(2) that `error` says lacked a descriptor, or memory: have one for the next attempt."""
+        """After accept(2) failed with `error` for lack of a resource, free a descriptor or wait."""
         if error.errno == errno.EMFILE:
-            # Young ones too: the spare descriptors are for calls that run, not for clients that may ask something.
-            if self._drop_longest_idle(even_young=True):
+            # Also a new one: spare descriptors are for running calls, not for clients without a request.
+            if self._drop_longest_idle(even_new=True):
                 await self._closed.wait()
                 return
             if spares.take_one():
@@ -132,20 +133,20 @@ class ControlServer:
     def _used(self) -> int:
         return sum(not connection.is_leaving for connection in self._connections)
 
-    def _drop_longest_idle(self, *, even_young: bool = False) -> bool:
-        """Close the connection that has had no call for the longest time; False where none may be closed.
+    def _drop_longest_idle(self, *, even_new: bool = False) -> bool:
+        """Close the connection that is idle for longest; False if all are in use.
 
-        With `even_young` also one that is within `ConnectionLimits.first_request_s` of its start.
+        `even_new`: also one that is younger than `ConnectionLimits.first_request_s`.
         """
         for connection in sorted(self._connections, key=lambda each: each.idle_since):
-            may_close = even_young or connection.closable_in_s == 0
+            may_close = even_new or connection.closable_in_s == 0
             if may_close and not connection.is_leaving and connection.is_idle:
                 connection.drop_idle()
                 return True
         return False
 
     def _refusal(self, sock: trio.socket.SocketType) -> bytes | None:
-        """Why this client is not served, or None when it is."""
+        """Return the error line that refuses this client, or None to accept it."""
         peer = peer_credentials(sock)
         if peer.uid not in self._allowed:
             _logger.warning("control: refused uid %d (pid %d)", peer.uid, peer.pid)
@@ -155,7 +156,7 @@ class ControlServer:
         if used < limits.connections or self._drop_longest_idle():
             self._full = False
             return None
-        # One line of log for each time it becomes full, not for each of a thousand clients.
+        # Logged when the limit is reached, not for each client.
         if not self._full:
             _logger.warning("control: all %d connections are in use by calls that run", limits.connections)
         self._full = True
@@ -180,7 +181,7 @@ class ControlServer:
                 self._promote()
 
     def _promote(self) -> None:
-        """Give the place of an ordinary connection that has ended to one that has a reserved place."""
+        """Make a reserved connection an ordinary one, because an ordinary one has ended."""
         for connection in self._connections:
             if connection.is_reserved:
                 connection.is_reserved = False
@@ -192,15 +193,15 @@ async def _refuse(sock: trio.socket.SocketType, line: bytes) -> None:
         try:
             await sock.send(line)
         except OSError:
-            pass  # it has gone already
+            pass  # the client disconnected
 
 
 class _Hangups:
-    """Tells connections that their client has closed, also while they do not read.
+    """Notices that a client disconnected, even while its connection does not read.
 
-    Reading would show it too, but a connection whose calls are all in use leaves its requests in the kernel's
-    buffer.  One epoll descriptor watches all clients for EPOLLHUP alone, which epoll_ctl(2) always reports:
-    a client that only shut down its writing side gives EPOLLRDHUP, and is still answered.
+    A connection does not read while it runs as many calls as it may.  One epoll descriptor watches all clients for
+    EPOLLHUP, which epoll_ctl(2) always reports.  A client that shut down only its writing side causes EPOLLRDHUP
+    instead, and is still answered.
     """
 
     def __init__(self) -> None:
@@ -215,7 +216,7 @@ class _Hangups:
 
     @contextlib.contextmanager
     def watching(self, sock: trio.socket.SocketType, connection: ClientConnection) -> Iterator[None]:
-        """Have `connection` hang up when the peer of `sock` closes."""
+        """Inside the block, make `connection` hang up when the peer of `sock` closes."""
         descriptor = sock.fileno()
         self._watched[descriptor] = connection
         self._epoll.register(descriptor, select.EPOLLONESHOT)

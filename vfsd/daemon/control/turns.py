@@ -1,16 +1,16 @@
-"""Turns: which client's work runs next, so that no client keeps the others waiting.
+"""Turns: fair scheduling of clients' work, so that no client delays the others for long.
 
-A worker thread that computes holds the interpreter lock, and every thread more delays the loop that serves the mount.
-So few run at a time, and clients take turns: the client that waited longest since its last turn is next, however much
-the others have queued.  A client is a process (its pid), because one program may open many connections.
+A worker thread that computes holds the interpreter lock, and each further thread delays the loop that serves the mount.
+So only a few run at a time, and clients take turns in rotation, however much each has queued.  A client is a process
+(its pid), because one program may open many connections.
 
-Answers that wait to be read are bounded as well: while `held_bytes` of them are unread no work starts, and if others
-wait for that, the client that has left an answer unread for the longest time is dropped.
+Unread answers are bounded too: while they hold `held_bytes`, no work starts.  If work waits for that, the client whose
+answer is unread for longest is dropped.
 
-Invariants, on the serving loop, where everything here runs:
-- at most `at_once` turns are taken, and a turn that is taken is given back, whatever ends the work;
+Invariants, on the serving loop, where `Turns` runs:
+- at most `at_once` turns are taken, and each is given back, however the work ends;
 - `_queues` holds exactly the clients with waiting work, the next one first;
-- while work waits, either all turns are taken or the unread answers fill the limit.
+- while work waits, either all turns are taken or the unread answers reach the limit.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from vfsd.daemon.control.call_context import CallContext
 __all__ = ["Slices", "Turns"]
 
 _SLICE_S: Final = 0.01
-_PATIENCE_S: Final = 2.0  # how long an unread answer may keep others from starting
+_PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Turns:
-    """Work of one kind: `at_once` pieces of it run at a time, each in a worker thread."""
+    """Work of one kind, of which `at_once` pieces run at a time, each in a worker thread."""
 
     def __init__(self, at_once: int, *, queued_per_client: int = 256, held_bytes: int = 64 << 20) -> None:
-        """`queued_per_client` bounds what waits for one client, `held_bytes` all answers that are not read yet."""
-        self.threads = trio.CapacityLimiter(at_once)  # not trio's own, which the mount's upkeep needs
+        """`queued_per_client` bounds the waiting work of one client, `held_bytes` all unread answers."""
+        self.threads = trio.CapacityLimiter(at_once)  # not trio's own limiter, whose threads the mount itself needs
         self._free = at_once
         self._most_queued = queued_per_client
         self._queues: OrderedDict[Hashable, deque[trio.Event]] = OrderedDict()
         self._limit_bytes = held_bytes
         self._held_bytes = 0
-        self._unread: dict[CallContext, tuple[float, int]] = {}  # since when, and how many bytes; the oldest first
+        self._unread: dict[CallContext, tuple[float, int]] = {}  # start of the wait and size in bytes; the oldest first
 
     async def run(self, call: CallContext, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` in a worker thread when it is the client's turn.  OSError (EBUSY): it has too much queued.
+        """Run `function` in a worker thread when it is the client's turn.  EBUSY if it has too much queued.
 
-        The thread is waited for also when cancelled: `function` calls `call.raise_if_cancelled` now and then.
+        A cancelled caller waits for the thread, so `function` calls `call.raise_if_cancelled` regularly.
         """
         async with self.turn(call):
             return await trio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self.threads)
 
     @asynccontextmanager
     async def turn(self, call: CallContext) -> AsyncIterator[None]:
-        """Wait for a turn, and have it for the length of the block.  OSError (EBUSY)."""
+        """Wait for a turn, and hold it for the length of the block.  EBUSY as in `run`."""
         granted = self._enqueue(call.client)
         self._grant()
         try:
@@ -78,7 +78,7 @@ class Turns:
             self._give_back()
 
     def hold(self, call: CallContext, size_bytes: int) -> None:
-        """Count an answer of `size_bytes` until it is read, or its client has gone."""
+        """Count an answer of `size_bytes` until the client has read it or disconnects."""
         self._unread[call] = trio.current_time(), size_bytes
         self._held_bytes += size_bytes
         call.after_answer(partial(self._let_go, call))
@@ -98,7 +98,7 @@ class Turns:
         return granted
 
     def _dequeue(self, client: Hashable, granted: trio.Event) -> bool:
-        """Take out what no longer waits; False where it has had its turn already."""
+        """Remove cancelled work from the queue; False if it has its turn already."""
         if granted.is_set():
             return False
         queue = self._queues[client]
@@ -113,14 +113,14 @@ class Turns:
             queue.popleft().set()
             self._free -= 1
             if queue:
-                self._queues[client] = queue  # at the end: after everybody else
+                self._queues[client] = queue  # at the end, after all other clients
 
     def _give_back(self) -> None:
         self._free += 1
         self._grant()
 
     def _drop_slowest_reader(self) -> None:
-        """If unread answers keep others waiting: drop the client of the oldest one."""
+        """If unread answers delay other clients for too long, drop the client of the oldest one."""
         if self._held_bytes < self._limit_bytes or not self._unread:
             return
         call, (since, _) = next(iter(self._unread.items()))
@@ -129,11 +129,11 @@ class Turns:
 
 
 class Slices:
-    """Lets one of several worker threads compute at a time, for some milliseconds each, in rotation.
+    """Lets several worker threads compute in rotation, one at a time, for some milliseconds each.
 
-    Threads that compute at once gain nothing from it: they pass the interpreter lock to and fro, which costs more than
-    half of the time (`vfsd.machine.interpreter` makes the switches frequent, for the mount's sake).  In rotation a
-    short search does not wait for the end of a long one either.
+    If they computed in parallel, passing the interpreter lock would cost more than half of the time, because
+    `vfsd.machine.interpreter` makes the switches frequent for the mount.  In rotation a short search does not wait for
+    the end of a long one.
     """
 
     def __init__(self) -> None:
@@ -143,11 +143,11 @@ class Slices:
 
     @contextmanager
     def computing(self, keep_going: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Compute in the block, which calls the function it gets often, in place of `keep_going`."""
+        """Compute inside the block, which calls the returned function regularly instead of `keep_going`."""
         self._take()
         until_s = monotonic() + _SLICE_S
 
-        def go_on() -> None:
+        def checkpoint() -> None:
             nonlocal until_s
             keep_going()
             if self._waiting and monotonic() >= until_s:
@@ -156,7 +156,7 @@ class Slices:
                 until_s = monotonic() + _SLICE_S
 
         try:
-            yield go_on
+            yield checkpoint
         finally:
             self._pass_on()
 

@@ -1,30 +1,30 @@
-"""UndoHistory: the steps that `restore --undo` and `--redo` walk, and where the live state is among them.
+"""UndoHistory: the steps that `restore --undo` and `--redo` walk, and the position of the live state among them.
 
-A step is one restore, import, apply or discard that changed something.  The history is a row of states, oldest first,
-with a step between each state and the next, and a position: the state that the live one came from.
+A step is one restore, import, apply or discard that changed something.  The history is a sequence of states, oldest
+first, with a step between each two, and a position: the state that the live one came from.
 
     state 0 --restore r1--> state 1 --restore r2--> state 2
                                ^ position: `--undo` goes to state 0, `--redo` to state 2
 
-- A step keeps the live state at the position, forgets what follows (the redo branch), and moves to a new last state.
-- `--undo` and `--redo` keep the live state at the position, and move by one.  So what programs wrote since the last
-  step is kept at the position where they wrote it, and is there again when the position comes back.
+- A step keeps the live state at the position, drops the states after it (the redo branch), and adds a last state.
+- `--undo` and `--redo` keep the live state at the position, and move by one.  So changes that programs made since the
+  last step are kept at the position where they were made, and come back with it.
 
-A state is kept as a safety snapshot, named here by its serial, which is never given twice.  A safety snapshot that the
-history does not name any more (of a redo branch that a new step cut off, of a state that was overwritten after an
-undo, of a step beyond STEPS_KEPT) is a *loose* one: it stays in the list, to be restored by name, until `expired` lists
-it by number or age.
+A state is kept as a safety snapshot, identified by its serial, which is never reused.  A safety snapshot is *loose*
+when the history does not name it any more: it belonged to a redo branch that a new step cut off, to a state that was
+overwritten after an undo, or to a step beyond STEPS_KEPT.  Loose snapshots can still be restored by name, until
+`expired` lists them by number or age.
 
-Invariants, which `check` holds:
+Invariants, which `check` verifies:
 
 1. 0 <= position < number of states <= STEPS_KEPT + 1;
-2. every state has a snapshot, but the one at the position may have none: then only the live state has it;
+2. every state has a snapshot; the state at the position may have none, then only the live state holds it;
 3. no two states have the same snapshot;
-4. every state but the last has the name of the step that led away from it, the last has none.
+4. every state but the last has the name of the step that led away from it; the last has none.
 
-A snapshot that a user dropped leaves the history with its state (`among`); the steps on both sides of it become one.
-A snapshot that was dropped for lack of memory cuts the history (`cut`): the states beyond it, seen from the position,
-leave the history too, so that no undo or redo goes over more than one step.  Their snapshots stay as loose ones.
+A snapshot that a user drops leaves the history with its state (`among`); the steps on both sides of it become one.  A
+snapshot that was dropped to free memory cuts the history (`cut`): the states beyond it, seen from the position, leave
+the history too, so that no undo or redo skips a step.  Their snapshots become loose.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Info = TypeVar("Info", bound=SnapshotInfo)
 
 @dataclass(frozen=True, slots=True)
 class HistoryState:
-    """One state: the serial of its snapshot (None: it has none), and the step that led away from it ("restore r1")."""
+    """One state: the serial of its snapshot, if it has one, and the step that led away from it ("restore r1")."""
 
     serial: int | None = None
     step: str | None = None
@@ -68,18 +68,18 @@ class UndoHistory:
 
     states: tuple[HistoryState, ...] = (HistoryState(),)
     position: int = 0
-    is_cut_before: bool = False  # there were steps before the first state, and memory was needed for something else
-    is_cut_after: bool = False  # there were steps after the last one
+    is_cut_before: bool = False  # earlier states were dropped to free memory
+    is_cut_after: bool = False  # later states were dropped to free memory
 
-    # -- what it says --------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
     @property
     def undo_steps(self) -> int:
-        """How many times one can go back."""
+        """The number of possible undos."""
         return self.position
 
     @property
     def redo_steps(self) -> int:
-        """How many times one can go forward."""
+        """The number of possible redos."""
         return len(self.states) - 1 - self.position
 
     @property
@@ -88,37 +88,37 @@ class UndoHistory:
         return self.states[self.position]
 
     def step_between(self, position: int) -> str:
-        """The step between here and the neighbouring `position`, in words."""
+        """The name of the step between this position and the adjacent `position`."""
         return self.states[min(position, self.position)].step or ""
 
     def serials(self) -> set[int]:
-        """The snapshots that it needs."""
+        """The serials of all snapshots in the history."""
         return {state.serial for state in self.states if state.serial is not None}
 
     def position_of(self, serial: int) -> int | None:
-        """Where the state with that snapshot is."""
+        """The position of the state with snapshot `serial`."""
         return next((at for at, state in enumerate(self.states) if state.serial == serial), None)
 
     def steps_to(self, infos: Iterable[SnapshotInfo]) -> dict[str, int]:
-        """How many undos (below 0) or redos (above 0) lead to each of `infos`, by name; others are left out."""
+        """The number of redos (positive) or undos (negative) to each of `infos` that is another state, by name."""
         at = {state.serial: number - self.position for number, state in enumerate(self.states)}
         return {info.name: at[info.serial] for info in infos if at.get(info.serial)}
 
-    # -- what it becomes -----------------------------------------------------------------------------
+    # -- changed copies -----------------------------------------------------------------------------
     def stepped(self, serial: int, step: str) -> UndoHistory:
-        """After `step`, before which the live state was kept as `serial`."""
+        """Add `step`; the live state before it was kept as `serial`."""
         states = (*self.states[: self.position], HistoryState(serial, step), HistoryState())[-(STEPS_KEPT + 1) :]
         return UndoHistory(states, len(states) - 1, self.is_cut_before)
 
     def moved(self, position: int, serial: int | None) -> UndoHistory:
-        """At `position`, after the live state was kept as `serial`; None where its snapshot here stays what it is."""
+        """Move to `position`; the live state was kept as `serial` (None: its present snapshot stays)."""
         states = list(self.states)
         if serial is not None:
             states[self.position] = replace(self.here, serial=serial)
         return replace(self, states=tuple(states), position=position)
 
     def cut(self, serials: Collection[int]) -> UndoHistory:
-        """Without the states whose snapshots `serials` were dropped for lack of memory, and those beyond them."""
+        """Remove the states whose snapshots `serials` were dropped to free memory, and the states beyond them."""
         lost = [at for at, state in enumerate(self.states) if state.serial in serials]
         first = max((at + 1 for at in lost if at < self.position), default=0)
         after = min((at for at in lost if at > self.position), default=len(self.states))
@@ -134,7 +134,7 @@ class UndoHistory:
         )
 
     def among(self, serials: Collection[int]) -> UndoHistory:
-        """Without the states whose snapshots are not among `serials` any more."""
+        """Remove the states whose snapshots are not among `serials`."""
         kept: list[HistoryState] = []
         position = 0
         for at, state in enumerate(self.states):
@@ -147,7 +147,7 @@ class UndoHistory:
         return replace(self, states=tuple(kept), position=position)
 
     def check(self) -> None:
-        """AssertionError where an invariant does not hold."""
+        """AssertionError if an invariant is violated."""
         assert 0 <= self.position < len(self.states) <= STEPS_KEPT + 1, (self.position, len(self.states))
         for at, state in enumerate(self.states):
             assert state.serial is not None or at == self.position, f"state {at} has no snapshot"
@@ -158,21 +158,21 @@ class UndoHistory:
     # -- on disk -------------------------------------------------------------------------------------
     @classmethod
     def of_snapshots(cls, infos: Sequence[SnapshotInfo]) -> UndoHistory:
-        """The history that the safety snapshots are by themselves: each was taken before a step.
+        """Derive a history from the safety snapshots, each of which was taken before a step.
 
-        For a store that an earlier version wrote, and for one whose history was damaged by a power failure.
+        For stores of earlier versions, and for a history that a power failure damaged.
         """
         kept = [info for info in infos if info.kind == "safety"][-STEPS_KEPT:]
         return cls((*(HistoryState(info.serial, info.tag or "a restore") for info in kept), HistoryState()), len(kept))
 
     def encoded(self) -> bytes:
-        """As bytes; `decoded` is the inverse."""
+        """Encode; `decoded` is the inverse."""
         states = tuple((state.serial, state.step) for state in self.states)
         return msgspec.json.encode(_Written(_VERSION, self.position, states))
 
     @classmethod
     def decoded(cls, data: bytes) -> UndoHistory | None:
-        """None for what is no history."""
+        """Decode; None for data that is no valid history."""
         try:
             written = msgspec.json.decode(data, type=_Written)
             history = cls(tuple(HistoryState(*state) for state in written.states), written.position)
@@ -192,7 +192,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def expired(infos: Sequence[Info], history: UndoHistory, now_ns: int, keep: Collection[str] = ()) -> list[Info]:
-    """The loose safety snapshots of `infos` (oldest first) to drop: too many, or too old.  Never those of `keep`."""
+    """The loose safety snapshots of `infos` (oldest first) that are too many or too old, without those in `keep`."""
     needed = history.serials()
     loose = [info for info in infos if info.kind == "safety" and info.serial not in needed]
     many = loose[: max(0, len(loose) - LOOSE_KEPT)]
