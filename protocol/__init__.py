@@ -1,4 +1,4 @@
-"""protocol: the contract of vfsd's backends, and the backends that keep it.  Useful without a mount."""
+"""protocol: volumes and filesystems, their backends and tools, as a library.  Works without a mount."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from protocol.snapshot_manager import SnapshotManager as SnapshotManager
     from protocol.types import READ_ENTIRE_FILE as READ_ENTIRE_FILE
 
-# Imported when they are first used: whoever needs one contract does not load every backend.
+# Imported on first use, so that a program that needs one contract does not load every backend.
 _EXPORTS: Final = {
     "READ_ENTIRE_FILE": "protocol.types",
     "Filesystem": "protocol.filesystem",

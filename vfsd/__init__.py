@@ -1,4 +1,4 @@
-"""vfsd: makes a volume a mount, and drives it."""
+"""vfsd: mount a volume as a workspace, and drive it from Python.  `vfsd.Workspace` is the API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__: Final = "0.1.0"
 
-# Imported when they are first used: `import vfsd`, which the command line begins with, costs nothing.
+# Imported on first use, because the command line starts with `import vfsd`.
 _EXPORTS: Final = {
     "AsyncWorkspace": "vfsd.client.workspace",
     "Workspace": "vfsd.client.workspace",

@@ -240,9 +240,7 @@ def test_drop_takes_all_or_none_and_says_which_steps_are_gone(workspace: Workspa
     assert names == ["s0", "s1", "s2", "safety-1", "safety-2", "safety-3"]
     done = vfsd("drop", "-w", workspace.name, "s0", "safety-2", "s0")
     succeeded(done)
-    assert (
-        done.stderr == "vfsd: safety-2 was the state that `vfsd restore --undo` went to in 2 steps; 2 undo steps left\n"
-    )
+    assert done.stderr == "vfsd: `vfsd restore --undo` would have gone to safety-2 in 2 steps; 2 undo steps left\n"
     workspace.undo()
     answer = json.loads(succeeded(vfsd("drop", "-w", workspace.name, "safety-1", "--json")))
     assert answer == {

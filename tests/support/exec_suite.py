@@ -186,7 +186,7 @@ class ExecSuite:
     def test_a_command_is_killed_when_its_time_is_over_with_all_that_it_started(self, where: Where) -> None:
         done = run(where, "--timeout", "2", "--", "sh", "-c", "echo begun; setsid sleep 7001 & sleep 7001")
         assert (done.returncode, done.stdout) == (124, b"begun\n")
-        assert b"its time was over" in done.stderr
+        assert b"the command was killed after" in done.stderr
         assert where.running("sleep 7001") == 0
 
     def test_output_beyond_the_limit_is_thrown_away(self, where: Where) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import click
 
@@ -28,41 +29,42 @@ __all__ = ["export_command", "import_command"]
     """,
 )
 @click.argument("file", metavar="FILE.zip", type=click.Path())
-@click.option("--snapshot", metavar="NAME", help="Of this state, not the live one.", shell_complete=complete_snapshot)
-@click.option("-f", "--force", is_flag=True, help="Replace a file that is there.")
-@click.option("--changes-only", is_flag=True, help="Of an overlay, only what differs from the directory below.")
+@click.option(
+    "--snapshot",
+    metavar="NAME",
+    help="Export this snapshot.",
+    shell_complete=complete_snapshot,
+)
+@click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
+@click.option("--changes-only", is_flag=True, help="Export only what differs from the directory below an overlay.")
 @include_option
 @exclude_option
 @click.pass_obj
 def export_command(
     app: App,
+    /,
     file: str,
-    snapshot: str | None,
     force: bool,
-    changes_only: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    **settings: Any,
 ) -> None:
     """Write the workspace, or a snapshot, as a ZIP archive.
 
-    The archive is written beside its place and then put there: it is whole or absent.  The mount stays
-    live meanwhile; what is exported is the state at the start.
+    The archive is written under a temporary name and renamed when it is complete.  It contains the state at the start;
+    programs can change the workspace meanwhile.
 
-    FILE.zip is outside of the workspace, where the backend is memory, overlay or image: an unmount deletes what is in
-    the mount.  Of host:DIR and container:NAME it may be inside.
+    FILE.zip must be outside a memory, overlay or image workspace, because an unmount would delete it.  It may be
+    inside a host:DIR or container:NAME workspace.
 
-    A path that is too long for a ZIP (65,535 bytes) is left out and named, and the exit status is 1.
+    A path that is too long for a ZIP file (65,535 bytes) is left out and named, and the exit status is 1.
     """
     refuse_other_archives(file)
-    request = app.requests.export(
-        file, snapshot=snapshot, overwrite=force, changes_only=changes_only, include=include, exclude=exclude
-    )
+    request = app.requests.export(file, overwrite=force, **settings)
     try:
         answer = app.call(request, label="exporting")
     except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "there is a file already, which --force replaces", file) from None
+        raise FileExistsError(errno.EEXIST, "the file exists; --force replaces it", file) from None
     app.emit(answer, _show_export)
-    show_problems(answer.skipped, "paths are not in the archive, or not all of what they are")
+    show_problems(answer.skipped, "paths are missing from the archive or incomplete in it")
 
 
 def _show_export(answer: messages.ExportResult) -> None:
@@ -76,21 +78,21 @@ def _show_export(answer: messages.ExportResult) -> None:
     cls=Command,
     examples="""
     vfsd import backup.zip
-    vfsd restore --undo                    # as it was before
+    vfsd restore --undo                    # take it back
     """,
 )
 @click.argument("file", metavar="FILE.zip", type=click.Path())
 @click.pass_obj
 def import_command(app: App, file: str) -> None:
-    """Lay the content of a ZIP archive over the workspace.
+    """Add the content of a ZIP archive to the workspace.
 
-    Files of the same path are replaced, others stay (`vfsd restore FILE.zip` makes the workspace equal to the
-    archive).  It is all or nothing: an archive that is damaged or hostile is refused before anything changes.
-    The state before is kept as a safety snapshot.
+    Files of the same path are replaced, other files stay.  (`vfsd restore FILE.zip` makes the workspace equal to the
+    archive.)  The import is all or nothing: a damaged or hostile archive is refused before anything changes.  The state
+    before is kept as a safety snapshot, which `vfsd restore --undo` restores.
     """
     answer = app.call(app.requests.import_archive(file), label="importing")
     app.emit(answer, _show_import)
-    show_problems(answer.problems)
+    show_problems(answer.problems, "paths could not be imported")
 
 
 def _show_import(answer: messages.ImportResult) -> None:

@@ -1,4 +1,4 @@
-"""`vfsd completion`: the script that has a shell complete vfsd's commands."""
+"""`vfsd completion`: print the completion script of a shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vfsd.cli.common.app import Command
 __all__ = ["completion_command"]
 
 _SHELLS: Final = ("bash", "zsh", "fish")
-_VARIABLE: Final = "_VFSD_COMPLETE"  # what click makes of the program's name
+_VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the program's name
 
 
 @click.command(
@@ -31,13 +31,13 @@ _VARIABLE: Final = "_VFSD_COMPLETE"  # what click makes of the program's name
 def completion_command(ctx: click.Context, shell: str | None) -> None:
     """Print the script that completes vfsd's commands in a shell.
 
-    It completes commands, options, and the names of workspaces and snapshots.  SHELL is $SHELL's if not given.
+    It completes commands, options, and the names of workspaces and snapshots.  SHELL defaults to $SHELL.
     """
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     kind = get_completion_class(name)
     if name not in _SHELLS or kind is None:
         raise click.UsageError(f"name a shell: {', '.join(_SHELLS)}")
     completer = kind(ctx.find_root().command, {}, "vfsd", _VARIABLE)
-    # The template itself: click's source() also starts bash to ask for its version.
+    # Use the template directly: click's source() would also start bash to get its version.
     script = completer.source_template % completer.source_vars()
     ctx.obj.emit({"shell": name, "script": script}, lambda answer: output.say(answer["script"]))

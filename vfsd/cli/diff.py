@@ -20,11 +20,11 @@ from vfsd.wire import messages
 
 __all__ = ["diff_command"]
 
-_NAMED: Final = 20  # of what a patch lacks, on standard error
+_NAMED: Final = 20  # paths missing from a patch that standard error names
 
 
 class _DiffCommand(Command):
-    """Takes what follows `--` as paths: click itself drops the mark."""
+    """Takes the words after `--` as paths.  click itself drops the `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         paths: list[str] = []
@@ -54,12 +54,12 @@ class _DiffCommand(Command):
 )
 @click.argument("a", required=False, shell_complete=complete_snapshot)
 @click.argument("b", required=False, shell_complete=complete_snapshot)
-@click.option("--stat", is_flag=True, help="A table of lines added and removed, as git has it.")
-@click.option("-p", "--patch", is_flag=True, help="A patch that `git apply` takes; binary files too.")
-@click.option("--names", is_flag=True, help="The paths alone.")
+@click.option("--stat", is_flag=True, help="Print the lines added and removed in each file, as git does.")
+@click.option("-p", "--patch", is_flag=True, help="Print a patch for `git apply`, binary files included.")
+@click.option("--names", is_flag=True, help="Print only the paths.")
 @include_option
 @exclude_option
-@click.option("--include-git", is_flag=True, help="With --patch: what is in .git too, which `git apply` rejects.")
+@click.option("--include-git", is_flag=True, help="With --patch: include .git, which `git apply` rejects.")
 @click.pass_obj
 def diff_command(
     app: App,
@@ -75,19 +75,19 @@ def diff_command(
 ) -> None:
     """Show what changed between two snapshots, or since one.
 
-    A is the newest snapshot if not given (of an overlay the directory below it), B the state as it is now.
+    A defaults to the newest snapshot (in an overlay without snapshots, to the directory below it), B to the live state.
     Each line is a letter and a path:
-    A added, M modified, D removed, T another type (a file is now a symlink, say), m metadata only (mode,
+    A added, M modified, D removed, T another type (a file became a symlink, for example), m metadata only (mode,
     owner, time, extended attributes).
 
-    PATHs, after `--`, limit it to these and what is below them.  They are relative to the current
-    directory when that is in the workspace, else to the workspace's root; or absolute.
-    In output a byte that is no UTF-8, and a control character, is written \\xNN, and a backslash doubled.
+    PATHs, after `--`, limit the output to these paths and what is below them.  They are relative to the current
+    directory if that is in the workspace, else to the workspace's root; or absolute.
+    The output writes a byte that is not UTF-8, and a control character, as \\xNN, and doubles a backslash.
 
-    `git apply` of a patch makes state B of state A.  What a patch lacks is named in comment lines in it and on standard
-    error: special files, files over 256 MiB and names that git rejects, with exit status 1; and with status 0, as git
-    itself ignores them, empty directories and what is in .git (--include-git).  Owner, time, extended attributes and
-    mode bits other than the owner's execute bit are in no patch.
+    `git apply` of a patch turns state A into state B.  Comment lines in the patch, and standard error, name the changes
+    that are missing from it: special files, files over 256 MiB and names that git rejects (exit status 1); empty
+    directories and the content of .git, which git ignores (exit status 0).  A patch never contains owners, times,
+    extended attributes, or mode bits other than the owner's execute bit.
     """
     modes = [mode for mode, is_given in (("stat", stat), ("patch", patch), ("names", names)) if is_given]
     if len(modes) > 1:
@@ -106,7 +106,7 @@ def diff_command(
         mistaken = next((word for word in (a, b) if word is not None and error.filename == word), None)
         if mistaken is None or not os.path.lexists(mistaken) or "no such snapshot" not in str(error):
             raise
-        raise FileNotFoundError(errno.ENOENT, "no such snapshot, but a path; paths go after --", mistaken) from None
+        raise FileNotFoundError(errno.ENOENT, "this is a path, not a snapshot; put paths after --", mistaken) from None
 
 
 def _answer(app: App, request: RemoteCall[Any], mode: str | None) -> None:
@@ -140,7 +140,7 @@ def _show_stat(answer: messages.DiffResult, changes: ChangeSpool) -> None:
 
 
 def _patch(app: App, request: RemoteCall[Any]) -> None:
-    """The patch as it comes, so that one of any size needs no memory; in JSON, whole."""
+    """Print the patch as it arrives, so that its size is not limited by memory; in JSON, print it at once."""
     if app.json:
         pieces: list[bytes] = []
         answer = app.call(request, on_output=pieces.append)
@@ -167,10 +167,10 @@ def _note_what_is_missing(answer: messages.DiffResult) -> None:
     for each in named[:_NAMED]:
         output.note(f"not in this patch: {each.path} ({each.reason})")
     if len(named) > _NAMED or answer.truncated:
-        output.note("not in this patch: more, which comments in it name")
+        output.note("not in this patch: more paths, named in its comments")
     if answer.patch_bytes > GIT_APPLY_LIMIT_BYTES:
         size, limit = output.human_size(answer.patch_bytes), output.human_size(GIT_APPLY_LIMIT_BYTES)
-        output.note(f"this patch has {size}, and `git apply` takes at most {limit}: make several, of some PATHs each")
+        output.note(f"the patch has {size}, but `git apply` takes at most {limit}: split it with PATHs")
     if answer.problems:
         lacking = output.counted(len(answer.problems), "change")
-        output.report(f"the patch lacks {lacking}; `vfsd export` carries everything")
+        output.report(f"the patch lacks {lacking}; `vfsd export` contains everything")

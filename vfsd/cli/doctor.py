@@ -21,23 +21,23 @@ _COLOURS: Final = {"ok": "green", "missing": "red", "optional": "yellow"}
     cls=Command,
     examples="""
     vfsd doctor
-    vfsd doctor --deep                     # also mount, answer one request, unmount
+    vfsd doctor --deep                     # also mount, answer one request, and unmount
     vfsd doctor --json
     """,
 )
-@click.option("--deep", is_flag=True, help="Also make a mount in a directory of its own, and use it.")
+@click.option("--deep", is_flag=True, help="Also make a mount in a temporary directory, and use it.")
 @click.pass_obj
 def doctor_command(app: App, deep: bool) -> None:
     """Check what this machine needs to mount workspaces.
 
-    Each line is "ok", "missing" (and what to do about it) or "optional" (vfsd works without).
-    The exit status is 1 if anything is missing.
+    Each line starts with "ok", "missing" (and says what to do) or "optional" (vfsd works without it).
+    The exit status is 1 if something is missing.
     """
     findings = examine(deep=deep)
     missing = any(_verdict(finding) == "missing" for finding in findings)
     app.emit({"ok": not missing, "findings": findings}, lambda _: _show(findings))
     if missing:
-        output.report("this machine lacks something that vfsd needs, see above")
+        output.report("this machine lacks something that vfsd needs; see above")
         click.get_current_context().exit(1)
 
 
@@ -48,7 +48,7 @@ def _verdict(finding: Finding) -> str:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """A line each on a terminal, the advice below it; in a pipe verdict, topic, what and advice, tab-separated."""
+    """Print findings: on a terminal with the advice below; in a pipe as tab-separated verdict, topic, text, advice."""
     for finding in findings:
         verdict = _verdict(finding)
         if not output.on_terminal():

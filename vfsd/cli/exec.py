@@ -1,4 +1,4 @@
-"""`vfsd exec`: a command in a workspace, for people: live output, input, a terminal, signals, its exit status."""
+"""`vfsd exec`: run a command in a workspace, with live output, input, a terminal, signals and its exit status."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vfsd.wire.messages import wire_path
 
 __all__ = ["exec_command"]
 
-# As env(1), nohup(1) and timeout(1) have them.
+# The exit statuses of env(1), nohup(1) and timeout(1).
 _TIMED_OUT: Final = 124
 _FAILED: Final = 125
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
-_COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; as `vfsd fs exec` has it
+_COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; the default of `vfsd fs exec`
 
 
 @click.command(
@@ -35,14 +35,19 @@ _COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; as `
     examples="""
     vfsd exec -- make test                       # its output, its exit status
     vfsd exec -it -- bash                        # a shell
-    vfsd exec -i -- python3 - < check.py         # -i: standard input is the command's
+    vfsd exec -i -- python3 - < check.py         # -i: pass standard input on
     vfsd exec --cwd src --env CI=1 --timeout 600 -- npm test
     """,
 )
 @click.argument("argv", metavar="[--] COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("-i", "--interactive", is_flag=True, help="Give it standard input; else it has none.")
-@click.option("-t", "--tty", is_flag=True, help="Give it a terminal: for shells, editors, progress bars.")
-@click.option("--cwd", metavar="PATH", default=".", help="Where to run it; the current directory if in the workspace.")
+@click.option("-i", "--interactive", is_flag=True, help="Pass standard input to the command.")
+@click.option("-t", "--tty", is_flag=True, help="Provide a terminal, for shells, editors and progress bars.")
+@click.option(
+    "--cwd",
+    metavar="PATH",
+    default=".",
+    help="Run it in this directory; by default the current one, if in the workspace.",
+)
 @click.option(
     "-e",
     "--env",
@@ -50,11 +55,11 @@ _COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; as `
     multiple=True,
     metavar="NAME[=VALUE]",
     callback=environment(inherit=True),
-    help="Add to its environment; without a value, yours.",
+    help="Set a variable; without a value, pass yours.",
 )
 @click.option("-u", "--user", metavar="USER[:GROUP]", help="Run it as this user of the container.")
-@click.option("--timeout", type=Seconds(min=0, min_open=True), metavar="SECONDS", help="Kill it after that.")
-@click.option("--output-limit", type=SIZE, metavar="SIZE", help="Of each stream; what is beyond is thrown away.")
+@click.option("--timeout", type=Seconds(min=0, min_open=True), metavar="SECONDS", help="Kill it after that time.")
+@click.option("--output-limit", type=SIZE, metavar="SIZE", help="Discard the output of each stream beyond SIZE.")
 @click.pass_obj
 def exec_command(
     app: App,
@@ -70,22 +75,22 @@ def exec_command(
 ) -> None:
     """Run a command in the workspace.
 
-    In a container workspace (container:NAME, image:REF) it runs in that container; in one mounted with --sandbox
-    image:REF, in the sandbox; in one mounted with --on-host, on this host, with the rights of the user who
-    mounted it.  Everywhere it sees the workspace's files, live.
+    In a container workspace (container:NAME, image:REF) the command runs in that container; in a workspace mounted with
+    --sandbox image:REF, in the sandbox; in one mounted with --on-host, on this host, with the rights of the user who
+    mounted it.  In all of them it sees the workspace's live files.
 
-    There is no shell unless you name one: vfsd exec -- sh -c 'make && ./run'.
+    The command does not run in a shell unless you name one: vfsd exec -- sh -c 'make && ./run'.
 
-    Ctrl-C, SIGTERM and their like go to the command.  When it ends, or `vfsd exec` is killed, all that it
-    started is killed too.
+    Ctrl-C, SIGTERM and similar signals go to the command.  When it ends, or `vfsd exec` is killed, all processes that
+    it started are killed.
 
-    Exit status: the command's own, 128 + N where signal N killed it; 124 its time was over, 125 vfsd failed,
-    126 the command cannot be run, 127 it was not found.
+    The exit status is the command's own, 128 + N if signal N killed it, 124 if it timed out, 125 if vfsd failed, 126 if
+    the command cannot be executed, and 127 if it was not found.
 
-    With --json the output, of each stream the first 256 KiB or --output-limit, comes in the document.
+    With --json the document contains the first 256 KiB, or --output-limit, of each stream.
     """
     if app.json and tty:
-        raise click.UsageError("--json gives the output when the command has ended: nobody is at a terminal (-t)")
+        raise click.UsageError("--json prints the output when the command has ended: it excludes -t")
     # Start-up: `vfsd exec --help` needs no terminal.
     from vfsd.cli.common.attached import run_attached, run_collected  # noqa: PLC0415
 
@@ -107,7 +112,7 @@ def exec_command(
             raise SystemExit(_status(ended))
         ended = run_attached(record.socket, params, terminal=tty)
     except BrokenPipeError:
-        # Whoever read the output is gone, and with it the command: as a shell says it of any.
+        # Nothing reads the output any more, and the command was killed: the status that a shell reports for SIGPIPE.
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
         if app.json:
@@ -153,11 +158,11 @@ def _document(ended: ExecEnded, collected: Mapping[str, bytes]) -> dict[str, Any
 
 def _say(ended: ExecEnded, timeout_s: Any) -> None:
     if ended.timed_out:
-        output.note(f"its time was over after {timeout_s:g} s: it was killed")
+        output.note(f"the command was killed after {timeout_s:g} s (--timeout)")
     if ended.truncated:
-        output.note("it wrote more than --output-limit; the rest was thrown away")
+        output.note("the output exceeded --output-limit; the rest was discarded")
     if ended.snapshot_error is not None:
-        output.note(f"the command has run, but the snapshot after it failed: {ended.snapshot_error}")
-    # To people only: a program that reads standard error wants the command's.
+        output.note(f"the command ran, but the snapshot after it failed: {ended.snapshot_error}")
+    # Only on a terminal: a program that reads standard error expects only the command's output.
     if ended.snapshot is not None and sys.stderr.isatty():
         output.note(f"snapshot {ended.snapshot}")

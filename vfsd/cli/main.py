@@ -1,7 +1,7 @@
-"""The `vfsd` command: the group, and where each command is found when it is asked for.
+"""The `vfsd` command: the group, and the table of its commands.
 
-Start-up is most of what a short command costs, so a command's module is imported when the command runs,
-and `vfsd --help` prints the table below without importing any.
+Start-up is most of the cost of a short command.  So a command's module is imported only when the command runs, and
+`vfsd --help` prints the table below without importing any.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ try:
         shared_options,
     )
 except KeyboardInterrupt:
-    # These imports are most of a command's start: Ctrl-C then ends it as at any other moment, without a traceback.
+    # These imports take most of the start-up time: Ctrl-C during them must not print a traceback.
     sys.exit(130)
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-# name -> (module, the first line of its help; a test holds the two equal)
+# name -> (module, the first line of its help; a test compares the two)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mount": ("mount", "Make a directory a workspace."),
     "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
     "list": ("mount", "List the running workspaces."),
-    "status": ("mount", "Show what a workspace is and holds."),
+    "status": ("mount", "Show the settings, contents and limits of a workspace."),
     "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
     "snapshots": ("snapshots", "List the snapshots, oldest first."),
     "drop": ("snapshots", "Delete a snapshot."),
-    "restore": ("snapshots", "Put the workspace, or some paths, back to a snapshot or archive."),
+    "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
     "diff": ("diff", "Show what changed between two snapshots, or since one."),
     "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),
-    "import": ("archive", "Lay the content of a ZIP archive over the workspace."),
-    "apply": ("overlay", "Write what an overlay holds into the directory below it."),
-    "discard": ("overlay", "Drop what an overlay holds: back to the directory below it."),
+    "import": ("archive", "Add the content of a ZIP archive to the workspace."),
+    "apply": ("overlay", "Write the changes of an overlay to the directory below it."),
+    "discard": ("overlay", "Discard the changes of an overlay, and show the directory below it again."),
     "exec": ("exec", "Run a command in the workspace."),
-    "store": ("store", "Look after the snapshots that are kept on disk."),
+    "store": ("store", "Manage the snapshots that are kept on disk."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
@@ -68,14 +68,14 @@ _GROUPS: Final = {
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands are imported one by one, and whose errors end as `guarded` says."""
+    """A group that imports each command when it is used, and reports errors with `guarded`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         words = tuple(args)
         if not output.has_colours():
-            extra.setdefault("color", False)  # for all that click prints, in the commands too
+            extra.setdefault("color", False)  # for everything that click prints, in the commands as well
         try:
             context = super().make_context(info_name, args, parent, **extra)
         except click.ClickException as error:
@@ -118,19 +118,19 @@ class LazyGroup(SuggestingGroup):
 Examples:
   vfsd mount ~/work              # ~/work is now an empty in-memory workspace
   cd ~/work && git clone ... .   # use it as any directory
-  vfsd snapshot before           # take a snapshot: at once, whatever the size
-  vfsd diff                      # what changed since
-  vfsd restore before            # put it back; `vfsd restore --undo` undoes that
+  vfsd snapshot before           # take a snapshot, in constant time
+  vfsd diff                      # show the changes since then
+  vfsd restore before            # restore it; `vfsd restore --undo` undoes that
   vfsd unmount
 
 Without -w a command acts on $VFSD_WORKSPACE, else on the workspace that the
 current directory is in, else on the only one running.
-Exit status: 0 done, 1 failed (one line says why), 2 usage.""",
+Exit status: 0 success, 1 failure (one line says why), 2 wrong usage.""",
 )
 @click.version_option(__version__, prog_name="vfsd", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
-    """A file system for agents: a real mount, snapshots in no time, restored in place."""
+    """A file system for agents: a real mount, snapshots in constant time, restored in place."""
     if workspace == "":
         raise click.UsageError("-w is an empty string")
     ctx.obj = App(workspace=workspace, json=as_json)
@@ -139,19 +139,19 @@ def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
 cli.params += shared_options()
 
 
-# Set, it lets the traceback of an unexpected exception through.
+# If it is set, an unexpected exception prints its traceback.
 _DEBUG_VARIABLE: Final = "VFSD_DEBUG"
 
 
 def _open_standard_streams() -> None:
-    """Where one is closed, what is opened next would be taken for it: a socket for standard input."""
+    """Open closed standard streams, so that the next file or socket does not get one of their descriptors."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # open(2) returns the lowest free number, which is this one
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # which Python has for one that was closed
+        if getattr(sys, name) is None:  # Python's value for a stream that was closed at start-up
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     """The entry point of the `vfsd` script."""
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding cannot say is written as an escape, never a traceback.
+        # A character that the terminal's encoding lacks is written as an escape instead of raising an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -167,7 +167,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
-        # A bug: the user gets a line, and the traceback on request.
+        # A bug: print one line, and the traceback on request.
         if os.environ.get(_DEBUG_VARIABLE):
             raise
         sys.exit(_end_unexpectedly(error))
@@ -177,12 +177,12 @@ def main() -> None:
 
 def _end_unexpectedly(error: Exception) -> int:
     """Report an exception that no command handles; return the exit status."""
-    if isinstance(error, OSError):  # from standard output: its disk is full, or broken
+    if isinstance(error, OSError):  # from standard output: a full or broken disk
         record, line = error_record(error), describe(error)
     else:
         line = f"{type(error).__name__}: {error}; this is a bug in vfsd: {_DEBUG_VARIABLE}=1 shows the traceback"
         record = {"message": line, "errno": None, "path": None}
-    with contextlib.suppress(OSError):  # nobody can be told
+    with contextlib.suppress(OSError):  # standard error fails, too
         output.report(line)
         if not isinstance(error, OSError) and asks_for_json(sys.argv[1:]):
             output.print_json({"error": record})
@@ -190,7 +190,7 @@ def _end_unexpectedly(error: Exception) -> int:
 
 
 def _drop_what_cannot_be_written() -> None:
-    """Flush the standard streams; at its exit Python would try once more, and print a traceback."""
+    """Flush the standard streams and discard what fails; else Python prints a traceback at exit."""
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()

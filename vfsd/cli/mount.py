@@ -29,7 +29,7 @@ __all__ = ["list_command", "mount_command", "status_command"]
 
 
 class _MountOption(click.Option):
-    """An option whose help ends with the backends that it goes with, from the table that the check uses."""
+    """An option whose help names the backends that accept it, from the table that the check uses."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
@@ -47,7 +47,7 @@ class _EngineName(click.Choice[str]):
 
 
 def _flags(command: click.Command) -> dict[str, str]:
-    """What the command line calls each option of a mount."""
+    """Map the parameters of a mount to the names of their options."""
     return {param.name: param.opts[-1] for param in command.params if param.name}
 
 
@@ -70,7 +70,7 @@ _option = functools.partial(click.option, cls=_MountOption)
 )
 @click.argument(
     "mountpoint",
-    # Not asked whether it is readable: access(2) on what a stopped daemon serves would wait for that daemon.
+    # Without a check for readability: access(2) on a mount whose daemon is stopped would block.
     type=click.Path(readable=False),
     shell_complete=lambda *_: [CompletionItem("", type="dir")],
 )
@@ -80,57 +80,61 @@ _option = functools.partial(click.option, cls=_MountOption)
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="What holds the state: memory, host:DIR, overlay:DIR, container:NAME (one of Podman's that runs), or image:REF"
-    " (a new container of it, which lives as long as the workspace).",
+    help="Where the content is: memory, host:DIR, overlay:DIR, container:NAME (a running Podman container), or"
+    " image:REF (a new container of that image, removed with the workspace).",
 )
-@_option("--name", type=NAME, help="The workspace's name; made from the mountpoint's if not given.")
-@_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="What serves the kernel.")
-@_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Begin with its content.")
+@_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
+@_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")
+@_option("--from", "archive", metavar="ARCHIVE.zip", type=click.Path(dir_okay=False), help="Start with its content.")
 @_option(
     "--max-bytes",
     type=SIZE,
     metavar="SIZE",
-    help="Writes beyond it fail with ENOSPC: 512M, 2GiB, ...",
+    help="Limit the content: writes beyond it fail with ENOSPC.  512M, 2GiB, ...",
 )
 @_option(
     "--max-memory",
     type=SIZE,
     metavar="SIZE",
-    help="What content, metadata and snapshots may take together.  Automatic snapshots are dropped to make room, oldest"
-    " first; --max-bytes is as much if not given.  [default: half of the machine's memory, or of the cgroup's limit]",
+    help="Limit the memory of content, metadata and snapshots together.  The oldest automatic snapshots are dropped to"
+    " make room.  It is also the default of --max-bytes.  [default: half of the machine's memory, or of the cgroup's"
+    " limit]",
 )
-@_option("--max-inodes", type=click.IntRange(min=1), metavar="N", help="Files, directories, ... at most.")
-@_option("--read-only", is_flag=True, help="Refuse changes, restore and import too.")
-@_option("--allow-other", is_flag=True, help="Other users may enter (needs user_allow_other in /etc/fuse.conf).")
+@_option(
+    "--max-inodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Limit the number of files, directories and other inodes.",
+)
+@_option("--read-only", is_flag=True, help="Refuse all changes, including restore and import.")
+@_option("--allow-other", is_flag=True, help="Let other users enter (needs user_allow_other in /etc/fuse.conf).")
 @_option(
     "--cache-timeout",
     "cache_timeout_s",
     type=Seconds(min=0),
     metavar="SECONDS",
-    help="How soon what others change in host:DIR, or in a container, is seen at the latest; 1 by default.",
+    help="Show what other programs change in host:DIR or in a container within SECONDS; 1 by default.",
 )
 @_option(
     "--no-xattrs",
     "xattrs",
     flag_value=False,
     default=True,
-    help="Without extended attributes and ACLs, which costs a request less for each new file, and others.",
+    help="No extended attributes and no ACLs; each new file then costs one request less.",
 )
 @_option(
     "--store",
     metavar="DIRECTORY",
     type=click.Path(),
-    help="Where snapshots of host:DIR are kept, outside of it.  [default: $VFSD_STORE_DIR, ~/.local/state/vfsd/store]",
+    help="Keep snapshots in this directory, outside host:DIR.  [default: $VFSD_STORE_DIR, ~/.local/state/vfsd/store]",
 )
 @_option(
     "--include",
     multiple=True,
     metavar="PATTERN",
-    help="Of overlay:DIR, show only files that a pattern matches (.gitignore's syntax); may be repeated.",
+    help="Show only files of overlay:DIR that match (.gitignore's syntax); may be repeated.",
 )
-@_option(
-    "--exclude", multiple=True, metavar="PATTERN", help="Of overlay:DIR, hide what a pattern matches; may be repeated."
-)
+@_option("--exclude", multiple=True, metavar="PATTERN", help="Hide files of overlay:DIR that match; may be repeated.")
 @_option(
     "--on-host",
     "exec_on_host",
@@ -140,47 +144,52 @@ _option = functools.partial(click.option, cls=_MountOption)
 @_option(
     "--sandbox",
     metavar="image:REF",
-    help="Run them in a container of that image instead, which sees the workspace at /workspace, and nothing else of"
-    " this machine; it lives as long as the workspace.",
+    help="Run commands in a container of that image, which sees the workspace at /workspace and nothing else of this"
+    " machine.  It is removed with the workspace.",
 )
-@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ... to restore.")
+@_option("--snapshot-each", is_flag=True, help="Take a snapshot after each command: exec-1, exec-2, ...")
 @_option(
     "--pids-limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Processes and threads at once in a container that is made; 2048 by default.",
+    help="Limit the processes and threads in a container that vfsd creates; 2048 by default.",
 )
-@_option("--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Memory that a container that is made may take.")
+@_option(
+    "--memory", "memory_bytes", type=SIZE, metavar="SIZE", help="Limit the memory of a container that vfsd creates."
+)
 @_option(
     "--podman-url",
     metavar="URL",
-    help="The container's Podman: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST,"
-    " or your own service's socket.",
+    help="The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
+    " socket of this machine.",
 )
-@_option("--workdir", metavar="DIR", help="Which directory in the container; /workspace if not given.")
+@_option("--workdir", metavar="DIR", help="The directory in the container; /workspace by default.")
 @_option(
     "--transport",
     type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
-    help="How the container's files are reached: rootfs (through /proc, on this machine, for root) or agent (a helper"
-    " that runs inside, anywhere).",
+    help="How to access the container's files: rootfs (through /proc, on this machine, as root) or agent (a helper that"
+    " runs in the container, anywhere).",
 )
 @_option(
-    "--network", metavar="NETWORK", help="The network of a container that is made, as for podman run; none by default."
+    "--network",
+    metavar="NETWORK",
+    help="The network of a container that vfsd creates, as for podman run; none by default.",
 )
-@_option("--foreground", is_flag=True, help="Stay, and log to standard error, until the workspace is unmounted.")
+@_option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
 @_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @_option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
 @click.pass_obj
 def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: Any) -> None:
     """Make a directory a workspace.
 
-    MOUNTPOINT is an empty directory of yours.  The command returns when the mount answers; a daemon serves it
-    in the background until `vfsd unmount`.  What a memory workspace holds is gone then, unless exported.
+    MOUNTPOINT is an empty directory that you own.  The command returns when the mount answers; a daemon serves it in
+    the background until `vfsd unmount`.  The unmount discards the content of a memory workspace, unless it was
+    exported.
     """
     if app.workspace is not None:
-        raise click.UsageError("-w picks a workspace that runs; --name gives a new one its name")
+        raise click.UsageError("-w selects a running workspace; use --name to name a new one")
     if not mountpoint:
         raise click.UsageError("MOUNTPOINT is an empty string")
     options = _options(mountpoint, settings)
@@ -189,7 +198,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
 
         try:
             run_in_foreground(options, ready=lambda ready: _emit_ready(app, ready))
-        except ValueError as error:  # what only the backend can check; from a background daemon it is EINVAL too
+        except ValueError as error:  # found by the backend; a background daemon reports it as EINVAL, too
             raise OSError(errno.EINVAL, str(error)) from error
     else:
         ready = launch.launch(options)
@@ -202,7 +211,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
 
 
 def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
-    """The options of the mount, checked; errors name them as the command line does."""
+    """Check the options of the mount.  Errors use the names of the command line."""
     try:
         return mount_options(mountpoint, **settings)
     except OptionError as error:
@@ -221,14 +230,7 @@ def _emit_ready(app: App, ready: launch.Ready) -> None:
         output.note(ready.recovered)
 
 
-_COLUMNS = (
-    output.Column("NAME"),
-    output.Column("MOUNTPOINT", "path"),
-    output.Column("BACKEND"),
-    output.Column("STATE"),
-    output.Column("PID"),
-    output.Column("STARTED", "time"),
-)
+_COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time")
 
 
 @click.command(
@@ -236,7 +238,7 @@ _COLUMNS = (
     cls=Command,
     examples="""
     vfsd list
-    vfsd list | cut -f2                    # the mountpoints alone
+    vfsd list | cut -f2                    # only the mountpoints
     vfsd list --json
     """,
 )
@@ -244,9 +246,9 @@ _COLUMNS = (
 def list_command(app: App) -> None:
     """List the running workspaces.
 
-    Columns in a pipe, separated by tabs: name, mountpoint, backend, state, process id, time of start.
-    The state is "alive"; or "dead" for one whose daemon is gone, which `vfsd unmount` clears away and
-    `vfsd mount` at the same place replaces.
+    In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time.
+    The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
+    the same path replaces it.
     """
     records = [app.record()] if app.workspace else read_records()
     app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
@@ -283,9 +285,9 @@ def _show_list(records: Sequence[WorkspaceRecord]) -> None:
 @click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
 @click.pass_obj
 def status_command(app: App, workspace_argument: str | None) -> None:
-    """Show what a workspace is and holds.
+    """Show the settings, contents and limits of a workspace.
 
-    In a pipe a line is a name and a value, separated by a tab.
+    In a pipe each line is a name and a value, separated by a tab.
     """
     app.workspace = workspace_argument or app.workspace
     app.emit(app.call(app.requests.status()), _show_status)
@@ -296,7 +298,7 @@ def _engine(status: messages.StatusResult) -> str:
 
 
 def _container(status: messages.StatusResult) -> str:
-    trouble = "" if status.connected else ": not connected, all that is asked of the mount fails until it runs again"
+    trouble = "" if status.connected else ": not connected; requests fail until the container runs again"
     return f"{status.container} ({status.transport} transport{trouble})"
 
 

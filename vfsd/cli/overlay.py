@@ -1,4 +1,4 @@
-"""`vfsd apply` and `vfsd discard`: what an overlay holds goes into the directory below it, or away."""
+"""`vfsd apply` and `vfsd discard`: write the changes of an overlay to the directory below it, or discard them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ __all__ = ["apply_command", "discard_command"]
     "apply",
     cls=Command,
     examples="""
-    vfsd apply --dry-run                   # what it would write
+    vfsd apply --dry-run                   # show what it would write
     vfsd apply
-    vfsd apply src docs/index.md           # these paths only
+    vfsd apply src docs/index.md           # only these paths
     """,
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
-@click.option("-n", "--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
-@click.option("-f", "--force", is_flag=True, help="Write also over what others changed there since.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite what other programs changed there since.")
 @click.pass_obj
 def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) -> None:
-    """Write what an overlay holds into the directory below it.
+    """Write the changes of an overlay to the directory below it.
 
-    Where others have changed a path there since it was looked at, nothing at all is written: the paths are named,
-    and the exit status is 1.  Each file is replaced at once, whole.  When it is killed before it has begun to write,
-    the directory stays as it was; when it is killed later, the next apply, or the next mount of the directory,
-    finishes it, and says so.
+    If other programs have changed one of the paths there, nothing is written: the command names the paths and exits
+    with status 1.  Each file is replaced atomically.  If the apply is killed before it begins to write, the directory
+    does not change.  If it is killed later, the next apply, or the next mount of the directory, completes it and
+    reports that.
 
-    An apply is a step of `vfsd restore --undo`, which goes back to the state that was applied.  What was written into
-    the directory stays there.
+    `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
     request = app.requests.apply(paths, dry_run=dry_run, force=force)
     answer: messages.ApplyResult = call_with_changes(
@@ -44,7 +43,7 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
     if answer.conflicts and not (answer.applied or app.json):
         place = output.show_path(answer.directory)
         changed = output.counted(len(answer.conflicts), "path was", "paths were")
-        output.report(f"{changed} changed in {place} by others; nothing is written")
+        output.report(f"{changed} changed in {place} by other programs; nothing was written")
     if answer.conflicts and not answer.applied:
         click.get_current_context().exit(1)
 
@@ -78,17 +77,17 @@ def _show_applied(answer: messages.ApplyResult, _changes: ChangeSpool) -> None:
     cls=Command,
     examples="""
     vfsd discard --dry-run
-    vfsd discard src/main.c                # this path only
-    vfsd discard && vfsd restore --undo    # and back
+    vfsd discard src/main.c                # only this path
+    vfsd discard && vfsd restore --undo    # take it back
     """,
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
-@click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.pass_obj
 def discard_command(app: App, paths: tuple[str, ...], dry_run: bool) -> None:
-    """Drop what an overlay holds: back to the directory below it.
+    """Discard the changes of an overlay, and show the directory below it again.
 
-    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.
+    The state before is kept as a safety snapshot, which `vfsd restore --undo` restores.
     """
     request = app.requests.discard(paths, dry_run=dry_run)
     if dry_run:

@@ -34,29 +34,34 @@ __all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_com
     """,
 )
 @click.argument("name", required=False)
-@click.option("--tag", metavar="TEXT", help="A remark to keep with it; `vfsd snapshots` shows it.")
+@click.option("--tag", metavar="TEXT", help="Keep this remark with it; `vfsd snapshots` shows it.")
 @click.pass_obj
 def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     """Take a snapshot of the workspace as it is now.
 
-    It takes the same moment, and next to no memory, whatever a workspace in memory holds.  Of a host directory it is
-    kept on disk, outlives the daemon, and reads only files that changed.  A name in use is refused.
+    A snapshot of a memory or overlay workspace takes constant time and almost no memory.  A snapshot of a host
+    directory or a container is written to disk, survives the daemon, and reads only files that changed.  It fails if
+    the name is in use.
     """
     record = app.call(app.requests.snapshot(name, tag=tag), label="taking a snapshot")
     app.emit(record, _say_snapshot)
     if not app.json:
         show_expired(record.expired, output.note)
-    for paths, what in ((record.unreadable, "could not be read, and is not in it"), (record.unstable, _UNSTABLE)):
+    for paths, what in (
+        (record.unreadable, _UNREADABLE),
+        (record.unstable, _UNSTABLE),
+    ):
         if paths and not app.json:
             more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
             output.note(f"{paths[0]}{more}: {what}")
 
 
-_UNSTABLE = "was being changed, and may be in it as it never was"
+_UNREADABLE = "could not be read, and is not in the snapshot"
+_UNSTABLE = "changed while it was read; the snapshot may mix old and new data"
 
 
 def _say_snapshot(record: messages.SnapshotRecord) -> None:
-    """The name alone in a pipe, so that `name=$(vfsd snapshot)` is it."""
+    """Print the snapshot; in a pipe only its name, for `name=$(vfsd snapshot)`."""
     if not output.on_terminal():
         output.say(record.name)
         return
@@ -64,16 +69,7 @@ def _say_snapshot(record: messages.SnapshotRecord) -> None:
     output.say(f"snapshot {click.style(record.name, bold=True)}: {counted(record.files, 'file')}, {size}")
 
 
-_COLUMNS = (
-    output.Column("NAME"),
-    output.Column("TIME", "time"),
-    output.Column("FILES", "count"),
-    output.Column("SIZE", "size"),
-    output.Column("CHANGED"),
-    output.Column("KIND"),
-    output.Column("TAG"),
-    output.Column("STEP"),
-)
+_COLUMNS = output.columns("NAME TIME:time FILES:count SIZE:size CHANGED KIND TAG STEP")
 
 
 @click.command(
@@ -81,21 +77,22 @@ _COLUMNS = (
     cls=Command,
     examples="""
     vfsd snapshots
-    vfsd snapshots | cut -f1               # the names alone
+    vfsd snapshots | cut -f1               # only the names
     vfsd snapshots --json
     """,
 )
-@click.option("--no-changes", is_flag=True, help="Do not count what changed between them; faster for thousands.")
+@click.option("--no-changes", is_flag=True, help="Do not count the changes between them; faster for thousands.")
 @click.pass_obj
 def snapshots_command(app: App, no_changes: bool) -> None:
     """List the snapshots, oldest first.
 
-    Columns in a pipe, separated by tabs: name, time, files, bytes, what changed since the one before
-    (+added ~modified -removed), kind ("safety" snapshots were taken by vfsd before a restore or import), tag, step.
+    In a pipe the columns are separated by tabs: name, time, files, bytes, changes since the previous snapshot
+    (+added ~modified -removed), kind ("safety": taken by vfsd before a restore or import; "automatic": taken after a
+    command), tag, step.
 
-    The step says how `vfsd restore --undo` and `--redo` get to a safety snapshot: "undo 2" is the state that two undos
-    go back to, "here" the one that the last of them went to.  50 steps are kept.  A safety snapshot without a step is
-    kept too, to be restored by its name, until there are 20 newer ones of its kind or it is 30 days old.
+    The step says how `vfsd restore --undo` and `--redo` reach a safety snapshot: two undos go back to "undo 2", and the
+    last undo or redo went to "here".  50 steps are kept.  A safety snapshot without a step can be restored by its name
+    until there are 20 newer ones or it is 30 days old.
     """
     app.emit(app.call(app.requests.snapshots(changes=not no_changes)), _show_snapshots)
 
@@ -131,10 +128,10 @@ def _signed(counts: messages.ChangeCounts | None) -> str | None:
 def drop_command(app: App, names: tuple[str, ...]) -> None:
     """Delete a snapshot.
 
-    The live state and the other snapshots stay as they are.  Either all of the named snapshots are dropped or, where
-    one does not exist, none.  A safety snapshot that `vfsd restore --undo` or `--redo` leads to is a step less, which
-    the answer names.  What only a dropped snapshot had of a host directory is freed after some more drops, or at once
-    by `vfsd store gc`.
+    The live state and the other snapshots do not change.  Either all of the named snapshots are dropped or, if one
+    does not exist, none.  Dropping a safety snapshot that `vfsd restore --undo` or `--redo` would go to removes that
+    step; the command names it.  Disk space of a dropped snapshot is freed after some more drops, or at once by `vfsd
+    store gc`.
     """
     try:
         answer = app.call(app.requests.drop(*names))
@@ -144,7 +141,7 @@ def drop_command(app: App, names: tuple[str, ...]) -> None:
 
 
 def _none_was_dropped(error: FileNotFoundError, names: Sequence[str]) -> OSError:
-    """`error`, of a drop of several snapshots with the remark that none of them was dropped."""
+    """Return `error`; if several snapshots were named, with the remark that none was dropped."""
     from vfsd.client.connection import ControlError, control_error  # noqa: PLC0415 start-up: an error has time
 
     if len(set(names)) == 1 or not isinstance(error, ControlError):
@@ -160,7 +157,7 @@ def _show_dropped(answer: messages.DropResult) -> None:
     for each in answer.steps:
         way, left = ("undo", answer.undo_steps) if each.step < 0 else ("redo", answer.redo_steps)
         output.note(
-            f"{each.name} was the state that `vfsd restore --{way}` went to in {counted(abs(each.step), 'step')}; "
+            f"`vfsd restore --{way}` would have gone to {each.name} in {counted(abs(each.step), 'step')}; "
             f"{counted(left, f'{way} step')} left"
         )
 
@@ -170,44 +167,44 @@ def _show_dropped(answer: messages.DropResult) -> None:
     cls=Command,
     examples="""
     vfsd restore before-refactor           # everything
-    vfsd restore before-refactor src a.txt # these paths only
-    vfsd restore before-refactor --dry-run # say what it would change
+    vfsd restore before-refactor src a.txt # only these paths
+    vfsd restore before-refactor --dry-run # show what it would change
     vfsd restore backup.zip                # from an archive
     vfsd restore before --of host:~/project  # another directory's snapshot, into this workspace
-    vfsd restore --undo                    # back to before the last restore; again: before the one before
-    vfsd restore --redo                    # forward again
+    vfsd restore --undo                    # undo the last restore; again: the one before it
+    vfsd restore --redo                    # redo it
     """,
 )
 @click.argument("arguments", metavar="NAME|ARCHIVE.zip [PATH]...", nargs=-1, shell_complete=complete_restore)
-@click.option("-n", "--dry-run", is_flag=True, help="Print what would change, and change nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.option(
-    "--undo", is_flag=True, help="Go one restore, import, apply or discard back.  With PATHs, restore only those."
+    "--undo", is_flag=True, help="Undo the last restore, import, apply or discard.  With PATHs, only below these."
 )
-@click.option("--redo", is_flag=True, help="Go forward again, one step that was undone.")
-@click.option("--of", metavar="host:DIR", help="The snapshot is that directory's, whatever this workspace is.")
-@click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: where that snapshot is kept.")
+@click.option("--redo", is_flag=True, help="Redo the last step that was undone.")
+@click.option("--of", metavar="host:DIR", help="Restore a snapshot of that directory into this workspace.")
+@click.option("--store", metavar="DIRECTORY", type=click.Path(), help="With --of: the store with that snapshot.")
 @click.pass_obj
 def restore_command(
     app: App, arguments: tuple[str, ...], dry_run: bool, undo: bool, redo: bool, of: str | None, store: str | None
 ) -> None:
-    """Put the workspace, or some paths, back to a snapshot or archive.
+    """Restore the workspace, or some paths, from a snapshot or archive.
 
-    Files made since are gone, files that are the same are not touched, programs that have files open go on.
-    The state before is kept as a safety snapshot: `vfsd restore --undo` brings it back.  A restore that would change
-    nothing keeps none.
+    Files created since the snapshot are removed, files that do not differ are not touched, and programs with open
+    files continue.  The state before the restore is kept as a safety snapshot, which `vfsd restore --undo` restores.
+    A restore that changes nothing keeps none.
 
-    --undo goes one step back each time (a step is a restore, import, apply or discard), --redo forward again, up to 50
-    steps.  Both keep the state that they leave: what was written after a restore is gone after its --undo, and back
-    after the --redo.  A new restore, import, apply or discard ends what --redo could do; the states stay listed in
-    `vfsd snapshots` and can be restored by name.
+    --undo goes back one step each time (a step is a restore, import, apply or discard), and --redo goes forward again,
+    up to 50 steps.  Both keep the state that they leave: changes made after a restore disappear with its --undo and
+    return with the --redo.  After a new step nothing can be redone; the states are still listed in `vfsd snapshots`
+    and can be restored by name.
 
-    The first argument is an archive if it contains "/" or ends in .zip, and is a file; else a snapshot.
+    The first argument is an archive if it is a file and contains "/" or ends in .zip; else it is a snapshot.
 
-    PATHs are relative to the current directory when that is in the workspace, else to the
-    workspace's root; or absolute.  Put `--` before one that begins with "-".
+    PATHs are relative to the current directory if that is in the workspace, else to the workspace's root; or absolute.
+    Put `--` before a path that begins with "-".
 
-    --dry-run prints a letter and a path for each change: A it would add, M modify, D remove, T replace
-    by another type, m metadata only.
+    --dry-run prints a letter and a path for each change: A added, M modified, D removed, T another type, m metadata
+    only.
     """
     _check_source(arguments, undo=undo, redo=redo, of=of, store=store)
     requests = app.requests
@@ -234,9 +231,9 @@ def restore_command(
 
 
 def _check_source(arguments: Sequence[str], *, undo: bool, redo: bool, of: str | None, store: str | None) -> None:
-    """UsageError for options that say nothing, or too much, of what to restore."""
+    """Raise UsageError unless the arguments and options name exactly one source."""
     if not (undo or redo or arguments):
-        raise click.UsageError("name a snapshot or an archive, or say --undo or --redo")
+        raise click.UsageError("name a snapshot or an archive, or give --undo or --redo")
     if redo and (undo or arguments):
         raise click.UsageError("--redo stands alone" if undo else "--redo takes no NAME and no PATHs")
     if of is None and store is not None:
@@ -248,7 +245,7 @@ def _check_source(arguments: Sequence[str], *, undo: bool, redo: bool, of: str |
 def _explained(
     error: FileNotFoundError, params: messages.RestoreParams, arguments: Sequence[str], store: str | None
 ) -> FileNotFoundError:
-    """`error` of a restore; with what to do next, where `arguments` show what was meant."""
+    """Return `error` of a restore, with advice if the `arguments` show what was intended."""
     if params.undo and arguments:
         return _undo_takes_paths(error, arguments)
     name = params.name
@@ -262,7 +259,7 @@ def _explained(
 
 
 def _undo_takes_paths(error: FileNotFoundError, arguments: Sequence[str]) -> FileNotFoundError:
-    """`error`; where it is about an argument, with what --undo takes."""
+    """Return `error`; if it is about an argument, with the advice that --undo takes paths."""
     if error.filename is None:
         return error
     advice = f"no such path (--undo takes paths; to restore a snapshot: vfsd restore {shlex.join(arguments)})"
@@ -270,7 +267,7 @@ def _undo_takes_paths(error: FileNotFoundError, arguments: Sequence[str]) -> Fil
 
 
 def _not_of(error: FileNotFoundError, name: str, key: str, directory: str | None) -> FileNotFoundError:
-    """`error` of `--of`; says whether the store has any snapshots of that workspace, and the names that are close."""
+    """Return the error of `--of`: whether the store has any snapshots of that workspace, and similar names."""
     from protocol.store import Store, default_directory  # noqa: PLC0415 start-up: an error has time
 
     try:
@@ -291,7 +288,7 @@ def _may_be_archive(argument: str) -> bool:
 
 
 def _is_archive(argument: str) -> bool:
-    """Only a name that cannot well be a snapshot's, and only if the file is there: a snapshot of that name wins."""
+    """Return whether `argument` is an archive.  Other existing files may have the name of a snapshot, which wins."""
     return _may_be_archive(argument) and os.path.isfile(argument)
 
 
@@ -312,7 +309,7 @@ def _show_restore(answer: messages.RestoreResult) -> None:
 
 
 def _show_step(verb: str, answer: messages.RestoreResult) -> None:
-    """What an undo or a redo did, and which way one can go on."""
+    """Print what an undo or a redo did, and whether more steps can be undone or redone."""
     output.say(f"{verb} {output.show_path(answer.step or '')}: {count_words(answer.counts)}")
     if answer.step == "apply":
         output.say("what was applied stays in the directory below")

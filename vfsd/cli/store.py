@@ -1,4 +1,4 @@
-"""`vfsd store`: the snapshot store on this machine's disk: what is in it, whether it is whole, and what can go."""
+"""`vfsd store`: list, check, collect and drop the snapshots in a store on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES_SHOWN: Final = 5
 
 
 class _Command(Command):
-    """A command that takes --json, but no workspace: the store is there without any being mounted."""
+    """A command without -w: a store does not need a mounted workspace."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ _store_option: Final = click.option(
     "--store",
     metavar="DIR",
     type=click.Path(file_okay=False),
-    help="The store's directory, in place of the default one.",
+    help="Use the store in this directory instead of the default one.",
 )
 
 
@@ -50,18 +50,18 @@ vfsd store gc
 
 @click.group("store", cls=Group, examples=_EXAMPLES)
 def store_command() -> None:
-    """Look after the snapshots that are kept on disk.
+    """Manage the snapshots that are kept on disk.
 
-    Snapshots of host directories (and of containers) are kept in one store for all workspaces of a user:
-    $VFSD_STORE_DIR, else $XDG_STATE_HOME/vfsd/store, else ~/.local/state/vfsd/store.  Each content is in it once,
-    however many snapshots and workspaces have it.  It outlives the mounts: a directory that is mounted again has its
-    snapshots still.
+    Snapshots of host directories and containers are kept in one store for all workspaces of a user:
+    $VFSD_STORE_DIR, else $XDG_STATE_HOME/vfsd/store, else ~/.local/state/vfsd/store.  The store contains each file
+    content once, for all snapshots and workspaces.  It survives the mounts: a directory that is mounted again has its
+    snapshots.
     """
 
 
 @contextmanager
 def _opened(directory: str | None) -> Iterator[Store]:
-    """The store at `directory`, which must be there; or the default one, which the first snapshot makes."""
+    """Open the store at `directory`, which must exist; or the default one, which the first snapshot creates."""
     with Store(default_directory() if directory is None else directory) as store:
         if directory is not None and not store.layout.exists():
             raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {directory}")
@@ -70,7 +70,7 @@ def _opened(directory: str | None) -> Iterator[Store]:
 
 @contextmanager
 def _interruptible(app: App, what_became: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C, one sentence on what became of the work, and the exit status that a shell expects."""
+    """On Ctrl-C, say what became of the work, and exit with the status that a shell expects."""
     try:
         yield
     except KeyboardInterrupt:
@@ -92,15 +92,7 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 # -- list -----------------------------------------------------------------------------------------
-_COLUMNS: Final = (
-    output.Column("WORKSPACE"),
-    output.Column("NAME"),
-    output.Column("TIME", "time"),
-    output.Column("FILES", "count"),
-    output.Column("SIZE", "size"),
-    output.Column("KIND"),
-    output.Column("TAG"),
-)
+_COLUMNS: Final = output.columns("WORKSPACE NAME TIME:time FILES:count SIZE:size KIND TAG")
 
 
 @store_command.command(
@@ -117,8 +109,8 @@ _COLUMNS: Final = (
 def list_command(app: App, store: str | None) -> None:
     """List the snapshots of all workspaces, mounted or not.
 
-    A workspace is named by its backend and place, as "host:/srv/project".  SIZE is that of the files, not what the
-    store needs for it: what snapshots share is there once.  The default store is made by the first snapshot; until then
+    A workspace is named by its backend and path, such as "host:/srv/project".  SIZE is the size of the files.  The
+    store needs less, because it keeps shared content once.  The first snapshot creates the default store; until then
     the list is empty.  A directory named with --store must be a store.
     """
     with _opened(store) as opened:
@@ -143,7 +135,9 @@ def list_command(app: App, store: str | None) -> None:
 def _show_list(answer: dict[str, Any]) -> None:
     rows = answer["snapshots"]
     if answer["damaged"]:
-        output.note(f"not in this list: {len(answer['damaged']):,} damaged; `vfsd store check` names them")
+        output.note(
+            f"not in this list: {counted(len(answer['damaged']), 'damaged snapshot')}; `vfsd store check` names them"
+        )
     empty = f"no snapshots in {output.show_path(answer['store'])}"
     output.table(_COLUMNS, [tuple(row.values()) for row in rows], empty=empty)
 
@@ -161,11 +155,12 @@ def _show_list(answer: dict[str, Any]) -> None:
 @_store_option
 @click.pass_obj
 def check_command(app: App, store: str | None) -> None:
-    """Read all of the store and say what is damaged.
+    """Read the whole store and name what is damaged.
 
-    Every content is compared with its digest, and every snapshot is followed to its last file.  What is found is named
-    with the snapshots and paths that need it, and the exit status is 1.  Snapshots and restores go on meanwhile.
-    `vfsd store gc --repair` takes out what is damaged; the next snapshot of a directory brings anew what it still has.
+    The command compares every content with its digest, and follows every snapshot to its last file.  It names each
+    damage with the snapshots and paths that need it, and exits with status 1.  Snapshots and restores can run
+    meanwhile.  `vfsd store gc --repair` removes what is damaged; the next snapshot of a directory stores again what
+    still exists there.
     """
     with (
         _interruptible(app, lambda: "the store was not checked to its end, and nothing in it was changed"),
@@ -212,9 +207,8 @@ def _show_check(report: CheckReport) -> None:
         shown = wire_path(os.fsencode(workspace))
         output.note(f"a restore of {shown} was interrupted: mount it, and `vfsd status` says how to finish or undo it")
     if report.leftover_bytes:
-        output.note(
-            f"{output.human_size(report.leftover_bytes)} are left of work that died; `vfsd store gc` frees them"
-        )
+        size = output.human_size(report.leftover_bytes)
+        output.note(f"{size} are left over from interrupted work; `vfsd store gc` frees them")
 
 
 def _verdict(report: CheckReport) -> str:
@@ -227,21 +221,20 @@ def _verdict(report: CheckReport) -> str:
     cls=_Command,
     examples="""
     vfsd store gc
-    vfsd store gc --wait 600               # let long snapshots end first
-    vfsd store gc --repair                 # take out what `vfsd store check` found damaged
+    vfsd store gc --wait 600               # wait for long snapshots to end
+    vfsd store gc --repair                 # remove what `vfsd store check` found damaged
     """,
 )
 @_store_option
 @click.option("--wait", metavar="SECONDS", type=Seconds(min=0), default=60.0, show_default=True,
               help="How long to wait for snapshots, restores and readers to end.")  # fmt: skip
-@click.option("--repair", is_flag=True, help="Also take out what is damaged.  Snapshots that need it lose these paths.")
+@click.option("--repair", is_flag=True, help="Also remove what is damaged.  Snapshots that need it lose these paths.")
 @click.pass_obj
 def gc_command(app: App, store: str | None, wait: float, *, repair: bool) -> None:
-    """Free what no snapshot needs any more.
+    """Free the disk space that no snapshot needs any more.
 
-    `vfsd drop` forgets a snapshot; what only it had stays on the disk until this.  It runs alone: it waits for
-    snapshots and restores to end, and those that begin wait for it.  Killed at any point it leaves a store that is
-    whole.
+    `vfsd drop` deletes a snapshot; its disk space is freed by this command.  The command runs alone: it waits for
+    snapshots and restores to end, and new ones wait for it.  If it is killed, the store stays consistent.
     """
     with (
         _interruptible(app, lambda: "every snapshot is whole; `vfsd store gc` frees what is left to free"),
@@ -273,10 +266,10 @@ def _show_gc(report: GarbageReport) -> None:
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.pass_obj
 def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], *, drop_all: bool) -> None:
-    """Delete snapshots of a workspace that need not be mounted, or (--all) all of them.
+    """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
-    WORKSPACE is as `vfsd store list` has it.  Without names and --all, a terminal is asked.  Either all of the named
-    snapshots are dropped or, where one is unknown, none.  `vfsd store gc` then frees what only they had.
+    WORKSPACE is a name as `vfsd store list` prints it.  Without names and --all the command asks on a terminal.  Either
+    all of the named snapshots are dropped or, if one does not exist, none.  `vfsd store gc` frees their disk space.
     """
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")
@@ -294,7 +287,7 @@ def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], 
 
 
 def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
-    """The snapshots to drop, all of them there.  FileNotFoundError; EBUSY for one that a half-done restore needs."""
+    """Return the snapshots to drop, which exist.  EBUSY for a snapshot that an interrupted restore needs."""
     there = [info.name for info in store.snapshots(key)]
     if not there:
         close = did_you_mean(key, store.workspaces())

@@ -1,4 +1,4 @@
-"""`vfsd unmount`: asks, saves or refuses where changes would be lost."""
+"""`vfsd unmount`: asks, exports or refuses if changes would be lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from vfsd.wire.sockets import remove_dead_socket
 
 __all__ = ["unmount_command"]
 
-_EXPORTS: Final = 5  # of a workspace that programs change meanwhile
+_EXPORTS: Final = 5  # attempts, if programs change the workspace during the export
 
 
 class _UnsavedError(OSError):
-    """Changes would be lost (ENOTEMPTY).  `facts` go into the error's JSON."""
+    """Changes would be lost (ENOTEMPTY).  The error's JSON contains `facts`."""
 
     def __init__(self, reason: str, found: messages.UnsavedResult) -> None:
         super().__init__(errno.ENOTEMPTY, reason)
@@ -59,38 +59,38 @@ class _How:
     "unmount",
     cls=Command,
     examples="""
-    vfsd unmount                           # the one that the current directory is in, or the only one
+    vfsd unmount                           # the workspace of the current directory, or the only one
     vfsd unmount demo --export demo.zip    # save it first
-    vfsd unmount demo --discard            # in a script: whatever it holds
+    vfsd unmount demo --discard            # without a question
     vfsd unmount --all --lazy
     """,
 )
 @click.argument("workspace_argument", metavar="[WORKSPACE]", required=False, shell_complete=complete_workspace)
-@click.option("--export", "file", metavar="FILE.zip", type=click.Path(), help="Export it first; only then unmount.")
-@click.option("-f", "--force", is_flag=True, help="With --export, replace a file that is there.")
-@click.option("--discard", is_flag=True, help="Do not ask: changes that were not saved are lost.")
-@click.option("--lazy", is_flag=True, help="Detach it also when programs have files open in it.")
-@click.option("--all", "every", is_flag=True, help="Every workspace of this user.")
+@click.option("--export", "file", metavar="FILE.zip", type=click.Path(), help="Export it first, then unmount it.")
+@click.option("-f", "--force", is_flag=True, help="With --export: replace an existing file.")
+@click.option("--discard", is_flag=True, help="Discard unsaved changes without asking.")
+@click.option("--lazy", is_flag=True, help="Detach it even if programs have files open in it.")
+@click.option("--all", "every", is_flag=True, help="Unmount every workspace of this user.")
 @click.pass_obj
 def unmount_command(
     app: App, workspace_argument: str | None, file: str | None, *, force: bool, discard: bool, lazy: bool, every: bool
 ) -> None:
     """Unmount a workspace; asks before unsaved changes are lost.
 
-    Changes of a memory workspace are lost unless they were exported, and those of an overlay unless they were applied
-    or exported.  If there are any, a terminal is asked; without one the command fails, unless --discard or --export is
-    given.  An export that succeeds is enough, also if it was made before: but snapshots are not in it.
+    An unmount discards changes of a memory workspace that were not exported, and changes of an overlay that were
+    neither applied nor exported.  If there are any, the command asks on a terminal; without one it fails, unless
+    --discard or --export is given.  An earlier export of the same state is sufficient; it does not contain snapshots.
 
-    WORKSPACE is a name, or a path in it.  A workspace that programs are using is not unmounted; the error names
-    them.  One whose daemon is dead is cleared away.
+    WORKSPACE is a name, or a path in the workspace.  A workspace that programs use is not unmounted; the error names
+    them.  The mount of a dead daemon is removed.
     """
     if every and (workspace_argument or app.workspace):
-        raise click.UsageError("--all leaves no choice: give it or a workspace, not both")
+        raise click.UsageError("give --all or a workspace, not both")
     how = _how(app, file, force=force, discard=discard, lazy=lazy, every=every)
     app.workspace = workspace_argument or app.workspace
     records = read_records() if every else [app.record()]
     done, failed = [], None
-    os.chdir("/")  # the workspaces are chosen; this process shall not be what keeps one busy
+    os.chdir("/")  # the workspaces are selected; this process must not keep one of them busy
     for record in records:
         try:
             answer = _unmount(app, record, how)
@@ -110,14 +110,14 @@ def unmount_command(
 
 
 def _how(app: App, file: str | None, *, force: bool, discard: bool, lazy: bool, every: bool) -> _How:
-    """The options, checked.  UsageError."""
+    """Check the options.  UsageError."""
     if file is None:
         if force:
-            raise click.UsageError("--force goes with --export: it replaces a file that is there")
+            raise click.UsageError("--force goes with --export: it replaces an existing file")
     elif every:
         raise click.UsageError("--export writes one workspace: give its name instead of --all")
     elif discard:
-        raise click.UsageError("--export saves the changes and --discard drops them: give one of both")
+        raise click.UsageError("--export saves the changes and --discard drops them: give only one")
     else:
         refuse_other_archives(file)
         file = os.path.abspath(file)
@@ -126,7 +126,7 @@ def _how(app: App, file: str | None, *, force: bool, discard: bool, lazy: bool, 
 
 
 def _unmount(app: App, record: WorkspaceRecord, how: _How) -> messages.UnmountResult:
-    """Ask the daemon; where it is dead, take away what it left."""
+    """Unmount through the daemon; if it is dead, remove what it left."""
     if how.export is not None:
         return _export_and_unmount(app, record, how, how.export)
     if not record.alive:
@@ -147,23 +147,25 @@ def _unmount(app: App, record: WorkspaceRecord, how: _How) -> messages.UnmountRe
 
 
 def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str) -> messages.UnmountResult:
-    """Export until the archive has the live state, then unmount."""
+    """Export until the archive contains the live state, then unmount."""
     path = wire_path(os.fsencode(file))
     place = os.path.realpath(record.mountpoint)
     if os.path.commonpath((os.path.realpath(file), place)) == place:
-        reason = f"an archive inside {record.name} goes with it: give --export a file outside of {record.mountpoint}"
+        reason = f"the unmount would delete an archive inside {record.name}: give a file outside {record.mountpoint}"
         raise OSError(errno.EINVAL, reason, file)
     request = Requests(record.mountpoint).export(file, overwrite=how.force)
     for _ in range(_EXPORTS):
         try:
             answer: messages.ExportResult = app.call(request, record, label="exporting")
         except FileExistsError:
-            reason = f"there is a file already, which --force replaces; {record.name} is still mounted"
+            reason = f"the file exists; --force replaces it; {record.name} is still mounted"
             raise FileExistsError(errno.EEXIST, reason, file) from None
         except OSError as error:
             raise _still_mounted(record, error, "not exported") from None
         if answer.skipped:
-            lacks = f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that no archive can hold"
+            lacks = (
+                f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that a ZIP file cannot contain"
+            )
             advice = f"{record.name} is still mounted: `vfsd export` names them, `vfsd unmount --discard` drops them"
             raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
         if not app.json:
@@ -174,8 +176,8 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str)
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
         request.params.overwrite = True  # the file is the previous export
-    reason = f"{record.name} changed during each of {_EXPORTS} exports: end what writes to it; it is still mounted"
-    raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} has an older state of it")
+    reason = f"{record.name} changed during each of {_EXPORTS} exports: stop its writers; it is still mounted"
+    raise OSError(errno.EAGAIN, f"{reason}, and {output.show_path(path)} contains an older state")
 
 
 def _still_mounted(record: WorkspaceRecord, error: OSError, what: str) -> OSError:
@@ -189,31 +191,31 @@ def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> 
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            advice = "end it or leave the directory, or detach the workspace all the same: `vfsd unmount --lazy`"
+            advice = "end it or leave the directory, or detach the workspace with `vfsd unmount --lazy`"
             raise OSError(errno.EBUSY, f"{describe(error)}; {advice}") from None
-        if not result.holders:  # else it serves them until they are done
+        if not result.holders:  # else the daemon serves them until they end
             wait_ended()
     return result
 
 
 def _clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
-    """Remove what a dead daemon left."""
+    """Remove the mount, the record and the socket of a dead daemon."""
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
     remove_record(record)
-    with contextlib.suppress(FileExistsError):  # a new daemon of that name was faster
+    with contextlib.suppress(FileExistsError):  # a new daemon of that name has already started
         remove_dead_socket(record.socket)
-    output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount is cleared away")
+    output.note(f"the daemon of {record.name} was dead: {record.content_after_crash}, its mount was removed")
     return messages.UnmountResult(wire_path(os.fsencode(record.mountpoint)), lazy=True, holders=[])
 
 
 # -- the question -----------------------------------------------------------------------------------
 def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> None:
-    """Return if they may be lost.  OSError (ECANCELED): no; KeyboardInterrupt."""
+    """Return if the user agrees to lose the changes; else OSError (ECANCELED) or KeyboardInterrupt."""
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
     try:
-        may_lose = click.confirm(f"{_holds(record, found)}.  Unmount it, and lose them?", err=True)
-    except click.Abort as abort:  # click's for Ctrl-C and for the end of the input
+        may_lose = click.confirm(f"{_holds(record, found)}.  Unmount it and lose them?", err=True)
+    except click.Abort as abort:  # click raises it for Ctrl-C and for the end of the input
         click.echo(err=True)
         if isinstance(abort.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
@@ -226,7 +228,7 @@ def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> No
 
 
 def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
-    """What would be lost, in a sentence without its end."""
+    """Describe what would be lost, without a full stop."""
     what = "that were not applied" if BackendSpec.split(record.backend).kind == "overlay" else "that were not exported"
     since = f" since {output.show_time(found.saved_at)}" if found.saved_at else ""
     parts = []
@@ -247,8 +249,10 @@ def _advice(record: WorkspaceRecord) -> str:
 def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, how: _How) -> None:
     output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
     if answer.snapshots and how.export is not None:
-        output.note(f"{counted(answer.snapshots, 'snapshot')} went with it: an archive has the live state only")
+        output.note(
+            f"{counted(answer.snapshots, 'snapshot')} of it were discarded: an archive contains only the live state"
+        )
     if answer.changed_late and not how.discard:
-        output.note("a program changed it while it was unmounted; that change is lost")
+        output.note("a program changed it during the unmount; that change is lost")
     if answer.holders:
         output.note(f"it is still in use by {', '.join(answer.holders)}")

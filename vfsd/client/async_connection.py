@@ -1,4 +1,4 @@
-"""The control socket's client for trio: the same calls as `client`, and as many at once as are asked for."""
+"""The client of the control socket for trio.  It makes the calls of `connection`, several in parallel."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BACKLOG_PAUSE_S: Final = 0.05
 class AsyncControlClient:
     """Calls a daemon's methods.
 
-    Each running call has a connection of its own, kept for the next one: so cancelling a call closes its
-    connection, by which the daemon cancels exactly that call.
+    Each running call has a connection of its own, which a later call reuses.  Cancelling a call closes its connection,
+    so the daemon cancels exactly that call.
     `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.
     """
 
@@ -46,7 +46,7 @@ class AsyncControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections that no call is using; later calls open others."""
+        """Close the idle connections; later calls open others."""
         while self._idle:
             self._idle.pop().close()
 
@@ -58,7 +58,7 @@ class AsyncControlClient:
         on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
-        """As `ControlClient.call`; a callback that gives an awaitable is awaited."""
+        """As `ControlClient.call`; awaits a callback that returns an awaitable."""
         for _ in range(ATTEMPTS):
             try:
                 return await self._call(method, params, on_progress, on_output)
@@ -81,11 +81,11 @@ class AsyncControlClient:
             await connection.send(exchange)
             async with aclosing(connection.received(exchange)) as lines:
                 async for line in lines:
-                    told = exchange.take(line)
-                    if isinstance(told, ProgressReport) and on_progress is not None:
-                        await _finish(on_progress(told))
-                    elif isinstance(told, Output) and on_output is not None:
-                        await _finish(on_output(told.data))
+                    event = exchange.take(line)
+                    if isinstance(event, ProgressReport) and on_progress is not None:
+                        await _finish(on_progress(event))
+                    elif isinstance(event, Output) and on_output is not None:
+                        await _finish(on_output(event.data))
                     if exchange.done:
                         break
             finished = True
@@ -107,7 +107,7 @@ class AsyncControlClient:
             try:
                 return _Connection(self._path, connect(self._path, 0), self._timeout_s)
             except BlockingIOError:
-                # The daemon's backlog is full.  A Unix socket gives no event for it: connect(2), EAGAIN.
+                # The daemon's backlog is full.  No event reports that it has room again: connect(2), EAGAIN.
                 await trio.sleep(_BACKLOG_PAUSE_S)
             except OSError as error:
                 raise no_daemon(self._path, error) from error
@@ -131,7 +131,7 @@ class _Connection:
 
     @property
     def stale(self) -> bool:
-        """Whether the daemon closed it: it closes idle connections, and may have been started anew."""
+        """Whether the daemon closed the connection: it closes idle ones, and may have been restarted."""
         return is_closed_by_peer(self._raw)
 
     def close(self) -> None:
@@ -141,10 +141,10 @@ class _Connection:
         left = memoryview(exchange.request)
         while left:
             try:
-                with self._patience():
+                with self._time_limit():
                     left = left[await self._sock.send(left) :]
             except ConnectionError:
-                return  # turned away: what it said before it closed is still to be read
+                return  # refused: the daemon's message can still be read
             except trio.TooSlowError:
                 raise timed_out(self._path, exchange.method, self._timeout_s) from None
 
@@ -156,7 +156,7 @@ class _Connection:
 
     async def _receive(self, exchange: Exchange) -> bytes:
         try:
-            with self._patience():
+            with self._time_limit():
                 data = await self._sock.recv(RECEIVE_BYTES)
         except trio.TooSlowError:
             raise timed_out(self._path, exchange.method, self._timeout_s) from None
@@ -166,5 +166,5 @@ class _Connection:
             raise vanished(self._path, exchange.method)
         return data
 
-    def _patience(self) -> AbstractContextManager[object]:
+    def _time_limit(self) -> AbstractContextManager[object]:
         return trio.fail_after(math.inf if self._timeout_s is None else self._timeout_s)

@@ -1,6 +1,6 @@
-"""The control socket's client, blocking: what the command line and `Workspace` call the daemon with.
+"""The blocking client of the control socket, used by the command line and by `Workspace`.
 
-Imports no trio: a command line that starts in a blink cannot afford it.  Its twin for trio is `aio`.
+Does not import trio, which would slow down the start of every command.  `async_connection` is the client for trio.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ __all__ = [
     "vanished",
 ]
 
-# A daemon with too many idle connections closes some.  It will hardly pick the same client's next one again at once.
+# A daemon with too many idle connections closes some of them.  It is unlikely to close the next one of the same client.
 ATTEMPTS: Final = 5
 
 
 class ControlError(OSError):
-    """The daemon's answer is an error; `str()` is what a person reads.
+    """An error that the daemon answered; `str()` is the message for the user.
 
-    `code` is JSON-RPC's.  Where the daemon told an errno, `errno` is its number, `filename` the path it is
-    about, and the exception is also of the class that Python has for it (FileNotFoundError, ...).
+    `code` is the JSON-RPC error code.  If the daemon sent an errno, `errno` is its number, `filename` the path that it
+    is about, and the exception is also an instance of Python's class for it (FileNotFoundError, ...).
     """
 
     code: int
@@ -72,7 +72,7 @@ class ControlError(OSError):
         return self._message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The classes that `control_error` mixes have no name to be found by.
+        # pickle cannot find the classes that `control_error` creates.
         return control_error, (self.code, self._message, self.errno, self.filename)
 
 
@@ -84,7 +84,7 @@ def _error_class(builtin: type[OSError]) -> type[ControlError]:
 
 
 def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
-    """The `ControlError` for an errno: also a FileNotFoundError for ENOENT, and so on."""
+    """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on."""
     builtin = OSError if errno is None else type(OSError(errno, ""))
     return _error_class(builtin)(code, message, errno, filename)
 
@@ -100,12 +100,12 @@ def _from_answer(error: ErrorObject) -> ControlError:
 def _path(wire: str) -> str:
     try:
         return os.fsdecode(from_wire_path(wire))
-    except ValueError:  # what it is about is no path: the name of an entry in a hostile archive
+    except ValueError:  # not a wire path: the name of an entry in a hostile archive
         return wire
 
 
 def no_daemon(socket_path: str, error: OSError) -> OSError:
-    """What to raise where connecting to `socket_path` gave `error`."""
+    """Return the exception for a failed connection to `socket_path`."""
     if error.errno in (errno_numbers.ENOENT, errno_numbers.ECONNREFUSED):
         return ConnectionRefusedError(f"no daemon answers at {socket_path}: it is not running")
     if error.errno in (errno_numbers.EACCES, errno_numbers.EPERM):
@@ -114,21 +114,21 @@ def no_daemon(socket_path: str, error: OSError) -> OSError:
 
 
 def vanished(socket_path: str, method: str) -> ConnectionError:
-    """What to raise where the connection ended before the answer."""
+    """Return the exception for a connection that ended before the answer."""
     return ConnectionResetError(f"the daemon at {socket_path} went away before it answered {method!r}")
 
 
 def timed_out(socket_path: str, method: str, timeout_s: float | None) -> TimeoutError:
-    """What to raise where nothing came for `timeout_s`."""
+    """Return the exception for a silence of `timeout_s`."""
     return TimeoutError(f"no answer to {method!r} from {socket_path} for {timeout_s or 0:g} s")
 
 
 class ClosingError(ConnectionError):
-    """The daemon closed a connection that no call used, and did not run the request that crossed this."""
+    """The daemon closed an idle connection, and did not run the request that was sent meanwhile."""
 
 
 class _Message(msgspec.Struct):
-    """Anything the server sends: an answer, or a notification about a running call."""
+    """A message from the daemon: an answer, or a notification about a running call."""
 
     jsonrpc: str
     id: int | str | None = None
@@ -142,7 +142,7 @@ _messages = msgspec.json.Decoder(_Message)
 
 
 class Exchange:
-    """One call without its I/O: the request's bytes, and what each line that comes back means."""
+    """One call without I/O: builds the request's bytes and interprets each line of the answer."""
 
     def __init__(self, request_id: int, method: str, params: msgspec.Struct | None) -> None:
         """ValueError for a method that METHODS lacks, TypeError for params of another method."""
@@ -162,15 +162,16 @@ class Exchange:
 
     @property
     def cancel_request(self) -> bytes:
-        """The line that asks the daemon to stop this call; `cancel_state` is its answer, once that is there."""
+        """The line that asks the daemon to stop this call.  `cancel_state` becomes its answer."""
         params = msgspec.json.encode(CancelParams(self._id))
         return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
 
     def take(self, line: bytes) -> ProgressReport | Output | None:
-        """What `line` tells on the way; or None, and once `done` is set `result` is the answer.
+        """Interpret a line from the daemon.  Return a progress report or output; when `done` is set, `result` is the
+        answer.
 
-        ControlError for an error answer, and for one that this version does not understand; ClosingError where the
-        request was not run because the daemon closed the connection.
+        ControlError for an error answer, and for an answer that this version cannot read.  ClosingError if the daemon
+        closed the connection without running the request.
         """
         try:
             return self._take(_messages.decode(line))
@@ -188,9 +189,9 @@ class Exchange:
         if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
             self.cancel_state = msgspec.json.decode(message.result, type=CancelResult).state
             return None
-        # An error without an id is about the connection: refused, a line too long, too slow.
+        # An error without an id is about the connection: it was refused, a line was too long, or the client too slow.
         if not isinstance(message.error, msgspec.UnsetType) and message.id in (None, self._id):
-            # After one about the connection the server closes it: not `done`, so that it is not used again.
+            # The daemon then closes the connection: not `done`, so that it is not reused.
             self.done = message.id is not None
             raise _from_answer(message.error)
         if not isinstance(message.result, msgspec.UnsetType) and message.id == self._id:
@@ -198,14 +199,14 @@ class Exchange:
             self.done = True
         return None
 
-    def _if_ours(self, told: ProgressReport | Output) -> ProgressReport | Output | None:
-        return told if told.id == self._id else None
+    def _if_ours(self, event: ProgressReport | Output) -> ProgressReport | Output | None:
+        return event if event.id == self._id else None
 
 
 class ControlClient:
-    """Calls a daemon's methods, one at a time, over one connection that is opened when needed.
+    """Calls a daemon's methods, one at a time, over one connection that is opened on demand.  For one thread.
 
-    `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.  For one thread.
+    `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.
     """
 
     def __init__(self, socket_path: str, *, timeout_s: float | None = None) -> None:
@@ -239,11 +240,11 @@ class ControlClient:
         on_progress: Callable[[ProgressReport], object] | None = None,
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
-        """The result struct that METHODS names for `method`; `params` None for its defaults.
+        """Call `method` and return the result struct that METHODS names for it.  `params` None means the defaults.
 
-        ControlError for an error answer, ConnectionError where no daemon answers or it goes away,
-        TimeoutError after `timeout_s` of silence.  Leaving by an exception (a callback's too, or KeyboardInterrupt)
-        closes the connection, by which the daemon cancels the call; the next call opens another.
+        ControlError for an error answer, ConnectionError if the daemon does not answer or goes away, TimeoutError after
+        `timeout_s` of silence.  Any other exception (of a callback, or KeyboardInterrupt) closes the connection, so the
+        daemon cancels the call; the next call opens another connection.
         """
         self._is_cancel_wanted = False
         for _ in range(ATTEMPTS):
@@ -254,11 +255,10 @@ class ControlClient:
         raise vanished(self._path, method)
 
     def cancel(self) -> None:
-        """Ask the daemon to stop the call that runs, which ends as `call` says: with ControlError (ECANCELED) where it
-        was stopped and has changed nothing, else as if nobody had asked.
+        """Ask the daemon to stop the running call.
 
-        For a signal handler: it may be called while `call` waits, and does not wait itself.  `on_cancel_state` is
-        called with the daemon's answer.
+        The call then raises ControlError (ECANCELED) if it was stopped and has changed nothing; else it completes.  A
+        signal handler may call this method, which does not wait.  `on_cancel_state` is called with the daemon's answer.
         """
         self._is_cancel_wanted = True
         self._send_cancel()
@@ -272,7 +272,7 @@ class ControlClient:
 
     @property
     def cancel_state(self) -> CancelState | None:
-        """What the daemon answered to the last `cancel`; None while it has not."""
+        """The daemon's answer to the last `cancel`; None if it has not answered yet."""
         return None if self._running is None else self._running.cancel_state
 
     def _call(
@@ -290,30 +290,30 @@ class ControlClient:
         try:
             sock = self._connected()
             self._send(sock, exchange)
-            self._is_sent, is_told = True, False
-            if self._is_cancel_wanted:  # since before that
+            self._is_sent, is_reported = True, False
+            if self._is_cancel_wanted:  # `cancel` was called before the request was sent
                 self._send_cancel()
             for line in self._received(sock, exchange):
-                told = exchange.take(line)
-                if isinstance(told, ProgressReport) and on_progress is not None:
-                    on_progress(told)
-                elif isinstance(told, Output) and on_output is not None:
-                    on_output(told.data)
-                elif exchange.cancel_state is not None and not is_told and self.on_cancel_state is not None:
-                    is_told = True
+                event = exchange.take(line)
+                if isinstance(event, ProgressReport) and on_progress is not None:
+                    on_progress(event)
+                elif isinstance(event, Output) and on_output is not None:
+                    on_output(event.data)
+                elif exchange.cancel_state is not None and not is_reported and self.on_cancel_state is not None:
+                    is_reported = True
                     self.on_cancel_state(exchange.cancel_state)
                 if exchange.done:
                     break
             finished = True
         finally:
-            # An error answer leaves the connection as good as a result does.
+            # The connection can be reused after an error answer, too.
             if not (finished or exchange.done):
                 self.close()
         return exchange.result
 
     def _connected(self) -> socket.socket:
         if self._sock is not None and is_closed_by_peer(self._sock):
-            self.close()  # the daemon closes idle connections, and may have been started anew
+            self.close()  # the daemon closes idle connections, and may have been restarted
         if self._sock is None:
             try:
                 self._sock = connect(self._path, self._timeout_s)
@@ -328,7 +328,7 @@ class ControlClient:
         except TimeoutError:
             raise timed_out(self._path, exchange.method, self._timeout_s) from None
         except ConnectionError:
-            pass  # turned away: what it said before it closed is still to be read
+            pass  # refused: the daemon's message can still be read
 
     def _received(self, sock: socket.socket, exchange: Exchange) -> Iterator[bytes]:
         while True:

@@ -1,4 +1,4 @@
-"""Waiting until a daemon has ended: its answer to "unmount" comes before its name and place are free again."""
+"""Wait until a daemon has exited.  It answers "unmount" before its name and mountpoint are free again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Final
 
 __all__ = ["daemon_end"]
 
-# A daemon that has unmounted has only files to remove; one that takes longer is not worth waiting for.
+# After the unmount a daemon only removes some files.
 _TIMEOUT_S: Final = 10.0
 
 
 @contextlib.contextmanager
 def daemon_end(pid: int) -> Iterator[Callable[[], None]]:
-    """Watch process `pid` from now on; the function given waits until it has ended, or for ten seconds.
+    """Watch process `pid`, and yield a function that waits until it has exited, for at most ten seconds.
 
-    To be entered while the process is known to live: later its number may be another's.
+    The process must be alive on entry: later its number may belong to another process.
     """
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
-        # Gone already; or a kernel or sandbox without pidfd_open(2), where nobody waits.
+        # The process is gone, or the kernel or sandbox has no pidfd_open(2): do not wait.
         yield lambda: None
         return
     try:

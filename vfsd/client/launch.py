@@ -1,7 +1,7 @@
-"""Starting a daemon: in the background, returning when its mount answers, or in this process.
+"""Start a daemon in the background, and return when its mount answers.
 
-A background daemon is a fresh interpreter in a session of its own, so that nothing of the starter's state,
-threads or terminal is shared with it; its error messages reach the starter over a pipe, all else its log.
+The daemon is a new interpreter in a session of its own, and shares no state, threads or terminal with its parent.  It
+sends start-up errors to its parent over a pipe, and writes everything else to its log.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["START_TIMEOUT_S", "Ready", "launch", "log_path"]
 
 # Generous: the start may read an archive of gigabytes.
 START_TIMEOUT_S: Final = 300.0
-# What a half-started daemon gets to unmount after SIGTERM, before SIGKILL.
+# How long a daemon may take to unmount after SIGTERM, before SIGKILL.
 STOP_TIMEOUT_S: Final = 5.0
 LOG_LINES_QUOTED: Final = 10
-# The log says more of these: it died, it hangs, it met what no errno stands for, it talks nonsense.
+# The log explains these: the daemon died or hangs, met an unexpected exception, or sent an invalid report.
 _UNEXPECTED: Final = frozenset({errno.EIO, errno.ETIMEDOUT, errno.EPROTO})
 _REPORT_MAX_BYTES: Final = 1024 * 1024
 _DAEMON_MODULE: Final = "vfsd.daemon.main"
@@ -45,13 +45,13 @@ _DAEMON_MODULE: Final = "vfsd.daemon.main"
 def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_module: str = _DAEMON_MODULE) -> Ready:
     """Start a daemon in the background; return when its mount answers.
 
-    OSError of Python's own subclass for the errno when the start failed, with the daemon's message;
-    TimeoutError when it took longer than `timeout_s`.  Where the reason is unexpected, the exception's notes
-    quote the end of the log.  On any failure, and on KeyboardInterrupt, no daemon is left.
+    If the start fails, OSError (Python's subclass for the errno) with the daemon's message; TimeoutError after
+    `timeout_s`.  If the reason is unexpected, the exception's notes quote the end of the log.  After any failure, and
+    after KeyboardInterrupt, no daemon is left.
     """
     log = log_path(options.workspace.name)
     with contextlib.ExitStack() as stack:
-        log_fd, is_ours = _open_log(log)
+        log_fd, is_locked = _open_log(log)
         stack.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
         report_fd, child_report_fd = os.pipe()
@@ -60,43 +60,43 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
             try:
                 daemon = _start(daemon_module, options_fd, child_report_fd, log_fd)
             finally:
-                os.close(child_report_fd)  # only the daemon's end is left, so that its death is an EOF
+                os.close(child_report_fd)  # only the daemon has the other end, so its death is an EOF
         try:
             ready = _await_ready(report.fileno(), daemon, timeout_s)
         except BaseException as error:
             _stop(daemon, options.workspace.mountpoint)
             if isinstance(error, OSError) and error.errno in _UNEXPECTED:
                 _quote_log(error, log, log_start)
-            elif isinstance(error, OSError) and is_ours:
+            elif isinstance(error, OSError) and is_locked:
                 _remove_idle_log(log, log_fd)
             raise
-    # It goes on without us; but if it ends before we do, it must not stay a zombie.
+    # Reap the daemon if it ends before this process.
     threading.Thread(target=daemon.wait, name=f"vfsd-{options.workspace.name}", daemon=True).start()
     return ready
 
 
 def log_path(name: str) -> str:
-    """Where the background daemon of workspace `name` logs; the log of the one before has ".1" behind it."""
+    """Return the path of the log of workspace `name`.  The previous log has the suffix ".1"."""
     return os.path.join(ensure_socket_dir(), name + ".log")
 
 
 # -- the process ------------------------------------------------------------------------------------
 def _start(module: str, options_fd: int, report_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-    # -P: the current directory, "/", is no place to import from.
+    # -P: do not import from the current directory, "/".
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(options_fd), str(report_fd)],
         stdin=subprocess.DEVNULL,
         stdout=log_fd,
         stderr=log_fd,
         pass_fds=(options_fd, report_fd),
-        cwd="/",  # a daemon that stood in a directory would keep its file system busy
-        start_new_session=True,  # Ctrl-C and a closing terminal are not meant for it
+        cwd="/",  # a daemon in another directory would keep its file system busy
+        start_new_session=True,  # not ended by Ctrl-C or by a closing terminal
         env=_environment(),
     )
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, made to hold from another directory: the same vfsd is imported."""
+    """Return this process's environment with absolute import paths, so that the daemon imports the same vfsd."""
     environment = interpreter.environment(os.environ)
     entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     package_root = os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__)))
@@ -110,11 +110,11 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _pipe_holding(data: bytes) -> Iterator[int]:
-    """The reading end of a pipe that holds `data`, for a child to inherit."""
+    """Yield the reading end of a pipe that contains `data`, for a child to inherit."""
     reader, writer = os.pipe()
     try:
         try:
-            # Paths are at most a few PATH_MAX; a pipe holds 64 KiB (pipe(7)), so this does not wait for a reader.
+            # Paths are at most a few PATH_MAX; a pipe holds 64 KiB (pipe(7)), so the write does not block.
             os.set_blocking(writer, False)
             os.write(writer, data)
         finally:
@@ -125,7 +125,7 @@ def _pipe_holding(data: bytes) -> Iterator[int]:
 
 
 def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready:
-    """What the daemon says when its mount answers.  OSError when it fails, dies, or takes too long."""
+    """Return the daemon's report that its mount answers.  OSError if it fails, dies, or takes too long."""
     report = _await_report(descriptor, daemon, timeout_s)
     if isinstance(report, Failed):
         _await_end(daemon)
@@ -134,7 +134,7 @@ def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: fl
 
 
 def _await_report(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready | Failed:
-    """What the daemon says.  OSError when it says nothing: EIO when it died, TimeoutError when it takes too long."""
+    """Return the daemon's report.  OSError without one: EIO if it died, TimeoutError if it takes too long."""
     deadline = time.monotonic() + timeout_s
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -150,7 +150,7 @@ def _await_report(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: f
     try:
         return decode_report(received)
     except ValueError as error:
-        raise OSError(errno.EPROTO, f"the daemon's report is not understood: {error}") from None
+        raise OSError(errno.EPROTO, f"cannot read the daemon's report: {error}") from None
 
 
 def _end_of(daemon: subprocess.Popen[bytes]) -> str:
@@ -168,7 +168,7 @@ def _await_end(daemon: subprocess.Popen[bytes]) -> int | None:
 
 
 def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
-    """End a daemon that did not get ready: gently, so that it unmounts; then without asking."""
+    """End a daemon that failed to start: with SIGTERM, so that it unmounts, then with SIGKILL."""
     try:
         if daemon.poll() is None:
             daemon.terminate()
@@ -177,17 +177,17 @@ def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
         if daemon.returncode is None:
             daemon.kill()
             daemon.wait()
-    # Killed after it had mounted, it leaves a dead mount.  A live or foreign one is not touched, and not an error.
+    # A daemon that is killed after it has mounted leaves a dead mount.  A live or foreign mount is not touched.
     with contextlib.suppress(OSError):
         clear_dead_mount(mountpoint)
 
 
 # -- the log ----------------------------------------------------------------------------------------
 def _open_log(path: str) -> tuple[int, bool]:
-    """A descriptor to append to the log, emptied, and whether it is ours; what was in it is kept once, as ".1".
+    """Open an empty log; return its descriptor and whether it is locked.  The previous log is kept as ".1".
 
-    The daemon inherits the lock on it for its life: the log of a workspace that runs is not moved away by a
-    second start of that name, which the daemon is going to refuse.
+    The daemon inherits the lock for its life, so a second start of the same name, which the daemon will refuse, does
+    not move the log of a running workspace away.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     descriptor = open_regular(path, flags)
@@ -202,10 +202,8 @@ def _open_log(path: str) -> tuple[int, bool]:
 
 
 def _remove_idle_log(path: str, descriptor: int) -> None:
-    """Take away the log of a start that failed, if it tells no more than the starter was told: its one line.
-
-    The log of the workspace before it takes its place again.
-    """
+    """Remove the log of a failed start if it contains only the line that was also reported, and restore the previous
+    log."""
     with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
         if file.read().count(b"\n") > 1 or not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
             return
@@ -224,7 +222,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _quote_log(error: OSError, path: str, start: int) -> None:
-    """Note the log's last lines on `error`, from offset `start` on."""
+    """Add the last lines of the log, from offset `start` on, to the notes of `error`."""
     with open(open_regular(path), "rb") as file:
         file.seek(start)
         lines = collections.deque((line.decode("utf-8", "replace").rstrip() for line in file), LOG_LINES_QUOTED)

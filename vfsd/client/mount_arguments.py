@@ -1,4 +1,4 @@
-"""What a caller asks for, checked: the options of a mount to be made, or a workspace that runs."""
+"""Check a caller's arguments: build the options of a new mount, or find a running workspace."""
 
 from __future__ import annotations
 

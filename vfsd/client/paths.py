@@ -1,8 +1,8 @@
-"""Which path of a workspace a caller means: from what was typed to a path relative to its root.
+"""Convert a caller's path to a path relative to the workspace's root.
 
-Everything here is bytes and lexical, so that names that are no UTF-8, and files that are gone, are as
-good as any other; the disk is asked only for an absolute path that does not begin with the mountpoint,
-which may reach it through a symlink.
+Paths are bytes and the conversion is lexical, so names that are not UTF-8 and files that do not exist work as well.
+The file system is consulted only for an absolute path that does not begin with the mountpoint, which may lead into it
+through a symlink.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["UserPath", "current_directory", "wire_paths", "workspace_path"]
 
 UserPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-_DELETED: Final = b" (deleted)"  # what proc_pid_cwd(5) ends in when the directory is gone
+_DELETED: Final = b" (deleted)"  # the suffix in proc_pid_cwd(5) if the directory was removed
 
 
 def current_directory() -> bytes:
-    """The current directory, also when it was removed, as a restore may have done; b"/" when nobody knows."""
+    """Return the current directory, even if it was removed (by a restore, for example); b"/" if it is unknown."""
     try:
         return os.getcwdb()
     except FileNotFoundError:
@@ -35,10 +35,10 @@ def current_directory() -> bytes:
 
 
 def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) -> bytes:
-    """`path` relative to the root of the workspace at `mountpoint`; b"" is the root.
+    """Return `path` relative to the root of the workspace at `mountpoint`; b"" is the root.
 
-    An absolute path must be under the mountpoint.  A relative one counts from `cwd` when that is inside
-    the mount, else from the root.  ValueError when it leads out of the workspace.
+    An absolute path must be under the mountpoint.  A relative path is relative to `cwd` if that is inside the mount,
+    else to the root.  ValueError if the path leads out of the workspace.
     """
     raw = os.fsencode(path)
     root = os.path.normpath(os.fsencode(mountpoint))
@@ -55,10 +55,10 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
 
 
 def wire_paths(paths: Iterable[UserPath], mountpoint: str, cwd: bytes | None = None) -> list[str]:
-    """`paths` as the control socket takes them; empty, for the whole workspace, when one is its root.
+    """Convert `paths` to wire paths.  The result is empty, for the whole workspace, if one of them is its root.
 
-    A ValueError becomes an OSError (EINVAL): a path outside the workspace is an operation that failed.  So does an
-    empty path: it is mostly a variable that is not set, and must not mean the whole workspace.
+    OSError (EINVAL) for a path outside the workspace, and for an empty path: it is usually an unset variable, and must
+    not mean the whole workspace.
     """
     paths = list(paths)
     if any(not os.fspath(path) for path in paths):
@@ -71,7 +71,7 @@ def wire_paths(paths: Iterable[UserPath], mountpoint: str, cwd: bytes | None = N
 
 
 def _below(path: bytes, root: bytes) -> bytes | None:
-    """`path` (normal, absolute) relative to `root`, or None when it is not under it."""
+    """Return `path` (normalized, absolute) relative to `root`, or None if it is not under it."""
     if path == root:
         return b""
     prefix = root.rstrip(b"/") + b"/"
@@ -79,5 +79,5 @@ def _below(path: bytes, root: bytes) -> bytes | None:
 
 
 def _resolved(path: bytes) -> bytes:
-    """`path` free of symlinks up to the first FUSE mount on its way; what lies in that is left as it is written."""
+    """Resolve the symlinks in `path` up to the first FUSE mount; the rest is kept as written."""
     return os.fsencode(resolve(os.fsdecode(path)))

@@ -1,7 +1,7 @@
-"""What the Python API answers with: frozen values.
+"""The results of the Python API: frozen values.
 
-Paths are `str` as `os.fsdecode` makes them, relative to the workspace's root: joined to `Workspace.path`
-they open the file, whatever bytes its name has.  Sizes are in bytes, times aware datetimes in UTC.
+Paths are `str` from `os.fsdecode`, relative to the workspace's root: joined to `Workspace.path` they open the file,
+whatever bytes its name contains.  Sizes are in bytes.  Times are aware datetimes in UTC.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FileKind = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many paths were added, modified (content, type or metadata) and removed."""
+    """The numbers of paths that were added, modified (content, type or metadata) and removed."""
 
     added: int = 0
     modified: int = 0
@@ -46,9 +46,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs: "type" is a file that became a directory, say; "metadata" mode, owner, time or xattrs.
+    """One path that differs.
 
-    A size is None on the side where the path is missing, or is no regular file.
+    "type" means that a file became a directory, for example; "metadata" that only mode, owner, time or xattrs differ.
+    A size is None on the side on which the path does not exist or is not a regular file.
     """
 
     path: str
@@ -60,16 +61,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An immutable state of the workspace.  `kind` "safety" was taken by vfsd itself, before a restore or import,
-    "automatic" after a command; these are dropped where memory is short.
+    """An immutable state of the workspace.
 
-    `step` says how many times `undo` (below 0) or `redo` (above 0) go to it; 0 where the live state came from it by one
-    of these; None where they do not lead to it.
+    `kind`: vfsd takes "safety" snapshots before a restore or import, and "automatic" ones after a command.  Automatic
+    snapshots are dropped if memory is short.
 
-    `changes` is what changed since the snapshot before it, None where that was not asked for.  Of a directory of the
-    host, `unstable` are files that changed while they were read, `unreadable` what it lacks for want of permission.
+    `step`: the number of undos (below 0) or redos (above 0) that go to this state; 0 if the last undo or redo went to
+    it; None if none leads to it.
 
-    `expired`, which only `snapshot` sets, is as in `Restored`.
+    `changes`: the changes since the previous snapshot; None if they were not requested.
+
+    `unstable`: files of a host directory that changed while they were read.  `unreadable`: paths that are missing
+    because they could not be read.
+
+    `expired` is as in `Restored`.  Only `snapshot` sets it.
     """
 
     name: str
@@ -88,9 +93,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What leads from state `a` to state `b` (None: the live state).  False where nothing differs.
+    """The changes from state `a` to state `b` (None: the live state).  False if nothing differs.
 
-    `changes` are all of them; `truncated` is always False.
+    `changes` is complete; `truncated` is always False.
     """
 
     a: str
@@ -104,11 +109,11 @@ class Diff:
 
 
 class Patch(bytes):
-    """The bytes of a patch, and what it lacks.
+    """The bytes of a patch, and the changes that are missing from it.
 
-    `counts` is of all changes.  `problems` maps the path of each change that the patch cannot carry to the reason;
-    `omitted` those that git itself ignores: empty directories and what is in `.git`.  Both together have at most
-    10,000 paths; comments in the patch name all.
+    `counts` counts all changes.  `problems` maps the path of each change that a patch cannot express to the reason.
+    `omitted` does so for changes that git ignores: empty directories and the content of `.git`.  Both together have at
+    most 10,000 paths; comments in the patch name all.
     """
 
     counts: Counts
@@ -123,11 +128,11 @@ class Patch(bytes):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What was written into the directory below an overlay, or with `dry_run` would be.
+    """What an apply wrote to the directory below an overlay, or with `dry_run` would write.
 
-    `conflicts` maps paths that others changed there to what they did; with any, and without `force`, `applied` is
-    False, and nothing was written.  `recovered`: what an apply that was killed had left, and this one finished or
-    undid first.  `safety_snapshot` holds the state that was written; `expired` is as in `Restored`.
+    `conflicts` maps paths that other programs changed there to the reason.  If there are any, and without `force`,
+    `applied` is False and nothing was written.  `recovered` describes a killed apply that this one completed or undid
+    first.  `safety_snapshot` contains the state that was written; `expired` is as in `Restored`.
     """
 
     directory: str
@@ -145,14 +150,14 @@ class Applied:
 class Restored:
     """What a restore changed, or with `dry_run` would change.
 
-    `source` is the snapshot or archive; `safety_snapshot` holds the state before, None for a dry run and where there
-    was nothing to change.  `step` is what `undo` or `redo` has undone or redone ("restore turn-1"), `undo_steps` and
-    `redo_steps` say how many times one can go on in each direction (0 for a dry run).  `expired` maps snapshots that
-    were dropped to when they were taken: safety snapshots to which no undo or redo led any more, and which were too old
-    or too many; and those that no user named and that were dropped since the last answer, because memory was needed.
-    `counts` is of all changes; `changes` lists the first 10,000 of them, and `truncated` says that there are more.
-    `problems` maps paths that are not as they were to be to the reason:
-    what others changed at the same moment is left to them, say.
+    `source`: the snapshot or archive.  `safety_snapshot`: the snapshot with the state before; None for a dry run, and
+    if nothing was changed.  `counts`: the numbers of all changes.  `changes` lists the first 10,000; `truncated` says
+    that there are more.  `problems`: the paths that could not be restored, with the reason: another program changed
+    one meanwhile, for example, and the restore left that change alone.  `step`: what `undo` or `redo` has undone or
+    redone ("restore turn-1").  `undo_steps`, `redo_steps`: how many more steps can be undone and redone (0 for a dry
+    run).  `expired`: dropped snapshots, with the time at which each was taken.  These are safety snapshots that no
+    undo or redo leads to any more and that were too old or too many, and snapshots without a user's name that were
+    dropped since the last answer because memory was needed.
     """
 
     source: str
@@ -169,9 +174,9 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The archive that was written: where, how many files, their content's size and its own.
+    """The archive that was written: its path, the number and size of its files, and its own size.
 
-    `skipped` maps each path that an archive cannot hold to the reason; what is below such a path is left out too.
+    `skipped` maps each path that an archive cannot contain to the reason; everything below it is left out as well.
     """
 
     path: str
@@ -183,7 +188,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import brought in; `safety_snapshot`, `problems` and `expired` are as in `Restored`."""
+    """What an import added; `safety_snapshot`, `problems` and `expired` are as in `Restored`."""
 
     path: str
     files: int
@@ -196,19 +201,19 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A running workspace.
+    """The state of a running workspace.
 
-    What a backend does not know without walking its tree, or has none of, is None.
-    `used_bytes` is what `max_bytes` bounds: content in whole pages, holes not counted, and metadata beyond 4 MiB.
-    `live_bytes` (files, names, attributes), `snapshot_bytes` (what only snapshots hold) and `overhead_bytes` (what is
-    reserved for removing and restoring, lent to an import, or remembered of below an overlay) are what `max_memory`
-    bounds together; `pruned` counts the automatic snapshots that were dropped to make room.
-    `requests` what was served; `engine_reason` says why this engine serves where another would be preferred;
-    `changed_below` how many files others changed below an overlay;
-    `interrupted` tells of a restore or an apply that is half done, and how to finish or undo it.
-    `commands` says where commands run ("on this host", ...), None where nowhere.
-    Of a container `container` is what Podman says of it, `transport` how it is reached, and `connected` whether it is:
-    while it is not, everything in the mount fails with EIO.
+    A field is None if the backend does not have the value, or would have to walk its tree for it.
+
+    `max_bytes` bounds `used_bytes`: content in whole pages without holes, and metadata beyond 4 MiB.  `max_memory`
+    bounds the sum of `live_bytes` (files, names, attributes), `snapshot_bytes` (held only by snapshots) and
+    `overhead_bytes` (reserved for removing and restoring, lent to an import, or cached from below an overlay).
+    `pruned`: the number of automatic snapshots that were dropped to make room.  `requests`: the number of requests
+    that the engine has served.  `engine_reason`: why this engine serves although another one is preferred.
+    `changed_below`: the number of files that other programs changed below an overlay.  `interrupted`: a half-done
+    restore or apply, and how to complete or undo it.  `commands`: where commands run ("on this host", ...); None if
+    nowhere.  `container`: the container's state in Podman's words; `transport`: how its files are accessed;
+    `connected`: whether it is reachable.  While it is not, all requests to the mount fail with EIO.
     """
 
     name: str
@@ -243,7 +248,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Unmounted:
-    """A mount that is gone.  `holders` are the processes that still had files open in it ("pid 12 (bash)")."""
+    """A completed unmount.  `holders` are the processes that still had files open ("pid 12 (bash)")."""
 
     mountpoint: str
     lazy: bool

@@ -1,7 +1,7 @@
-"""run_attached: a command of a daemon's, with this process's standard streams, terminal and signals.
+"""Run a command in the daemon with the standard streams, the terminal and the signals of this process.
 
-One loop over everything: the connection, standard input, standard output and error when they can take more,
-and signals.  So a pager that is not read holds up the command, but neither Ctrl-C nor the daemon.
+One loop watches the connection, standard input, standard output and error (while they are writable) and signals.  So a
+pager that is not read blocks the command, but neither Ctrl-C nor the daemon.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ __all__ = ["run_attached", "run_collected"]
 _PIECE_BYTES: Final = 64 * 1024
 _STREAMS: Final = {"stdout": 1, "stderr": 2}
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# A command that ignores the first is given a second; who asks a third time means it.
-_PATIENCE: Final = 3
+# A command may ignore the first two signals; the third one ends `vfsd exec`.
+_MAX_END_SIGNALS: Final = 3
 
 
 def run_attached(socket_path: str, params: ExecParams, *, terminal: bool) -> ExecEnded:
-    """Have the daemon at `socket_path` run it, and return when it has ended and all its output is out.
+    """Run a command in the daemon at `socket_path`; return when it has ended and all its output is written.
 
-    BrokenPipeError when nobody reads that any more.  OSError as `ExecCall.receive`; SystemExit when told to go.
+    BrokenPipeError if the output is not read any more.  OSError as `ExecCall.receive`.  SystemExit after the third
+    signal.
     """
     if terminal:
         params.terminal = _size()
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(_signals(with_size=terminal))
+        signals = stack.enter_context(_signals(with_size=terminal))
         call = ExecCall(socket_path, params)
         stack.callback(call.close)
         if terminal and params.input:
             stack.enter_context(_raw())
-        return _Loop(call, told).run()
+        return _Loop(call, signals).run()
 
 
 def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict[str, bytes]]:
-    """Have it run, on this process's standard input if it is to have any; how it ended, and what it wrote."""
+    """Run a command in the daemon; return how it ended, and its output.  It may read this process's standard input."""
     collected = {name: bytearray() for name in _STREAMS}
     call = ExecCall(socket_path, params)
     with contextlib.closing(call), selectors.PollSelector() as poll:
@@ -67,25 +68,25 @@ def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict
 
 
 class _Loop:
-    def __init__(self, call: ExecCall, told: socket.socket) -> None:
+    def __init__(self, call: ExecCall, signals: socket.socket) -> None:
         self._call = call
-        self._told = told
-        self._asked_to_go = 0
-        self._early: list[str] = []  # signals that came before the command was there
+        self._signals = signals
+        self._end_signals = 0
+        self._early: list[str] = []  # signals that arrived before the command had started
         self._waiting: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
-        self._written = {1: 0, 2: 0}  # bytes of the first piece that are out
+        self._written = {1: 0, 2: 0}  # written bytes of the first piece
         self._poll = selectors.PollSelector()  # takes regular files, unlike epoll
 
     def run(self) -> ExecEnded:
         with self._poll:
             self._poll.register(self._call, selectors.EVENT_READ)
-            self._poll.register(self._told, selectors.EVENT_READ)
+            self._poll.register(self._signals, selectors.EVENT_READ)
             while (ended := self._call.ended) is None or any(self._waiting.values()):
                 self._watch()
                 for key, _ in self._poll.select():
                     if key.fileobj is self._call:
                         self._take(self._call.receive())
-                    elif key.fileobj is self._told:
+                    elif key.fileobj is self._signals:
                         self._pass_signals_on()
                     elif key.fd == 0:
                         self._call.send_input(_read_input())
@@ -94,7 +95,7 @@ class _Loop:
             return ended
 
     def _watch(self) -> None:
-        """Watch what there is something to do with."""
+        """Register the descriptors that can be used now, and unregister the others."""
         watched = self._poll.get_map()
         if self._call.ended is not None and self._call in watched:
             self._poll.unregister(self._call)
@@ -115,7 +116,7 @@ class _Loop:
             self._early = []
 
     def _write(self, descriptor: int) -> None:
-        """Write as much as does not block (poll(2): a pipe that is writable takes PIPE_BUF bytes)."""
+        """Write without blocking (poll(2): a writable pipe accepts PIPE_BUF bytes)."""
         piece = self._waiting[descriptor][0]
         left = memoryview(piece)[self._written[descriptor] :]
         whole = stat.S_ISREG(os.fstat(descriptor).st_mode)
@@ -126,13 +127,13 @@ class _Loop:
             self._call.done_with(piece)
 
     def _pass_signals_on(self) -> None:
-        for number in self._told.recv(_PIECE_BYTES):
+        for number in self._signals.recv(_PIECE_BYTES):
             if number == signal.SIGWINCH:
                 self._call.resize(_size())
                 continue
             if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._asked_to_go += 1
-            if self._asked_to_go >= _PATIENCE:
+                self._end_signals += 1
+            if self._end_signals >= _MAX_END_SIGNALS:
                 raise SystemExit(128 + number)
             name = signal.Signals(number).name.removeprefix("SIG")
             if not self._call.signal(name):
@@ -143,12 +144,12 @@ def _read_input() -> bytes:
     try:
         return os.read(0, _PIECE_BYTES)
     except OSError:
-        return b""  # a terminal that is gone, or that belongs to others now
+        return b""  # the terminal is gone, or belongs to another process group
 
 
 # -- this process's terminal and signals -----------------------------------------------------------------
 def _size() -> TerminalSize:
-    """Of the terminal, whichever of the streams that is."""
+    """Return the size of the terminal, on whichever standard stream it is."""
     for descriptor in (0, 1, 2):
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(descriptor)
@@ -159,7 +160,7 @@ def _size() -> TerminalSize:
 
 @contextlib.contextmanager
 def _raw() -> Generator[None]:
-    """Every key goes to the command's terminal, Ctrl-C too; nothing where standard input is no terminal."""
+    """Pass every key, Ctrl-C included, to the command's terminal.  No effect if standard input is not a terminal."""
     try:
         before = termios.tcgetattr(0)
     except termios.error:
@@ -169,13 +170,13 @@ def _raw() -> Generator[None]:
         tty.setraw(0)
         yield
     finally:
-        with contextlib.suppress(termios.error):  # it has gone
+        with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 @contextlib.contextmanager
 def _signals(*, with_size: bool) -> Generator[socket.socket]:
-    """A socket that gives the number of each signal that comes, as a byte (signal.set_wakeup_fd)."""
+    """Yield a socket from which the number of each signal can be read, as a byte (signal.set_wakeup_fd)."""
     ours, theirs = socket.socketpair()
     wanted = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
     wanted += [signal.SIGWINCH] if with_size else []

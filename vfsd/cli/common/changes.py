@@ -1,4 +1,4 @@
-"""How changes are shown: a letter and a path, or git's --stat."""
+"""Print changes, as a letter and a path or as `git diff --stat` does, and problems and dropped snapshots."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = [
 
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 LETTERS_HELP: Final = (
-    "A added, M modified (content), D removed, T another type (a file is now a symlink, say), "
+    "A added, M modified (content), D removed, T another type (a file became a symlink, for example), "
     "m metadata only (mode, owner, time, xattrs)"
 )
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
-_REASONS: Final = {"unneeded": "no undo or redo led to it any more", "memory": "memory was needed"}
+_REASONS: Final = {"unneeded": "no undo or redo leads to it any more", "memory": "memory was needed"}
 _PROBLEMS_SHOWN: Final = 20
 _PATH_END_SHOWN: Final = 100  # characters
 
 
 def show_changes(changes: Iterable[ChangeRecord]) -> None:
-    """`A path`, a line each."""
+    """Print one line for each change: "A path"."""
     for change in changes:
         letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
         output.say(f"{letter} {_path(change)}")
 
 
 def plain_change(change: ChangeRecord) -> str:
-    """The line of a change in a pipe."""
+    """Format a change for a pipe."""
     return f"{LETTERS[change.change]} {_path(change)}"
 
 
-def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not as they were to be") -> None:
-    """What could not be done, on standard error; then the command has failed (status 1)."""
+def show_problems(problems: Sequence[ProblemRecord], what: str = "paths could not be restored") -> None:
+    """Print problems on standard error; if there are any, the command exits with status 1."""
     for problem in problems[:_PROBLEMS_SHOWN]:
         output.note(f"{_cut(problem.path)}: {problem.reason}")
     if problems:
@@ -58,12 +58,12 @@ def show_problems(problems: Sequence[ProblemRecord], what: str = "paths are not 
 
 
 def _cut(path: str) -> str:
-    """A path for people: of one that is very long both ends."""
+    """Shorten a very long path in the middle."""
     return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
 
 
 def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
-    """Where the state before a change is kept, and what was dropped."""
+    """Print the safety snapshot with the state before a change, and the snapshots that were dropped."""
     if name is not None:
         output.say(f"the state before is {name}; `vfsd restore --undo` brings it back")
     show_expired(expired)
@@ -84,7 +84,7 @@ def _age(created_at: str) -> str:
 
 
 def count_words(counts: ChangeCounts) -> str:
-    """ "2 added, 1 modified", or "no changes"."""
+    """Format counts: "2 added, 1 modified", or "no changes"."""
     parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
     return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
@@ -98,7 +98,7 @@ class _Totals:
 
 
 def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
-    """A line for each change, as `git diff --stat` has it, and a line of totals.  Iterates twice."""
+    """Print a line for each change, as `git diff --stat` does, and a line of totals.  Iterates twice."""
     totals = _Totals()
     for change in changes:
         totals.width = max(totals.width, len(_path(change)))
@@ -112,7 +112,7 @@ def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
 
 
 def _path(change: ChangeRecord) -> str:
-    """The path, a directory's with a slash at its end."""
+    """Format the path; a directory has a slash at its end."""
     return output.show_path(change.path) + ("/" if change.type == "directory" else "")
 
 
@@ -131,7 +131,7 @@ def _stat_of(change: ChangeRecord, figures: int, most: int) -> str:
 
 
 def _scaled(lines: int | None, most: int) -> int:
-    """Columns for `lines` when `most` lines may take _GRAPH_COLUMNS; something is never shown as nothing."""
+    """Scale `lines` to columns, `most` being _GRAPH_COLUMNS wide.  A change is at least one column wide."""
     if not lines or most <= _GRAPH_COLUMNS:
         return lines or 0
     return max(1, lines * _GRAPH_COLUMNS // most)

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM while the daemon works: stop it if nothing was changed yet, and say what became of the work.
+"""Handle Ctrl-C and SIGTERM while the daemon works: cancel the call if possible, and report the outcome.
 
-The first signal asks the daemon to stop the call and waits for its answer, which is definite: the call was stopped and
-has changed nothing, or it had begun to change something and is completed.  The second signal leaves at once; the daemon
-then does in the background what it has answered to the first.
+The first signal asks the daemon to cancel the call and waits for its definite answer: either the call was cancelled and
+has changed nothing, or it has begun to change something and completes.  The second signal exits at once; the daemon
+then continues in the background as it answered to the first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AFTER_SIGNAL", "Interrupted", "Signalled", "completed", "interruptible"]
 
-AFTER_SIGNAL: Final = 128  # a shell's exit status of a command that signal N ended is so much more than N
-_ANSWER_S: Final = 3.0  # for the daemon to say whether it stops
+AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
+_ANSWER_S: Final = 3.0  # how long the daemon may take to answer
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """How the end of a call is described: what it is, and what it means that it was stopped or completed."""
+    """The words for a call: its name, and the effect if it was stopped or completed."""
 
     what: str
     stopped: str
@@ -37,7 +37,7 @@ class _Words:
 
 
 _UNDO: Final = "; `vfsd restore --undo` takes it back"
-# Calls that change something.  All others end with their client, and nothing has happened.
+# Calls that change something.  Other calls are cancelled without effect when their client ends.
 _WORDS: Final = {
     "snapshot": _Words("the snapshot", "no snapshot was taken", "the snapshot was taken; `vfsd drop` removes it"),
     "drop": _Words("the removal", "the snapshot is still there", "the snapshot was dropped"),
@@ -50,7 +50,7 @@ _WORDS: Final = {
 
 
 class Interrupted(KeyboardInterrupt):
-    """A call was ended by a signal; `str()` is what became of it.  `errno` is ECANCELED where it was stopped."""
+    """A signal ended a call; `str()` is the outcome.  `errno` is ECANCELED if the call was stopped."""
 
     def __init__(self, message: str, number: int, errno: int) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Signalled:
-    """The signal that came while a call was running, and what the call was."""
+    """A running call, and the signal that arrived meanwhile."""
 
     method: str
     number: int | None = None
@@ -68,15 +68,15 @@ class Signalled:
 
 
 def completed(signalled: Signalled) -> str:
-    """What to say of a call that was completed though a signal came."""
+    """Describe a call that was completed despite a signal."""
     return f"it was too late to stop: {_WORDS[signalled.method].complete}"
 
 
 @contextmanager
 def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
-    """Handle signals as described above, while the block calls `method`.  Interrupted.
+    """Handle signals as described above while the block calls `method`.  Raises Interrupted.
 
-    A daemon that does not answer the request to stop is left after some seconds.
+    If the daemon does not answer the request to stop within some seconds, the command ends.
     """
     signalled = Signalled(method)
     if method not in _WORDS or threading.current_thread() is not threading.main_thread():
@@ -98,7 +98,7 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
 
     def handle(number: int, _frame: Any) -> None:
         if number == signal.SIGALRM:
-            if client.cancel_state is None:  # a daemon that hangs
+            if client.cancel_state is None:  # the daemon hangs
                 raise Interrupted(_left(words, None), signalled.number or signal.SIGINT, errno.EINTR)
             return
         first = signalled.number is None
@@ -108,15 +108,17 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
         client.cancel()
         signal.setitimer(signal.ITIMER_REAL, _ANSWER_S)
 
-    def tell(state: CancelState) -> None:
+    def report(state: CancelState) -> None:
         if state == "finishing":
-            output.note(f"{words.what} has begun and is completed first; Ctrl-C again leaves that to the daemon")
+            output.note(
+                f"{words.what} has begun and will be completed; press Ctrl-C again to let it complete in the background"
+            )
 
-    client.on_cancel_state = tell
+    client.on_cancel_state = report
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # as nohup(1), and shells for what they run in the background
+            if handler is not signal.SIG_IGN:  # nohup(1), and shells for background commands, ignore it
                 signal.signal(number, handle)
         yield
     finally:
@@ -126,9 +128,9 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
 
 
 def _left(words: _Words, state: CancelState | None) -> str:
-    """What becomes of a call whose client leaves after the daemon's answer `state` to the request to stop it."""
+    """Describe the outcome of a call whose client exits after the daemon's answer `state` to the request to stop it."""
     if state == "stopping":
         return f"the daemon was asked to stop {words.what}: {words.stopped}, unless it was complete before"
     if state == "finishing":
         return f"the daemon completes {words.what} in the background; then {words.complete}"
-    return f"left without the daemon's answer: {words.what} may be completed or not; see `vfsd status`, `vfsd diff`"
+    return f"the daemon did not answer: {words.what} may or may not be completed; see `vfsd status` and `vfsd diff`"

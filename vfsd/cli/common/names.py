@@ -1,6 +1,6 @@
-"""The names that a shell's <Tab> offers, and that errors suggest: workspaces, snapshots.
+"""Names of workspaces and snapshots, for a shell's completion and for suggestions in errors.
 
-A completer must not hang and must not print: whatever goes wrong, it offers nothing.
+A completer must neither hang nor print: after any failure it offers nothing.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from vfsd.wire.messages import SnapshotsParams
 
 __all__ = ["complete_restore", "complete_snapshot", "complete_workspace", "with_similar_snapshots"]
 
-_TIMEOUT_S: Final = 1.0  # longer, and whoever pressed <Tab> thinks that the shell hangs
+_TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 
 
 def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """The workspaces, dead ones too."""
+    """Offer the workspaces, including dead ones."""
     return _offer(_workspace_names, incomplete)
 
 
 def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A snapshot first, or where none fits an archive; then files."""
+    """Offer snapshots for the first argument, or files if none fits; then files."""
     first = not ctx.params.get(param.name or "") and not ctx.params.get("undo")
-    # Never both: at a mark for files bash's script forgets the names that came before it.
+    # Never both: the script for bash drops all names before an item of type "file".
     return (first and complete_snapshot(ctx, param, incomplete)) or [CompletionItem(incomplete, type="file")]
 
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """The snapshots of the workspace that is meant, the newest first."""
+    """Offer the snapshots of the selected workspace, newest first."""
     return _offer(lambda: _snapshot_names(_selector(ctx)), incomplete)
 
 
 def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[CompletionItem]:
-    logging.disable()  # a warning would land in the middle of the command line being typed
+    logging.disable()  # a warning would appear in the middle of the command line
     try:
         return [item for item in names() if item.value.startswith(incomplete)]
-    except Exception:  # noqa: BLE001 no daemon, no right, garbage: there is nothing to offer
+    except Exception:  # noqa: BLE001 no daemon, no permission, invalid data: offer nothing
         return []
     finally:
         logging.disable(logging.NOTSET)
 
 
 def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) -> FileNotFoundError:
-    """`error`; where it is about a snapshot that does not exist, with the names that are spelled like it."""
+    """Return `error`; if it is about an unknown snapshot, with suggestions of similar names."""
     name = error.filename
     if not isinstance(error, ControlError) or not isinstance(name, str) or "no such snapshot" not in str(error):
         return error
@@ -62,7 +62,7 @@ def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) ->
 
 
 def _selector(ctx: click.Context | None) -> Any:
-    """The -w nearest to the command."""
+    """Return the -w nearest to the command."""
     while ctx is not None:
         if ctx.params.get("workspace"):
             return ctx.params["workspace"]
@@ -81,5 +81,5 @@ def _snapshot_names(selector: str | None) -> list[CompletionItem]:
 def _snapshots_of(record: WorkspaceRecord) -> list[CompletionItem]:
     with ControlClient(record.socket, timeout_s=_TIMEOUT_S) as client:
         answer = client.call("snapshots", SnapshotsParams(changes=False))
-    # The newest first, of ten thousand nobody wants the oldest.
+    # Newest first: the oldest of ten thousand snapshots is of little use.
     return [CompletionItem(snapshot.name, help=snapshot.tag) for snapshot in reversed(answer.snapshots)]

@@ -1,8 +1,8 @@
-"""What a command prints: tables, JSON, progress and errors; for people on a terminal, for programs in a pipe.
+"""The output of commands: tables, JSON, progress and errors, for people on a terminal and for programs in a pipe.
 
 On a terminal tables have headings and colours and sizes are rounded.  In a pipe each row is one line of
-tab-separated fields without a heading, sizes in bytes and times in ISO 8601: `cut` and `awk` can rely on it.
-rich is imported only where a terminal is written to: importing it takes longer than most commands.
+tab-separated fields without a heading, with sizes in bytes and times in ISO 8601, for `cut` and `awk`.
+rich is imported only to write to a terminal, because importing it takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Column",
     "base64_text",
+    "columns",
     "counted",
     "fields",
     "has_colours",
@@ -49,7 +50,7 @@ __all__ = [
 Cell = str | int | None
 Kind = Literal["text", "size", "count", "time", "path"]
 
-# C0, DEL and C1: a file's name must not move the cursor, nor break a line of a script's input in two.
+# C0, DEL and C1: a file name must not move the cursor, or split a line of a script's input.
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
@@ -62,19 +63,24 @@ class Column:
     kind: Kind = "text"
 
 
+def columns(text: str) -> tuple[Column, ...]:
+    """Make columns from headings with an optional kind: "NAME FILES:count"."""
+    return tuple(Column(*word.split(":")) for word in text.split())  # type: ignore[arg-type]
+
+
 # -- values ---------------------------------------------------------------------------------------
 def on_terminal(*, err: bool = False) -> bool:
-    """Whether a person reads standard output (or standard error)."""
+    """Return whether standard output (or standard error) is a terminal."""
     return (sys.stderr if err else sys.stdout).isatty()
 
 
 def has_colours() -> bool:
-    """Whether a terminal may be sent colours: not with NO_COLOR (https://no-color.org), nor where it has none."""
+    """Return whether a terminal supports colours, and NO_COLOR (https://no-color.org) does not forbid them."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") not in {"", "dumb"}
 
 
 def show_path(path: str) -> str:
-    """A wire path as it is, but its control characters as `\\xNN`: also a wire path, and of the same file."""
+    """Escape the control characters of a wire path as `\\xNN`.  The result is a wire path of the same file."""
 
     def escape(match: re.Match[str]) -> str:
         return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
@@ -83,7 +89,7 @@ def show_path(path: str) -> str:
 
 
 def human_size(size_bytes: int) -> str:
-    """512 B, 1.5 KiB, 20 MiB, ..."""
+    """Format a size: 512 B, 1.5 KiB, 20 MiB, ..."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     size = float(size_bytes)
@@ -95,12 +101,12 @@ def human_size(size_bytes: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """ "1 file", "2 files", "1,000 files"; `plural` is the noun's where an "s" does not make it."""
+    """Format a count: "1 file", "2 files", "1,000 files".  `plural` is for nouns with an irregular plural."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def show_time(iso: str) -> str:
-    """An ISO 8601 time in the zone of whoever reads it."""
+    """Format an ISO 8601 time in the local time zone."""
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -122,18 +128,18 @@ def _pretty(cell: Cell, kind: Kind) -> str:
 
 # -- standard output ------------------------------------------------------------------------------
 def say(text: str) -> None:
-    """One line on standard output; its colours go only to a terminal."""
+    """Print a line on standard output.  Colours are removed unless it is a terminal."""
     click.echo(text)
 
 
 def write_bytes(data: bytes) -> None:
-    """Bytes straight to standard output."""
+    """Write bytes to standard output."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
 def print_json(value: Any) -> None:
-    """The one JSON document of a command: a line in a pipe, indented on a terminal."""
+    """Print a JSON document: in one line in a pipe, indented on a terminal."""
     import msgspec  # noqa: PLC0415 start-up: `vfsd --help` needs none
 
     encoded = msgspec.json.encode(value)
@@ -159,9 +165,9 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, empty: s
         justify: Literal["left", "right"] = "right" if column.kind in {"size", "count"} else "left"
         drawn.add_column(column.heading, justify=justify, no_wrap=True)
     for row in rows:
-        # Text, so that brackets in a name are no markup.
+        # Text, so that brackets in a name are not interpreted as markup.
         drawn.add_row(*(Text(_pretty(cell, column.kind)) for cell, column in zip(row, columns, strict=True)))
-    # As wide as its content: a terminal wraps a long line, which keeps names and paths whole.
+    # As wide as its content: the terminal wraps long lines, and no name or path is truncated.
     console = _console()
     measured = console.measure(drawn, options=console.options.update(width=_WIDEST_TABLE))
     console.width = max(console.width, measured.maximum)
@@ -169,7 +175,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, empty: s
 
 
 def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:
-    """Names and values, one pair a line: aligned on a terminal, separated by a tab in a pipe."""
+    """Print names and values, one pair a line: aligned on a terminal, separated by a tab in a pipe."""
     if on_terminal():
         width = max(len(column.heading) for column, _ in pairs)
         for column, cell in pairs:
@@ -181,16 +187,16 @@ def fields(pairs: Sequence[tuple[Column, Cell]]) -> None:
 
 # -- standard error -------------------------------------------------------------------------------
 def note(message: str) -> None:
-    """A remark beside the answer, which standard output must not mix with."""
+    """Print a remark on standard error."""
     click.echo(f"vfsd: {show_path(message)}", err=True)
 
 
 def report(message: str) -> None:
-    """The one line that says why a command failed."""
+    """Print the one line that says why a command failed."""
     line = " ".join(message.split("\n"))
     prefix = "vfsd: error:"
     if has_colours():
-        prefix = click.style(prefix, fg="red", bold=True)  # which click removes where standard error is no terminal
+        prefix = click.style(prefix, fg="red", bold=True)  # click removes the style if standard error is not a terminal
     click.echo(f"{prefix} {show_path(line)}", err=True)
 
 
@@ -208,7 +214,7 @@ def progress(label: str | None) -> Iterator[Callable[[ProgressReport], None] | N
 
 
 class _Bar:
-    """Drawn when the first figures come: what is done at once flashes no bar."""
+    """A progress bar that appears with the first report, so that a short operation does not flash one."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -243,14 +249,14 @@ def _console(*, err: bool = False) -> Console:
 
 # -- bytes in JSON ----------------------------------------------------------------------------------
 def text_or_base64(content: bytes, *, truncated: bool) -> str:
-    """What a command wrote, for JSON: as text, or where it is none as "base64:..."."""
+    """Represent a command's output in JSON: as text or, if it is not UTF-8, as "base64:..."."""
     try:
-        # Not the last: what was cut off may begin within a character.
+        # If the output was truncated, it may end in the middle of a character.
         return codecs.getincrementaldecoder("utf-8")().decode(content, final=not truncated)
     except UnicodeDecodeError:
         return base64_text(content)
 
 
 def base64_text(content: bytes) -> str:
-    """Bytes as JSON can carry them."""
+    """Represent bytes in JSON."""
     return "base64:" + binascii.b2a_base64(content, newline=False).decode()

@@ -10,11 +10,11 @@ include_option = click.option(
     "--include",
     multiple=True,
     metavar="PATTERN",
-    help="Only files that a pattern matches (.gitignore's syntax); may be repeated.",
+    help="Only files that match (.gitignore's syntax); may be repeated.",
 )
 exclude_option = click.option(
     "--exclude",
     multiple=True,
     metavar="PATTERN",
-    help="Not what a pattern matches, nor what is below it; may be repeated.",
+    help="Leave out paths that match, and what is below them; may be repeated.",
 )

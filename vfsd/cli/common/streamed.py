@@ -1,7 +1,7 @@
-"""What a daemon streams, on its way to standard output: of any size, in little memory.
+"""Copy what the daemon streams to standard output, with bounded memory.
 
-A daemon drops a client that does not read for half a minute.  So whatever comes is taken at once, and what standard
-output (`less`, say) does not take yet waits in a temporary file.
+The daemon drops a client that does not read for half a minute.  So everything is read at once, and kept in a temporary
+file until standard output (`less`, for example) accepts it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from vfsd.wire.messages import ChangeRecord, DiffResult
 
 __all__ = ["ChangeSpool", "PatientOutput", "call_with_changes", "print_with_changes", "write_changes"]
 
-_MEMORY_BYTES: Final = 1024 * 1024  # beyond it the temporary file is on disk
-_STEP_BYTES: Final = 4096  # PIPE_BUF: what a pipe that is ready takes without waiting
+_MEMORY_BYTES: Final = 1024 * 1024  # a larger temporary file is on disk
+_STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking
 _COPY_BYTES: Final = 1024 * 1024
-_OF_PATCHES: Final = ("problems", "omitted", "patch_bytes")  # of a DiffResult
+_OF_PATCHES: Final = ("problems", "omitted", "patch_bytes")  # fields of a DiffResult that only a patch has
 _records = msgspec.json.Decoder(ChangeRecord)
 
 
 class PatientOutput:
-    """Standard output, written as fast as it is read; `with` it, and the end waits until all is written."""
+    """Buffered standard output, written as fast as it is read.  The end of a `with` block waits until all is
+    written."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 closed in __exit__
@@ -48,7 +49,7 @@ class PatientOutput:
                 self._pass_on(lambda: True)
 
     def write(self, data: bytes) -> None:
-        """Take `data`, and write as much of what there is as standard output takes now."""
+        """Append `data`, and write as much of the buffer as standard output accepts now."""
         self._file.seek(self._end)
         self._file.write(data)
         self._end += len(data)
@@ -66,14 +67,14 @@ class PatientOutput:
             output.write_bytes(piece)
 
     def _is_ready(self) -> bool:
-        # Also ready: a pipe without a reader.  Writing to it says so.
+        # A pipe without a reader is ready, too: writing to it raises BrokenPipeError.
         return self._poll is None or bool(self._poll.poll(0))
 
 
 def _output_poll() -> select.poll | None:
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # no file: a test's
+    except (OSError, ValueError):  # not a file, in a test
         return None
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
@@ -81,7 +82,7 @@ def _output_poll() -> select.poll | None:
 
 
 class ChangeSpool:
-    """The changes that a daemon streamed; iterated, each is read again."""
+    """The changes that the daemon streamed, in a temporary file.  Can be iterated several times."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 closed in __exit__
@@ -93,7 +94,7 @@ class ChangeSpool:
         self._file.close()
 
     def feed(self, data: bytes) -> None:
-        """Take a piece of the stream."""
+        """Append a piece of the stream."""
         self._file.write(data)
 
     def __iter__(self) -> Iterator[ChangeRecord]:
@@ -101,7 +102,7 @@ class ChangeSpool:
         return map(_records.decode, self._file)
 
     def pieces(self) -> Iterator[bytes]:
-        """The stream as it came."""
+        """Iterate over the stream in pieces."""
         self._file.seek(0)
         while piece := self._file.read(_COPY_BYTES):
             yield piece
@@ -138,13 +139,13 @@ def call_with_changes(app: App, request: RemoteCall[Any], label: str, show: Call
 
 
 def print_with_changes(answer: Any, spool: ChangeSpool) -> None:
-    """`answer` as the one JSON document of a command, with what was streamed as its `changes`."""
+    """Print `answer` as JSON, with the streamed changes as its `changes`."""
     fields = msgspec.json.decode(msgspec.json.encode(answer), type=dict[str, msgspec.Raw])
     if isinstance(answer, DiffResult):
         for name in _OF_PATCHES:
             del fields[name]
     if output.on_terminal():
-        # A person reads it: no more than fits into memory.
+        # On a terminal the output is small enough for memory.
         output.print_json({**fields, "changes": list(spool)})
         return
     first = True
@@ -159,7 +160,7 @@ def print_with_changes(answer: Any, spool: ChangeSpool) -> None:
 
 
 def _write_array(spool: ChangeSpool) -> None:
-    """Lines of JSON as an array: JSON has no newline inside a value, so each newline ends one."""
+    """Write lines of JSON as an array.  JSON values contain no newline, so each newline ends a value."""
     output.write_bytes(b"[")
     held = b""
     for piece in spool.pieces():

@@ -1,4 +1,4 @@
-"""What the command line's values look like: sizes, backends and workspace names, checked as they are parsed."""
+"""Parameter types of the command line: sizes, seconds, backends, workspace names and variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
     _TextType = click.ParamType[str]
-else:  # generic only in newer versions of click than the oldest that we support
+else:  # generic only in newer versions of click than the oldest supported one
     _SizeType = _TextType = click.ParamType
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(iB|B)?", re.IGNORECASE)
@@ -42,7 +42,7 @@ _LARGEST: Final = 2**63 - 1
 
 
 def is_text(value: str) -> bool:
-    """Whether an argument or a variable is UTF-8, as what goes to a daemon must be; but for paths and commands."""
+    """Return whether a value is UTF-8.  The daemon requires it, except for paths and commands."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -71,7 +71,7 @@ class Size(_SizeType):
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds.  Not "nan" or "inf", which the control socket's JSON cannot carry."""
+    """A number of seconds, without "nan" and "inf", which JSON cannot represent."""
 
     name = "seconds"
 
@@ -83,7 +83,7 @@ class Seconds(click.FloatRange):
 
 
 class Name(_TextType):
-    """A workspace's name: it becomes a file name and a systemd instance name."""
+    """A workspace name, which becomes a file name and a systemd instance name."""
 
     name = "name"
 
@@ -125,7 +125,7 @@ def refuse_other_archives(file: str) -> None:
 
 
 def in_home(backend: str) -> str:
-    """`backend` with the `~` of host:~/DIR or overlay:~/DIR expanded, which a shell does only at a word's beginning."""
+    """Expand the `~` of host:~/DIR and overlay:~/DIR, which a shell does only at the beginning of a word."""
     spec = BackendSpec.split(backend)
     return f"{spec.kind}:{os.path.expanduser(spec.argument)}" if spec.is_directory and spec.argument else backend
 

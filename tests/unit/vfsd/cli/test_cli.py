@@ -247,7 +247,7 @@ def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaem
     assert "restored one" in result.stdout
     *notes, last_line = result.stderr.splitlines()
     assert notes == [f"vfsd: path-{number}: for no good reason" for number in range(20)]
-    assert last_line.startswith("vfsd: error: 25 paths are not as they were to be")
+    assert last_line.startswith("vfsd: error: 25 paths could not be restored")
     result = run("restore", "one", "--json")
     assert result.exit_code == 1
     assert len(json.loads(result.stdout)["problems"]) == 25
@@ -257,7 +257,7 @@ def test_a_snapshot_says_what_it_lacks(daemon: FakeDaemon) -> None:
     daemon.unreadable = ["secret", "another"]
     result = run("snapshot", "one")
     assert (result.exit_code, result.stdout) == (0, "one\n")
-    assert result.stderr == "vfsd: secret, and 1 more: could not be read, and is not in it\n"
+    assert result.stderr == "vfsd: secret, and 1 more: could not be read, and is not in the snapshot\n"
 
 
 def test_a_snapshot_of_another_directory_is_asked_for_by_its_real_path(daemon: FakeDaemon, workdir: Path) -> None:
@@ -790,7 +790,7 @@ def test_diff_takes_one_form_of_answer(daemon: FakeDaemon) -> None:
 def test_a_path_in_place_of_a_snapshot_is_named_as_such(daemon: FakeDaemon, workdir: Path) -> None:
     (workdir / "notes").touch()
     ok("snapshot", "one")
-    assert fails("diff", "one", "notes") == "no such snapshot, but a path; paths go after --: notes"
+    assert fails("diff", "one", "notes") == "this is a path, not a snapshot; put paths after --: notes"
     assert fails("diff", "one", "nothing") == "no such snapshot: nothing"
 
 

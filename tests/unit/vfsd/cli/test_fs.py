@@ -32,17 +32,17 @@ from vfsd.wire.messages import INVALID_PARAMS, METHODS
 from vfsd.wire.options import MountOptions, WorkspaceOptions
 
 
-class ToldKernel:
-    """What `Served` is to the methods: keeps what a kernel would have been told."""
+class FakeMountedVolume:
+    """A mounted volume without a mount: records the invalidations."""
 
     def __init__(self, volume: MemoryVolume) -> None:
         self.volume = volume
-        self.changing = trio.Lock()
-        self.told: list[CacheInvalidation] = []
+        self.change_lock = trio.Lock()
+        self.invalidations: list[CacheInvalidation] = []
 
-    async def changed(self, coherence: CacheInvalidation) -> None:
-        assert self.changing.locked()
-        self.told.append(coherence)
+    async def invalidate(self, invalidation: CacheInvalidation) -> None:
+        assert self.change_lock.locked()
+        self.invalidations.append(invalidation)
 
 
 class FsDaemon(FakeDaemon):
@@ -52,11 +52,11 @@ class FsDaemon(FakeDaemon):
 
     async def _serve(self, started: threading.Event) -> None:
         self.volume = MemoryVolume(max_bytes=40 << 20)
-        self.kernel = ToldKernel(self.volume)
+        self.mounted = FakeMountedVolume(self.volume)
         options = MountOptions.of(self.mountpoint, self.name, exec_on_host=self.on_host)
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
         commands = Commands(self.name, runner=runner)
-        fs_methods = FsMethods(self.kernel, options.workspace, commands)  # type: ignore[arg-type]
+        fs_methods = FsMethods(self.mounted, options.workspace, commands)  # type: ignore[arg-type]
         methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
         self._token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as self._scope:
@@ -158,7 +158,7 @@ def test_help_is_help(command: str) -> None:
 
 
 def test_every_fs_method_has_a_handler(daemon: FsDaemon) -> None:
-    assert set(FsMethods(daemon.kernel, WorkspaceOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
+    assert set(FsMethods(daemon.mounted, WorkspaceOptions("/m", "m"), Commands("m")).handlers()) == set(fs.FS_METHODS)  # type: ignore[arg-type]
     assert fs.FS_METHODS.items() <= METHODS.items()
 
 
@@ -269,7 +269,7 @@ def test_an_edit_of_every_occurrence(daemon: FsDaemon) -> None:
 # -- the socket's methods -----------------------------------------------------------------------------
 def test_the_kernel_is_told_of_a_change_and_of_nothing_else(daemon: FsDaemon) -> None:
     data("write", "d/f", stdin=b"x")
-    told = daemon.kernel.told.pop()
+    told = daemon.mounted.invalidations.pop()
     # What is in a directory that is new, no kernel can have known.
     assert [(entry.name, entry.old != 0, entry.new != 0) for entry in told.entries] == [(b"d", False, True)]
     data("read", "d/f")
@@ -277,9 +277,9 @@ def test_the_kernel_is_told_of_a_change_and_of_nothing_else(daemon: FsDaemon) ->
     data("ls")
     error("write", "d/f", "--mode", "create", stdin=b"y")
     error("rm", "missing")
-    assert daemon.kernel.told == []
+    assert daemon.mounted.invalidations == []
     data("rm", "d/f")
-    assert [(entry.name, entry.new) for entry in daemon.kernel.told.pop().entries] == [(b"f", 0)]
+    assert [(entry.name, entry.new) for entry in daemon.mounted.invalidations.pop().entries] == [(b"f", 0)]
 
 
 def test_a_change_that_fails_midway_is_undone(daemon: FsDaemon) -> None:

@@ -127,7 +127,7 @@ def test_a_daemon_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_daemon_that_talks_nonsense_is_stopped() -> None:
-    with pytest.raises(OSError, match="not understood") as caught:
+    with pytest.raises(OSError, match="cannot read the daemon's report") as caught:
         start("babbles")
     assert caught.value.errno == errno.EPROTO
 
