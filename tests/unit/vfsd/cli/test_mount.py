@@ -131,7 +131,7 @@ def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started:
         (["--transport", "agent"], "--transport goes with container:NAME or image:REF"),
         (["--backend", "container:web", "--workdir", "srv"], "--workdir must be an absolute path"),
         (["--backend", "container:web", "--workdir", "/srv/../etc"], "--workdir must be an absolute path"),
-        (["--backend", "container:web", "--podman-url", "podman.sock"], "no address of a Podman service"),
+        (["--backend", "container:web", "--podman-url", "podman.sock"], "not the address of a Podman service"),
         (["--backend", "container:web", "--network", "host"], "--network goes with image:REF or --sandbox"),
         (["--backend", "container:web", "--max-bytes", "1M"], "--max-bytes goes with memory or overlay:DIR"),
         (["--backend", "image:alpine", "--from", "a.zip"], "--from goes with memory or overlay:DIR"),
