@@ -21,10 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from protocol.diff.tree_diff import Comparison, compare, entry_or_none, is_below
+from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, is_below
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Step", "StepKind", "Target", "execute", "plan"]
+__all__ = ["Step", "StepKind", "Target", "execute", "plan", "plan_comparisons"]
 
 StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
 
@@ -39,13 +39,17 @@ class Step:
       among them).
     - "write": give `old`, a file or symlink, the content (target) and the metadata of `new`.
     - "link": make `new.path` a further name of the file at `other`, in place of `old` if that is not None.
-    - "metadata": give `old`, or the directory that a step before has made, the metadata of `new`.
+    - "metadata": give `old`, or the directory that an earlier step made, the metadata of `new`.
+
+    `change` is what `tree_diff.changes` calls it, for reports: at most one step of a path has one.  None where only a
+    directory's mtime differs; "metadata" where only the names of a file differ.
     """
 
     kind: StepKind
     path: bytes
     old: TreeEntry | None
     new: TreeEntry | None
+    change: ChangeKind | None = None
     other: bytes = b""
 
 
@@ -103,50 +107,61 @@ def plan(
     their own.  `links=False` is for a target without hard links: each name is a file of its own.
     FileNotFoundError for a path that is in neither tree.
     """
-    return _Plan(live, wanted, paths, remove=remove, whole_directories=whole_directories, links=links).steps()
+    found = list(_interesting(compare(live, wanted, paths=paths), links=links))
+    if links and any(_has_links(one.old) or _has_links(one.new) for one in found):
+        # `Tree.touched` need not name paths whose only difference is which of them are names of one file.
+        found = list(_interesting(compare(live, wanted, paths=paths, every_path=True), links=True))
+    names = (live.walk(), wanted.walk()) if links else ((), ())
+    return _Plan(found, live, wanted, names, paths, remove=remove, whole_directories=whole_directories).steps()
+
+
+def plan_comparisons(
+    found: Sequence[Comparison],
+    live: Tree,
+    wanted: Tree,
+    entries: tuple[Iterable[TreeEntry], Iterable[TreeEntry]],
+    *,
+    paths: Sequence[bytes] = (),
+    remove: bool = True,
+) -> list[Step]:
+    """`plan` for trees that the caller has compared: `found` has, in order, the paths that differ in anything.
+
+    A path that is not in `found` is left alone.  `entries` are those of `live` and of `wanted`, read only if some file
+    in `found` has several names.
+    """
+    return _Plan(found, live, wanted, entries, paths, remove=remove, whole_directories=False).steps()
+
+
+def _interesting(compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
+    for one in compared:
+        old, new = one.old, one.new
+        moved_mtime = old is not None and new is not None and old.mtime_ns != new.mtime_ns
+        if one.kind is not None or moved_mtime or (links and (_has_links(old) or _has_links(new))):
+            yield one
 
 
 class _Plan:
     def __init__(
         self,
+        found: Sequence[Comparison],
         live: Tree,
         wanted: Tree,
+        entries: tuple[Iterable[TreeEntry], Iterable[TreeEntry]],
         paths: Sequence[bytes],
         *,
         remove: bool,
         whole_directories: bool,
-        links: bool,
     ) -> None:
+        self._found = found
         self._live = live
         self._wanted = wanted
         self._paths = paths
         self._remove = remove
         self._whole_directories = whole_directories
-        found = list(self._interesting(compare(live, wanted, paths=paths), links=links))
-        self._live_names: dict[int, set[bytes]] = {}
-        self._wanted_names: dict[int, list[bytes]] = {}
-        self._kept: dict[int, tuple[bytes, TreeEntry | None]] = {}  # wanted inode -> the name that the others link to
-        if links and any(_has_links(one.old) or _has_links(one.new) for one in found):
-            # A tree that names the paths it touched leaves out further names of the same files.
-            found = list(self._interesting(compare(live, wanted, paths=paths, every_path=True), links=True))
-            self._find_names()
-        self._found = found
         self._comparisons = {one.path: one for one in found}
-
-    def _interesting(self, compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
-        for one in compared:
-            old, new = one.old, one.new
-            moved_mtime = old is not None and new is not None and old.mtime_ns != new.mtime_ns
-            if one.kind is not None or moved_mtime or (links and (_has_links(old) or _has_links(new))):
-                yield one
-
-    def _find_names(self) -> None:
-        for entry in self._live.walk():
-            if _has_links(entry):
-                self._live_names.setdefault(entry.inode, set()).add(entry.path)
-        for entry in self._wanted.walk():
-            if _has_links(entry):
-                self._wanted_names.setdefault(entry.inode, []).append(entry.path)
+        has_links = any(_has_links(one.old) or _has_links(one.new) for one in found)
+        self._live_names, self._wanted_names = map(_names, entries) if has_links else ({}, {})
+        self._kept: dict[int, tuple[bytes, TreeEntry | None]] = {}  # wanted inode -> the name that the others link to
 
     def steps(self) -> list[Step]:
         """See `plan`."""
@@ -163,7 +178,7 @@ class _Plan:
             is_below_top = top is not None and is_below(one.path, top)
             is_due = not self._whole_directories if is_below_top else self._remove
             if one.kind == "removed" and is_due:
-                found.append(Step("remove", one.path, one.old, None))
+                found.append(Step("remove", one.path, one.old, None, one.kind))
             if one.kind in {"removed", "type"} and one.old is not None and one.old.is_dir and not is_below_top:
                 top = one.path if self._remove or one.kind == "type" else None
         return reversed(found)
@@ -179,40 +194,44 @@ class _Plan:
                 old = entry_or_none(self._live, above)
                 if above not in made and (old is None or not old.is_dir) and above not in self._comparisons:
                     made.add(above)
-                    yield Step("directory", above, old, self._wanted.entry(above))
+                    yield Step("directory", above, old, self._wanted.entry(above), "type" if old else "added")
 
     def _step(self, one: Comparison) -> Step | None:
         old, new = one.old, one.new
         if new is None:
             return None
         if new.is_dir:
-            return Step("directory", one.path, old, new) if one.kind in {"added", "type"} else None
-        names = self._wanted_names.get(new.inode, ()) if _has_links(new) else ()
+            return Step("directory", one.path, old, new, one.kind) if one.kind in {"added", "type"} else None
+        change = one.kind or "metadata"
+        names = self._wanted_names.get(new.inode, []) if _has_links(new) else []
+        if old is not None and one.kind is None:
+            present = self._live_names.get(old.inode, []) if _has_links(old) else []
+            if (present or [one.path]) == (names or [one.path]):
+                return None
         if len(names) > 1:
             kept, kept_old = self._keeper(new, names)
             if kept != one.path:
-                is_linked = old is not None and kept_old is not None and old.inode == kept_old.inode != 0
-                return None if is_linked else Step("link", one.path, old, new, kept)
+                if old is None or kept_old is None or old.inode != kept_old.inode or old.inode == 0:
+                    return Step("link", one.path, old, new, change, kept)
+                return None if one.kind is None else Step("metadata", one.path, old, new, change)
         if old is None or not self._can_keep_inode(one, names):
-            return Step("put", one.path, old, new)
+            return Step("put", one.path, old, new, change)
         if one.kind == "modified":
-            return Step("write", one.path, old, new)
-        return Step("metadata", one.path, old, new) if one.kind == "metadata" else None
+            return Step("write", one.path, old, new, change)
+        return Step("metadata", one.path, old, new, change) if one.kind == "metadata" else None
 
     def _keeper(self, new: TreeEntry, names: Sequence[bytes]) -> tuple[bytes, TreeEntry | None]:
-        """The name that further names of the wanted file `new` link to.
+        """The name that further names of the wanted file `new` link to, and its present entry if it keeps its inode.
 
-        With it the entry whose inode it keeps, if it does.  It is a name with the right content already if there is
-        one; else the first that is planned for.
+        That is a name that has the right content already, if there is one; else the first one in the plan.
         """
         found = self._kept.get(new.inode)
         if found is None:
-            planned = [name for name in names if self._is_planned(name)]
-            others = [name for name in names if name not in planned]
+            planned = [name for name in names if name in self._comparisons]
+            others = [name for name in names if name not in self._comparisons]
             found = next(filter(None, map(self._in_place, [*planned, *others])), None)
             if found is None:
-                first = self._comparisons[planned[0]]
-                found = (first.path, first.old if self._can_keep_inode(first, names) else None)
+                found = (planned[0], None)  # a "write" may replace the inode: the others are linked anew
             self._kept[new.inode] = found
         return found
 
@@ -221,15 +240,12 @@ class _Plan:
 
     def _in_place(self, path: bytes) -> tuple[bytes, TreeEntry] | None:
         """`path` and its present entry, if its inode can be kept and its content is right."""
-        if self._is_planned(path):
-            one = self._comparisons[path]
-        else:  # outside of `paths`: usable only as it is
-            if entry_or_none(self._live, path) is None:
-                return None
-            one = next(iter(compare(self._live, self._wanted, paths=[path], every_path=True)))
+        one: Comparison | None = self._comparisons.get(path)
+        if one is None and entry_or_none(self._live, path) is not None:  # not to be changed: usable only as it is
+            one = next(compare(self._live, self._wanted, paths=[path], every_path=True))
             if one.kind is not None:
                 return None
-        if one.old is None or one.new is None or one.kind not in {None, "metadata"}:
+        if one is None or one.old is None or one.new is None or one.kind not in {None, "metadata"}:
             return None
         return (path, one.old) if self._can_keep_inode(one, self._wanted_names[one.new.inode]) else None
 
@@ -240,7 +256,7 @@ class _Plan:
             return False
         if not _has_links(old):
             return True
-        present = self._live_names.get(old.inode, set())
+        present = self._live_names.get(old.inode, [])
         return old.nlink <= len(present) and all(
             name == one.path or name in names or self._is_removed(name) for name in present
         )
@@ -259,7 +275,8 @@ class _Plan:
             if one.new is not None and one.new.is_dir:
                 due[one.path] = Step("metadata", one.path, one.old, one.new)
         for path in sorted(due, key=lambda path: path.split(b"/"), reverse=True):
-            yield Step("metadata", path, due[path].old, due[path].new)
+            is_change = path in self._comparisons and self._comparisons[path].kind == "metadata"
+            yield Step("metadata", path, due[path].old, due[path].new, "metadata" if is_change else None)
 
     def _wanted_has_directory(self, path: bytes) -> bool:
         entry = entry_or_none(self._wanted, path)
@@ -268,3 +285,12 @@ class _Plan:
 
 def _has_links(entry: TreeEntry | None) -> bool:
     return entry is not None and entry.nlink > 1 and entry.inode != 0 and not entry.is_dir
+
+
+def _names(entries: Iterable[TreeEntry]) -> dict[int, list[bytes]]:
+    """The paths of each file that has several, by inode number."""
+    found: dict[int, list[bytes]] = {}
+    for entry in entries:
+        if _has_links(entry):
+            found.setdefault(entry.inode, []).append(entry.path)
+    return found

@@ -263,7 +263,7 @@ class Store:
             return RestoredChanges((), safety, tuple(todo.problems))
         journal.write(entry)
         with target.opened(entry.token):
-            changes, problems = apply(todo, target, live, wanted, self.blobs, scanned.directory, progress)
+            changes, problems = apply(todo, target, wanted, self.blobs, scanned.directory, progress)
             target.sync()
         journal.close(entry)
         return RestoredChanges(tuple(changes), safety, tuple(problems))

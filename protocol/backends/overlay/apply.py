@@ -1,23 +1,27 @@
-"""apply: writes what was changed above into the directory below.
+"""apply: write the changes of an overlay into the directory below it.
 
-Checked first, all of it, before anything is written: what is to be replaced or removed must still be what the overlay
-was made over, and where something is to be made there must be nothing.  What is there already as it is to be counts as
-done; so an apply that was interrupted, and is run again, finishes.
+Check: before anything is written, every path to be replaced or removed must still be what the overlay was made over,
+and a path to be made must be absent.  A path that already is as wanted counts as done, so an interrupted apply that
+is run again completes.
 
-Then all that is new is staged, the steps are committed to the journal, and done: directories are made, files renamed
-into their places, what has another type makes room, then goes what is to go, and last come the attributes of
-directories.  So each path is at any moment what it was or what it is to be; and whenever this is killed, the directory
-is made wholly one or the other by whoever looks at the journal next (see `journal`).
+Write: stage everything new, commit the steps to the journal, execute them.  Directories are made, files are renamed
+into place (a path that changes its type makes room first), removals follow, and attributes of directories come last.
+At any moment each path has its old or its new state.  If the process is killed, the next one that opens the journal
+brings the whole directory to its old or its new state (see `journal`).
 
-Invariant, without `force`: no content that was written below after the workspace first changed a path is replaced or
-removed.  The base holds the identity that the workspace had shown at that moment (see `OverlayState.refresh` and
-`OverlayState.own`).  A run takes it once, before it reads anything, and compares it with what is there when it looks
-for conflicts and when it plans the step; the step compares with what was planned just before it renames or removes.
-A directory goes only when it holds nothing that the base does not hold.
+Invariant, without `force`: content that was written below after the workspace first changed a path is never replaced or
+removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh` and
+`OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks for
+conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
+A directory is removed only if it holds nothing that the base does not hold.
 
-What snapshots still need of a file below is kept before it is replaced (`LowerFile.keep`).
+Before a file below is replaced, content that snapshots still need is kept (`LowerFile.keep`).
 
-Threading: any one thread, on immutable trees; nobody else applies meanwhile.
+The steps do not come from `protocol.diff.plan`: they are journaled with the identities that they expect, all content is
+staged before the first step, and attributes of files change last, because the other steps compare the file, under its
+other names, with its old identity.
+
+Threading: any one thread, on immutable trees; no other apply runs at the same time.
 """
 
 from __future__ import annotations
@@ -46,22 +50,22 @@ if TYPE_CHECKING:
 __all__ = ["Applied", "apply"]
 
 _CHUNK_BYTES: Final = 1 << 20
-_FEW_FILES: Final = 64  # are synced one by one, more by syncfs(2)
+_FEW_FILES: Final = 64  # files; more than that are synced by one syncfs(2)
 _PERMISSIONS: Final = 0o7777
 _Identities = dict[bytes, Identity | None]
-_SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # equals the identity of no file
+_SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 
 @dataclass(slots=True)
 class Applied:
-    """What there was to write, what stood in the way (then nothing was written), and what is below now."""
+    """The changes to write, the conflicts (then nothing was written), and the state below afterwards."""
 
     changes: list[Change] = field(default_factory=list)
     conflicts: list[ApplyConflict] = field(default_factory=list)
     identities: _Identities = field(default_factory=dict)
     error: BaseException | None = None
-    renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # (st_dev, st_ino) whose ctime this moved
-    recovered: Recovered | None = None  # of an apply that was killed before
+    renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # by (st_dev, st_ino): new ctime
+    recovered: Recovered | None = None  # from an apply that was killed earlier
 
     @property
     def recovery(self) -> str | None:
@@ -81,15 +85,15 @@ def apply(
     keep_going: Callable[[], None] = lambda: None,
     before: Callable[[], None] = lambda: None,
 ) -> Applied:
-    """Make the directory of `lower` at `paths` (or everywhere) what `live` is; `base` is what it was.
+    """Make the directory of `lower`, at and below `paths` or everywhere, equal to `live`; `base` is its state before.
 
-    `known` says what an earlier run left at a path.  With conflicts, and without `force`, nothing is written.
-    `Applied.error` is what stopped it half-way; each path is what it was or what it is to be.  `keep_going` is called
-    now and then until the steps are committed; it may raise, and then nothing was written.  `before` is called before
-    each change on the disk.
+    `known` has the identities that an earlier run left, by path.  With conflicts and without `force` nothing is
+    written.  `Applied.error` is the error that stopped the run; each path then has its old or its new state.
+    `keep_going` is called now and then until the steps are committed; if it raises, nothing is written.  `before` is
+    called before each change on the disk.
 
-    What an apply that was killed has left there is finished or undone first (`Applied.recovered`); a dry run leaves it.
-    EBUSY while another apply into the same directory goes on.
+    First finishes or undoes an apply that was killed (`Applied.recovered`); a dry run does not.  EBUSY while another
+    apply into the same directory runs.
     """
     run = _Run(lower, base, live, known, force=force, keep_going=keep_going)
     found = list(changes(base, live, paths=paths))
@@ -145,9 +149,10 @@ class _Run:
         self._changed: set[bytes] = set()
         self._expectations: _Identities = {}
         self.done: set[bytes] = set()
-        self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}  # whose ctime this run moves; before that
+        # The inodes whose ctime this run changes, with their identity before.
+        self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}
         self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
-        self._staged: dict[bytes, bytes] = {}  # where what is to be at a path is
+        self._staged: dict[bytes, bytes] = {}  # path -> where its new entry is staged
 
     # -- what is there -----------------------------------------------------------------------------
     def _stat(self, path: bytes) -> os.stat_result | None:
@@ -159,7 +164,7 @@ class _Run:
             raise
 
     def _expected(self, path: bytes) -> Identity | None:
-        """What was at `path` when this run first asked: the base may follow a change below while the run goes on."""
+        """The identity at `path` when this run first asked: during the run the base may follow a change below."""
         if path not in self._expectations:
             self._expectations[path] = self._identity_in_base(path)
         return self._expectations[path]
@@ -174,7 +179,7 @@ class _Run:
         return version.lower.identity if isinstance(version, OverlayInode) else None
 
     def conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
-        """What is in the way of these changes."""
+        """The conflicts of these changes."""
         return [conflict for change in found if (conflict := self._conflict(change)) is not None]
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
@@ -224,7 +229,7 @@ class _Run:
         return now == expected or (now[:2] in self._touched and now[:4] == expected[:4])
 
     def _is_done(self, change: Change, there: os.stat_result | None) -> bool:
-        """Whether what is below is what it is to be: left by a run that was interrupted."""
+        """Whether the path already is as wanted, left so by an interrupted run."""
         new = change.new
         if new is None or there is None:
             return new is None and there is None
@@ -250,8 +255,8 @@ class _Run:
 
     # -- staging -----------------------------------------------------------------------------------
     def write(self, found: Sequence[Change], begun: ApplyJournal) -> None:
-        """Do what there is to do."""
-        # Also of what is not to be written now.
+        """Stage, commit and execute the changes."""
+        # also the changes that are not written by this run
         self._changed = {change.path for change in changes(self._base, self._live)}
         todo = [change for change in found if change.path not in self.done]
         plan = list(self._plan(todo, begun))
@@ -275,7 +280,7 @@ class _Run:
             if change.new is not None:
                 self._keep_going()
                 for step in self._put(change, change.new, begun):
-                    # Last: the other steps want to see the file as it was, under its other names.
+                    # Last: the other steps compare the file, under its other names, with its old identity.
                     if step.do == "attributes":
                         in_place.append(step)
                         if step.seen is not None and step.attributes is not None:
@@ -311,14 +316,14 @@ class _Run:
             yield Step("leaf", change.path, seen, self._stage(new, begun))
 
     def _is_same_file(self, change: Change, there: os.stat_result) -> bool:
-        """Whether only attributes differ, and of no other name's file that is to stay as it is."""
+        """Whether only attributes differ, and no name that must stay unchanged shares the file."""
         if change.kind != "metadata" or change.old is None or change.new is None:
             return False
         names = self._live.paths(self._live.find(change.path))
         return change.old.inode == change.new.inode and there.st_nlink in (1, len(names))
 
     def _check_again(self, change: Change, there: os.stat_result) -> None:
-        """Nobody shall have changed it since it was looked at first."""
+        """Raise ChangedBelowError if the path was changed since the check for conflicts."""
         if self._force or self._is_unchanged(change, there):
             return
         raise ChangedBelowError(change.path)
@@ -331,7 +336,7 @@ class _Run:
         return staged
 
     def _link_other(self, directory: Handle, name: bytes, new: TreeEntry) -> bool:
-        """Whether another name of the same file is in place or staged, so that this one is to be a link to it."""
+        """Link the staged entry to another name of the same file that is in place or staged; False if there is none."""
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
@@ -339,7 +344,7 @@ class _Run:
                 continue
             source, other_name = place(self._root, self._staged.get(other, other))
             self._touch(source, other_name)
-            with contextlib.suppress(OSError):  # EXDEV, EMLINK: then it is a file of its own
+            with contextlib.suppress(OSError):  # EXDEV, EMLINK: make a separate file instead
                 os.link(other_name, name, src_dir_fd=source.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
                 return True
         return False
@@ -376,7 +381,7 @@ class _Run:
 
     # -- what goes on being read -------------------------------------------------------------------
     def _keep(self, change: Change) -> None:
-        """What is above, or in a snapshot, of the file that is about to go, stays readable."""
+        """Keep the old content of a file that is about to be replaced, for the workspace and its snapshots."""
         if change.old is None or not change.old.is_file:
             return
         there = self._stat(change.path)
@@ -384,18 +389,18 @@ class _Run:
             return
         version = self._base.find(change.path)
         if isinstance(version, OverlayInode):
-            with contextlib.suppress(ChangedBelowError):  # forced: it was lost before
+            with contextlib.suppress(ChangedBelowError):  # forced: the content was lost before
                 version.lower.keep()
 
     def _touch(self, directory: Handle, name: bytes) -> None:
-        """The inode's ctime is about to move: it is looked at once more at the end."""
+        """Record an inode whose ctime is about to change, to read its identity again at the end."""
         handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
         there = os.fstat(handle.fd)
         self._touched.setdefault((there.st_dev, there.st_ino), (handle, identity(there)))
         self._lower.moving.add((there.st_dev, there.st_ino))
 
     def renewed(self) -> dict[tuple[int, int], Identity]:
-        """Current identities of the inodes whose ctime this run moved, without those that others have changed."""
+        """Current identities of the inodes whose ctime this run changed, unless other programs changed them too."""
         found = {}
         for key, (handle, before) in self._touched.items():
             now = identity(os.fstat(handle.fd))
@@ -404,7 +409,7 @@ class _Run:
         return found
 
     def identity_of(self, change: Change) -> Identity | None:
-        """What this run left at a path; `_SOMETHING_ELSE` where others have changed it since."""
+        """The identity that this run left at a path; `_SOMETHING_ELSE` if another program has changed it since."""
         there = self._stat(change.path)
         new = change.new
         if there is None:

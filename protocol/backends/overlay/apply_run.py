@@ -1,4 +1,4 @@
-"""OverlayApply: one apply of an overlay, as `protocol.volume.OverlaidVolume.applying` gives it."""
+"""OverlayApply: one apply of an overlay, returned by `protocol.volume.OverlaidVolume.applying`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OverlayApply"]
 
 
 class OverlayApply:
-    """Implements `protocol.volume.ApplyRun`.  `base` and `live` are open for as long as the run is used."""
+    """Implements `protocol.volume.ApplyRun`.  `base` and `live` stay open as long as the run is used."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Two dicts that fill themselves: the entries of a directory from below, and the table of inodes.
+"""Two dicts that load on demand: the entries of a directory of the lower layer, and the table of inodes.
 
-A directory's dict reads the directory below when it is first asked for anything, and is from then on a plain dict
-(its class changes).  The table makes the inode of a number that it does not have, where the number was given out.
+A directory's dict reads the lower directory at the first access.  After that its class is one without overrides, so
+that every later access runs at the speed of a plain dict.  The table creates the inode of a number when it is first
+asked for.
 
 Threading: any thread may ask; `fill` and `make` hold the state's lock.
 """
@@ -20,7 +21,7 @@ __all__ = ["FilledChildren", "InodeTable", "UnfilledChildren"]
 
 
 class FilledChildren(dict[bytes, int]):
-    """Name to inode number; complete."""
+    """Name to inode number, after loading."""
 
     __slots__ = ("fill",)
 
@@ -28,7 +29,7 @@ class FilledChildren(dict[bytes, int]):
 
 
 class UnfilledChildren(dict[bytes, int]):
-    """Name to inode number; nothing of it is known yet.  `fill` makes it a `FilledChildren`."""
+    """Name to inode number, before loading.  `fill` turns it into a `FilledChildren`."""
 
     __slots__ = ("fill",)
 
@@ -39,7 +40,7 @@ class UnfilledChildren(dict[bytes, int]):
         self.fill = fill
 
     def become(self, entries: dict[bytes, int]) -> None:
-        """Be complete, with `entries`."""
+        """Finish loading, with `entries`."""
         dict.update(self, entries)
         self.__class__ = FilledChildren  # type: ignore[assignment]
 
@@ -89,9 +90,9 @@ class UnfilledChildren(dict[bytes, int]):
 
 
 class InodeTable(dict[int, "Inode"]):
-    """Inode number to inode.  `make` gives the inode of a number that was given out; KeyError, FileNotFoundError.
+    """Inode number to inode.  `make` creates the inode of an assigned number.  KeyError, FileNotFoundError.
 
-    Its length is that of the inodes held above: those from below are not counted.
+    Its length counts the inodes held in memory as changes, not those of the lower layer.
     """
 
     __slots__ = ("below", "make")
@@ -122,5 +123,5 @@ class InodeTable(dict[int, "Inode"]):
             return default
 
     def known(self, number: int) -> Inode | None:
-        """The inode, if it was looked at."""
+        """The inode, if it was loaded."""
         return dict.get(self, number)

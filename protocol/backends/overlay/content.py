@@ -1,14 +1,14 @@
-"""LowerContent: the bytes of a file from below, of which blocks were written, cut off or punched above.
+"""LowerContent: the content of a file of the lower layer with blocks that were written, truncated or punched above it.
 
-Beside what holds of every `Content`:
+In addition to what holds for every `Content`:
 
-- a block that is in `blocks` is the truth about its range; nothing of it is read below;
-- of every other block what lies before `limit` is read below, unless its index is in `masked`: then it is zeros.
-  What is a hole below needs no mask, so that a file of terabytes with little in it stays cheap;
-- `pages` counts what is held above; the blocks below are not in it;
-- a block that is to be changed in part is copied up first, whole (BLOCK_BYTES, holes as they are below).
+- a block in `blocks` is the content of its range; nothing of the range is read from the lower file;
+- any other block is read from the lower file as far as `limit`, or is zeros if its index is in `masked`.  A hole in the
+  lower file needs no mask, so a sparse file of terabytes stays cheap;
+- `pages` counts pages held in memory, without those of the lower file;
+- a block that is changed in part is first copied up whole (BLOCK_BYTES, with the holes of the lower file).
 
-Threading: a version that a snapshot holds may be read by any thread; nothing here is kept between two reads.
+Threading: any thread may read a version that a snapshot holds; nothing is cached between two reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["LowerContent"]
 
 _SECTOR_BYTES: Final = 512
-_COUNTED_BLOCKS: Final = 64  # with more of them above, what is seen below is estimated
+_COUNTED_BLOCKS: Final = 64  # with more changed blocks the visible size of the lower file is estimated
 _MASK_BYTES: Final = 96  # an integer in a set
 _NOTHING: Final[frozenset[int]] = frozenset()
 _Staged = tuple[bytearray, int]  # a block, and the bits of its pages that are holes
@@ -41,7 +41,7 @@ def _page_up(offset: int) -> int:
 
 
 def _filled_blocks(lower: LowerFile, start: int, end: int) -> Iterator[int]:
-    """The blocks, each once and in order, with data of `lower` between two offsets.  ChangedBelowError."""
+    """Yield the blocks with data of `lower` between two offsets, each once and in order.  ChangedBelowError."""
     last = -1
     for first, after in lower.ranges(start, end) if start < end else ():
         for index in range(max(last + 1, first // BLOCK_BYTES), -(-after // BLOCK_BYTES)):
@@ -50,7 +50,7 @@ def _filled_blocks(lower: LowerFile, start: int, end: int) -> Iterator[int]:
 
 
 class LowerContent(Content):
-    """Sparse content over a file below.  Offsets and sizes in bytes."""
+    """Sparse content over a lower file.  Offsets and sizes in bytes."""
 
     __slots__ = ("_staged", "limit", "lower", "masked")
 
@@ -76,12 +76,12 @@ class LowerContent(Content):
 
     @property
     def is_pristine(self) -> bool:
-        """Whether nothing but what is below is shown."""
+        """Whether exactly the lower file is shown."""
         return not self.blocks and not self.masked and self.limit == self.lower.size and not self.reserved
 
     @property
     def sectors(self) -> int:
-        """Units of 512 bytes: those above, and of those below the share that is still seen."""
+        """Units of 512 bytes: of the pages in memory, and of the share of the lower file that is still visible."""
         above = self.pages * (PAGE_BYTES // _SECTOR_BYTES)
         count = -(-self.limit // BLOCK_BYTES)
         if not count:
@@ -115,7 +115,7 @@ class LowerContent(Content):
         try:
             return self._same_blocks(other, chain(sorted(indices), (each for each in beyond if each not in indices)))
         except ChangedBelowError:
-            return False  # what it was nobody can tell any more
+            return False  # the old content can no longer be read
 
     def _same_blocks(self, other: Content, indices: Iterable[int]) -> bool:
         return all(
@@ -125,7 +125,7 @@ class LowerContent(Content):
 
     # -- what is seen of below -----------------------------------------------------------------
     def _visible(self, index: int) -> int:
-        """How many bytes of block `index` are read below."""
+        """The number of bytes of block `index` that are read from the lower file."""
         if index in self.blocks or index in self.masked:
             return 0
         return max(0, min(BLOCK_BYTES, self.limit - index * BLOCK_BYTES))
@@ -179,23 +179,16 @@ class LowerContent(Content):
 
     # -- copying up ----------------------------------------------------------------------------
     def growth(self, offset: int, length: int) -> int:
-        """See `Content.growth`: with what has to be copied up for it."""
+        """See `Content.growth`; counts the pages that must be copied up too."""
         if not length:
             return 0
-        staged = self._stage(offset, length)
-        if not staged:
-            return super().growth(offset, length)
-        # Put in place and taken away again: nobody else reads a version that may be written to.
-        pages, holes, masked, allocated = self.pages, self.holes, self.masked, self.allocated
-        for index, each in staged.items():
-            self._put_block(index, each)
-        growth = self.pages - pages + super().growth(offset, length)
-        for index in staged:
-            self.blocks.pop(index, None)
-            if isinstance(self.owned, set):
-                self.owned.discard(index)
-        self.pages, self.holes, self.masked, self.allocated = pages, holes, masked, allocated
-        self._staged = staged
+        growth = super().growth(offset, length)  # counts every page of the write in a block that is not in memory
+        self._staged = self._stage(offset, length)  # loaded once; `write` uses it too
+        for index, (block, holes) in self._staged.items():
+            present = ((1 << _page_up(len(block))) - 1) & ~holes
+            first = max(0, offset - index * BLOCK_BYTES) // PAGE_BYTES
+            after = _page_up(min(BLOCK_BYTES, offset + length - index * BLOCK_BYTES))
+            growth += (present & ~((1 << after) - (1 << first))).bit_count()
         return growth
 
     def write(self, offset: int, data: Buffer, growth: int) -> None:
@@ -207,7 +200,7 @@ class LowerContent(Content):
         super().write(offset, data, growth - (self.pages - before))
 
     def _stage(self, offset: int, length: int) -> dict[int, _Staged]:
-        """The blocks that a write covers in part, and that are below."""
+        """The blocks of the lower file that a write covers in part."""
         end = offset + length
         staged = {}
         for index in {offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES}:
@@ -226,14 +219,13 @@ class LowerContent(Content):
         return bytearray(self.lower.read(base, visible)), holes
 
     def _put_block(self, index: int, staged: _Staged) -> None:
-        """Put a block that came from below in place, and count it; one of holes only is masked."""
+        """Install a block that was copied up, and count it; a block of holes only is masked."""
         block, holes = staged
         pages = _page_up(len(block))
         if holes.bit_count() == pages:
             self.masked |= {index}
             return
-        # Copied: a staged block may be put in place a second time.
-        self._replace_block(index, SparseBlock.of(block, holes) if holes else bytearray(block))
+        self._replace_block(index, SparseBlock.of(block, holes) if holes else block)
         if holes:
             self.holes = {**(self.holes or {}), index: holes}
         self.pages += pages - holes.bit_count()
@@ -258,9 +250,9 @@ class LowerContent(Content):
         self._mask(before)
 
     def _punch_below(self, offset: int, end: int) -> None:
-        # As on tmpfs, a page of which the end is not within the hole stays, zeroed.
+        # As on tmpfs, a page that the hole covers only in part stays, zeroed.
         if end >= _page_up(self.limit) * PAGE_BYTES:
-            self.limit = offset  # what the blocks above hold is theirs; of the rest nothing is seen from here on
+            self.limit = offset  # blocks in memory beyond `offset` stay; nothing of the lower file beyond it is visible
             return
         hidden = set()
         for index in list(_filled_blocks(self.lower, offset // BLOCK_BYTES * BLOCK_BYTES, min(end, self.limit))):
@@ -273,7 +265,7 @@ class LowerContent(Content):
         self.masked |= hidden
 
     def _mask(self, before: set[int]) -> None:
-        """A block that was given back must not be seen from below again."""
+        """Mask blocks that were freed, so that the lower file does not show through again."""
         gone = {index for index in before - self.blocks.keys() if index * BLOCK_BYTES < self.limit}
         if gone:
             self.masked |= gone

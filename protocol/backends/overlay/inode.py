@@ -1,4 +1,4 @@
-"""OverlayInode: an inode that came from below, in one of its versions."""
+"""OverlayInode: one version of an inode that came from the lower layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["OverlayInode"]
 
 
 class OverlayInode(Inode):
-    """`lower` is what it was below.
+    """`lower` is the file of the lower layer.
 
-    `nlink` of a file is what it is below: more than `links` has while names were not met yet, or are not in DIR.
+    A file's `nlink` is that of the lower file: larger than `links` while names are not loaded yet or lie outside DIR.
     """
 
     __slots__ = ("lower",)

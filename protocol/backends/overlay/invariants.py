@@ -1,7 +1,7 @@
-"""What holds of an overlay between two calls, checked.  O(what was looked at): for tests and bug reports.
+"""Check the invariants of an overlay that hold between two calls.  O(what was loaded): for tests and bug reports.
 
-As `memory.invariants`, whose checks are used where they look at nothing below; a directory that was not read, and an
-inode that was not asked for, are none of its business.
+Uses the checks of `memory.invariants` that load nothing from the lower layer; directories and inodes that are not
+loaded are not checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check"]
 
 
 def check(state: OverlayState) -> None:
-    """Raise AssertionError where an invariant does not hold."""
+    """Raise AssertionError if an invariant does not hold."""
     known = dict(state.table.items())
     for number, inode in known.items():
         assert inode.inode == number
@@ -46,9 +46,9 @@ def check(state: OverlayState) -> None:
 
 
 def _check_base(state: OverlayState, inode: Inode) -> None:
-    """All versions of an inode have one identity below: the one that the live version showed last.
+    """Check that all versions of an inode have one lower identity: the one that the live version showed last.
 
-    So the base says what the workspace knew of a file when it first changed it, and `apply` can compare.
+    Then the base records what the workspace had seen of a file when it first changed it, and `apply` can compare.
     """
     if isinstance(inode, OverlayInode):
         for version in state.versions(inode.inode):

@@ -1,17 +1,17 @@
-"""ApplyJournal: what makes an apply one change of the directory below, whenever it is killed.
+"""ApplyJournal: makes an apply one atomic change of the directory below, whenever the process is killed.
 
-All that an apply is to put in place is staged first, in `.vfsd-apply` in that directory: so that putting it there is
-a rename, and whoever comes next finds it.  Then the steps are written into `plan`, at once: that is the commit.
+Everything that an apply puts in place is first staged in `.vfsd-apply` in that directory, so that putting it in place
+is a rename, and so that the next process finds it.  Then the steps are written to `plan` in one go: that is the commit.
 
-- Killed before it: `recover` throws away what was staged; the directory is what it was.
-- Killed after it: `recover` does the steps that are left; the directory is what it was to be.  What others changed
-  there meanwhile stays as it is; the new version is put beside it, as NAME.vfsd-new.
+- Killed before the commit: `recover` removes the staged entries; the directory has its old state.
+- Killed after the commit: `recover` executes the remaining steps; the directory has its new state.  Paths that other
+  programs changed meanwhile stay as they are; the new version is put next to them, as NAME.vfsd-new.
 
-A journal is followed only where it was made: by this user, in this very directory.  One that came with the files, in a
-repository or an archive, or that somebody else put there, is another's word on what to change here.
+A journal is followed only where it was made: by this user, in this very directory.  A journal that came with the files,
+in a repository or an archive, or that another user put there, is not trusted.
 
-`recover` may itself be killed, and run again.  A lock on the journal's directory (flock(2), which dies with its
-holder) tells an apply that goes on from one that was killed.
+`recover` may itself be killed and run again.  A lock on the journal's directory (flock(2), released when its holder
+dies) tells a running apply from a killed one.
 
 Threading: any one thread.
 """
@@ -40,10 +40,10 @@ __all__ = ["ApplyJournal", "Recovered", "is_interrupted", "is_left", "journal", 
 _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"
 _DONE: Final = b"done"
-_ELSEWHERE: Final = b"elsewhere"  # what is staged in other directories: of other mounts
+_ELSEWHERE: Final = b"elsewhere"  # staged entries in other directories, on other mounts
 _VERSION: Final = 2
 _OTHERS_MAY_WRITE: Final = 0o022
-# Somebody may just look whether there is something to recover.
+# another process may hold the lock only to check whether there is something to recover
 _PATIENCE: Final = 10
 _PAUSE_S: Final = 0.05
 _NAMED: Final = 5  # paths that a sentence names
@@ -58,9 +58,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What `recover` found, and did: `undone`, before the commit; else `paths` are those that were still to be done.
+    """The result of `recover`: `undone` if nothing was committed; else `paths` are those that remained to be done.
 
-    `rejected` are those of which others had made something else; what was to be there is beside them, if anything.
+    `rejected` are the paths that other programs had changed; the wanted version, if any, is next to them.
     """
 
     undone: bool
@@ -87,7 +87,7 @@ def _named(paths: Sequence[bytes]) -> str:
 
 
 class ApplyJournal:
-    """The journal of one apply, locked.  `before` is called before each change that it makes on the disk."""
+    """The journal of one apply, locked.  `before` is called before each change on the disk."""
 
     def __init__(self, root: int, directory: Handle, before: _Step) -> None:
         self.root = root
@@ -96,7 +96,7 @@ class ApplyJournal:
         self._count = 0
 
     def stage(self, path: bytes) -> tuple[Handle, bytes, bytes]:
-        """Where to make what is to be at `path`: directory, name, and its path as a `Step` has it."""
+        """Return where to make the new entry of `path`: directory, name, and its path for a `Step`."""
         self._count += 1
         self.before()
         above = self._nearest(path.rpartition(b"/")[0])
@@ -109,10 +109,10 @@ class ApplyJournal:
         return *place(self.root, staged), staged
 
     def _nearest(self, above: bytes) -> bytes | None:
-        """None where what is staged here can be renamed into `above`; else the directory there that is nearest."""
+        """None if entries staged here can be renamed into `above`; else the nearest directory on its mount."""
         device = os.fstat(self.root).st_dev
         while above and not ((there := _stat_at(self.root, above)) and stat.S_ISDIR(there.st_mode)):
-            above = above.rpartition(b"/")[0]  # it is to be made
+            above = above.rpartition(b"/")[0]  # not made yet
         if not above:
             return None
         try:
@@ -129,7 +129,7 @@ class ApplyJournal:
         os.write(handle.fd, staged + b"\0")
 
     def commit(self, steps: Sequence[Step]) -> None:
-        """From here on the steps are done, whatever happens."""
+        """Commit: from now on the steps are executed, whatever happens."""
         inode = os.fstat(self.directory.fd).st_ino
         records = [step.record() for step in steps]
         plan = {"version": _VERSION, "pid": os.getpid(), "inode": inode, "steps": records}
@@ -147,11 +147,11 @@ class ApplyJournal:
         os.fsync(self.directory.fd)
 
     def done(self) -> None:
-        """All steps are done: there is nothing to recover any more."""
+        """Record that all steps are done: nothing is left to recover."""
         self._rename(_PLAN, _DONE)
 
     def recover(self) -> Recovered | None:
-        """Finish or undo what an apply that was killed has left here; None where it has left nothing."""
+        """Finish or undo a killed apply; None if there was none."""
         names = self._names()
         if names:
             self._check_own()
@@ -167,7 +167,7 @@ class ApplyJournal:
         return found
 
     def _check_own(self) -> None:
-        """EPERM where somebody else made it, or may write to it: what it says is not to be done as this user."""
+        """Raise EPERM if another user made the journal or can write to it: its steps must not run as this user."""
         seen = os.fstat(self.directory.fd)
         if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS_MAY_WRITE:
             reason = f"an apply of user {seen.st_uid} was killed here, and is that user's to finish"
@@ -191,14 +191,14 @@ class ApplyJournal:
         return Recovered(False, tuple(dict.fromkeys(left)), tuple(dict.fromkeys(rejected)))
 
     def _read(self, name: bytes) -> bytes:
-        """A file of the journal.  EINVAL, EFBIG for what no apply has written."""
+        """Read a file of the journal.  EINVAL, EFBIG for a file that no apply wrote."""
         try:
             return read_regular(name, _MOST_BYTES, dir_fd=self.directory.fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, os.fsdecode(RESERVED + b"/" + name)) from None
 
     def _steps_of(self, text: bytes) -> list[Step]:
-        """The steps of a plan.  EOPNOTSUPP, EINVAL for one that was not made here."""
+        """The steps of a plan.  EOPNOTSUPP, EINVAL for a plan that was not made here."""
         shown = os.fsdecode(RESERVED)
         try:
             plan = json.loads(text.decode("ascii"))
@@ -214,13 +214,13 @@ class ApplyJournal:
         try:
             return steps.run(step)
         except OSError as error:
-            # Its directory is gone, or holds what others put there.
+            # its directory is gone, or holds entries of other programs
             if is_gone(error) or error.errno == errno.ENOTEMPTY:
                 return False
             raise
 
     def _is_left(self, step: Step) -> bool:
-        """Whether it was still to be done, as far as that can be told."""
+        """Whether the step was still to be done, as far as that can be told."""
         if step.do == "leaf":
             return self._is_staged(step)
         there = _stat_at(self.root, step.path)
@@ -232,7 +232,7 @@ class ApplyJournal:
         return _stat_at(self.root, step.staged) is not None
 
     def _reject(self, step: Step) -> None:
-        """Put what is staged beside what is in its way; where its directory is gone, into the topmost one."""
+        """Put a staged entry next to the entry that blocks it; without its directory, into the root."""
         if step.do != "leaf" or not self._is_staged(step):
             return
         source, staged = place(self.root, step.staged)
@@ -252,7 +252,7 @@ class ApplyJournal:
         os.rename(staged, name + beside, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
 
     def clear(self) -> None:
-        """Remove all that is staged: first the plan, if it was given up, last the mark that all is done."""
+        """Remove everything staged: first the plan, if it was abandoned; last the mark that all steps are done."""
         names = self._names()
         if _PLAN in names:
             self.before()
@@ -269,7 +269,7 @@ class ApplyJournal:
 
 
 def _is_staged_elsewhere(path: bytes) -> bool:
-    """Whether it is a name that `ApplyJournal.stage` gives: nothing else is removed, whatever a file says."""
+    """Whether `ApplyJournal.stage` gives such names: nothing else is removed, whatever a plan says."""
     return path.rpartition(b"/")[2].startswith(RESERVED + b"-")
 
 
@@ -294,9 +294,9 @@ def _unlink_at(root: int, path: bytes) -> None:
 
 @contextmanager
 def journal(root: int, before: _Step = _nothing) -> Iterator[ApplyJournal]:
-    """The journal in the directory of descriptor `root`, which nobody else has meanwhile.  EBUSY.
+    """Open and lock the journal in the directory of descriptor `root`, and remove it at the end.  EBUSY.
 
-    There may be something to `recover` in it.  At the end it is removed.
+    It may contain something to `recover`.
     """
     while True:
         before()
@@ -309,14 +309,14 @@ def journal(root: int, before: _Step = _nothing) -> Iterator[ApplyJournal]:
     try:
         yield found
     finally:
-        # Only where it is empty: what could not be recovered stays.
+        # only if empty: entries that could not be recovered stay
         with contextlib.suppress(OSError):
             os.rmdir(RESERVED, dir_fd=root)
         fcntl.flock(directory.fd, fcntl.LOCK_UN)  # an error's traceback may hold the descriptor for longer
 
 
 def _locked(root: int, patience: int) -> Handle | None:
-    """The journal's directory; None where it was removed meanwhile.  EBUSY."""
+    """The journal's directory; None if it was removed meanwhile.  EBUSY."""
     try:
         directory = Handle(open_beneath(root, RESERVED, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:
@@ -337,12 +337,12 @@ def _locked(root: int, patience: int) -> Handle | None:
 
 
 def is_left(root: int) -> bool:
-    """Whether there is a journal in the directory of descriptor `root`, of whomever."""
+    """Whether there is a journal, anyone's, in the directory of descriptor `root`."""
     return _stat_at(root, RESERVED) is not None
 
 
 def is_interrupted(root: int) -> bool:
-    """Whether an apply was killed there, and `recover` has something to do."""
+    """Whether an apply was killed there and `recover` has something to do."""
     try:
         directory = _locked(root, 1)
     except OSError as error:
@@ -353,9 +353,9 @@ def is_interrupted(root: int) -> bool:
 
 
 def recover(root: str | bytes, before: _Step = _nothing) -> Recovered | None:
-    """Finish or undo what an apply that was killed has left in the directory `root`; None where there is nothing.
+    """Finish or undo a killed apply in the directory `root`; None, without writing anything, if there was none.
 
-    EBUSY while an apply goes on there.  Where nothing was left nothing is written.
+    EBUSY while an apply runs there.
     """
     top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     if not is_left(top.fd):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.diff.plan import Step, execute, plan
-from protocol.diff.tree_diff import is_below
+from protocol.diff.tree_diff import changes, is_below
 from protocol.tree import TreeEntry
 from tests.support.trees import DictTree
 
@@ -68,8 +68,9 @@ class Inode:
 class Model:
     """A target that checks that each step is possible when it comes."""
 
-    def __init__(self, tree: DictTree, wanted: DictTree) -> None:
+    def __init__(self, tree: DictTree, wanted: DictTree, *, writes_in_place: bool = True) -> None:
         self.wanted = wanted
+        self.writes_in_place = writes_in_place
         inodes: dict[int, Inode] = {}
         self.names: dict[bytes, Inode] = {}
         for path, entry in tree.entries.items():
@@ -100,8 +101,11 @@ class Model:
 
     def write(self, new: TreeEntry, old: TreeEntry) -> None:
         assert stat.S_IFMT(old.mode) == stat.S_IFMT(new.mode)
-        inode = self.names[new.path]
-        inode.entry, inode.content = new, self.wanted.content.get(new.path, b"")
+        if self.writes_in_place:
+            inode = self.names[new.path]
+            inode.entry, inode.content = new, self.wanted.content.get(new.path, b"")
+        else:
+            self.put(new, old)
 
     def link(self, new: TreeEntry, other: bytes, old: TreeEntry | None) -> None:
         self._make_room(new.path, old)
@@ -135,11 +139,17 @@ def executed(live: DictTree, wanted: DictTree, steps: list[Step]) -> Model:
 def test_the_steps_make_any_tree_equal_to_any_other(before: dict[bytes, Version], after: dict[bytes, Version]) -> None:
     live, wanted = tree_of(before), tree_of(after)
     steps = plan(live, wanted)
-    assert executed(live, wanted, steps).state() == Model(wanted, wanted).state()
+    for writes_in_place in (True, False):
+        model = Model(live, wanted, writes_in_place=writes_in_place)
+        execute(steps, model)
+        assert model.state() == Model(wanted, wanted).state()
     old, new = Model(live, live).state(), Model(wanted, wanted).state()
     for step in steps:
         is_changed_directory = step.new is not None and step.new.is_dir
         assert old.get(step.path) != new.get(step.path) or is_changed_directory, "a step for an equal path"
+    reported = [step.path for step in steps if step.change is not None]
+    assert len(reported) == len(set(reported))
+    assert set(reported) >= {change.path for change in changes(live, wanted)}
 
 
 @given(layouts)
