@@ -1,10 +1,10 @@
-"""adapters: one view made of another.
+"""adapters: one contract implemented over another.
 
-    volume, host         a Filesystem over any Volume, over a directory of the host
-    filesystem_volume    a Volume over any Filesystem, so that third parties' can be mounted
-    hydrate              files of the host as what a volume begins with
-    foreign              archives for a Filesystem that has none
+    volume, host           a Filesystem over any Volume, over a directory of the host
+    filesystem_volume      a Volume over any Filesystem, so that third-party filesystems can be mounted
+    filesystem_tree        a Tree over any Filesystem, and archives for one that has none
+    path_filesystem        the Filesystem itself, written once over the few operations of `PathFiles`
+    filtered, path_filter  trees that show a part of another tree
 
-A Filesystem is written once, in `store_filesystem`, over the few operations of a `store`.  Nothing is
-imported here: whoever needs one adapter does not load the others.
+Nothing is imported here, so that using one adapter does not load the others.
 """

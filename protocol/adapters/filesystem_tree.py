@@ -1,6 +1,6 @@
-"""FilesystemTree: any `Filesystem` as a tree; and `put_archive_into`, for one that has no archives of its own.
+"""FilesystemTree: any `Filesystem` as a tree; and `put_archive_into`, for a filesystem without archives of its own.
 
-Knows only what the contract has: files and directories.  Modes and times are not restored.
+Covers what the contract has: files and directories.  Modes and times are not restored.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def put_archive_into(filesystem: Filesystem, path: str | os.PathLike[str]) -> No
 
 
 def _make_equal(filesystem: Filesystem, tree: Tree) -> None:
-    # Directories are removed whole: a step for each entry would reach through a symlink to what must stay.
+    # Directories are removed whole: with a step for each entry, removals would follow symlinks to directories.
+
     steps = plan(FilesystemTree(filesystem), tree, whole_directories=True, links=False)
     execute(steps, _FilesystemTarget(filesystem, tree))
 

@@ -1,19 +1,19 @@
-"""FilesystemVolume: any object with the Filesystem methods as a Volume, so that third parties' can be mounted.
+"""FilesystemVolume: any object with the Filesystem methods as a Volume, so that third-party filesystems can be mounted.
 
-What a Filesystem has no word for lives only as long as the mount knows the inode: modes, owners and times
-that were set, and files that were removed while they were open.  What it cannot do at all is refused: links,
-special files, xattrs (EPERM, EOPNOTSUPP), and renaming directories (EXDEV, upon which mv copies).
+State that the Filesystem contract lacks lives only as long as the mount knows the inode: modes, owners and times that
+were set, and files that were removed while open.  Unsupported operations are refused: links, special files, xattrs
+(EPERM, EOPNOTSUPP), and renaming directories (EXDEV, after which mv copies).
 
-A file is read whole when it is first written to, truncated or removed, kept in memory while it changes, and
-written back by `flush` (each close), `fsync`, the last forget and `write_back_all`.  What others read through
-the Filesystem is as of the last close.  Of one over MAX_FILE_BYTES nothing is kept: it cannot be changed, and
-whoever has it open when it is removed gets ESTALE.
+A file is read whole when it is first written to, truncated or removed, kept in memory while it changes, and written
+back by `flush` (at each close), `fsync`, the last forget and `write_back_all`.  Readers of the Filesystem see the
+content of the last close.  A file over MAX_FILE_BYTES is not kept: it cannot be changed, and a program that has it open
+when it is removed gets ESTALE.
 
-Threading: the serving loop, which waits for the Filesystem's methods: one for slow media belongs in a
-process of its own.
+Threading: the serving loop, which waits for the Filesystem's methods: run a filesystem on slow media in a process of
+its own.
 
-Invariants (`check_invariants`): a node with a path is the one that its path leads to; a node without is a
-removed file with lookups; only files have content; dirty ones have it.
+Invariants (`check_invariants`): a node with a path is the one that its path leads to; a node without a path is a
+removed file with lookups; only files have content; dirty files have it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ __all__ = ["FilesystemVolume"]
 _PAGE: Final = 4096
 _FILE_MODE: Final = 0o644
 _DIRECTORY_MODE: Final = 0o755
-_MANY: Final = 2**31 - 1  # inodes and pages: a Filesystem does not say how many it can hold
-MAX_FILE_BYTES: Final = 1 << 30  # a file that changes is in memory
+_MANY: Final = 2**31 - 1  # inodes and pages: a Filesystem does not report its capacity
+MAX_FILE_BYTES: Final = 1 << 30  # a changing file is held in memory
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What `stat` shows: `protocol.volume.Attributes`."""
+    """The result of `stat`: `protocol.volume.Attributes`."""
 
     inode: int
     mode: int
@@ -78,7 +78,7 @@ class _Shown:
 
 
 class _Node:
-    """A file or directory that the kernel knows.  `path` is None once it was removed."""
+    """A file or directory that the kernel knows.  `path` is None after it was removed."""
 
     __slots__ = (
         "data",
@@ -106,7 +106,7 @@ class _Node:
         self.mode: int | None = None
         self.uid = os.getuid()
         self.gid = os.getgid()
-        self.mtime_ns: int | None = None  # holds while the Filesystem still says `modified_at`
+        self.mtime_ns: int | None = None  # valid while the Filesystem still reports this `modified_at`
         self.mtime_is_set = False  # by utimensat(2), not by writing
         self.modified_at: datetime | None = None
         self.listing: DirectoryCookies | None = None
@@ -129,11 +129,11 @@ class FilesystemVolume:
 
     @property
     def read_only(self) -> bool:
-        """Whether every changing call answers EROFS."""
+        """Whether every changing call fails with EROFS."""
         return self._filesystem.read_only
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where the invariants of the module's docstring do not hold."""
+        """Raise AssertionError if an invariant of the module's docstring does not hold."""
         for number, node in self._nodes.items():
             assert node.inode == number
             if node.path is not None:
@@ -166,7 +166,7 @@ class FilesystemVolume:
         if node.lookups <= 0:
             try:
                 self._write_back(node)
-            finally:  # what could not be written is lost; close and fsync have said so
+            finally:  # unwritten content is lost; close and fsync have reported that
                 del self._nodes[inode]
                 if node.path is not None:
                     del self._by_path[node.path]
@@ -301,7 +301,7 @@ class FilesystemVolume:
         for at, name in listing.after(cookie):
             path = self._below(directory, name)
             known = self._by_path.get(path)
-            # An inode number of its own for each name, also before the kernel looks it up.
+            # A separate inode number for each name, also before the kernel looks it up.
             number = known.inode if known is not None else _MANY + at
             yield DirectoryEntry(name, number, stat.S_IFDIR if found.get(name) else stat.S_IFREG, at)
 
@@ -311,14 +311,14 @@ class FilesystemVolume:
         if node.data is not None:
             return bytes(node.data[offset : offset + size])
         if node.path is None:
-            raise os_error(errno.ESTALE)  # removed, and too big to keep or not readable
+            raise os_error(errno.ESTALE)  # removed, and too large to keep or unreadable
         with _as_errno():
             return self._filesystem.read_bytes(node.path, offset=offset, limit=size).content
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         self._check_writable()
         node = self._file(inode)
-        if not len(data):  # no end that could lie beyond the file's
+        if not len(data):  # no upper bound that could lie beyond the file's end
             return 0
         end = offset + len(data)
         if end > MAX_FILE_BYTES:
@@ -333,7 +333,7 @@ class FilesystemVolume:
         return len(data)
 
     def flush(self, inode: int) -> None:
-        """Write `inode` back: the kernel calls it at each close of a descriptor."""
+        """Write `inode` back; the kernel calls this at each close of a descriptor."""
         self._write_back(self._node(inode))
 
     def fsync(self, inode: int, *, data_only: bool) -> None:
@@ -341,7 +341,7 @@ class FilesystemVolume:
         self._write_back(self._node(inode))
 
     def write_back_all(self) -> list[tuple[str, OSError]]:
-        """At the end of a mount: write back what no close was seen of; what failed, by path."""
+        """Write back, at the end of a mount, all files that were not closed; return the errors by path."""
         failed: list[tuple[str, OSError]] = []
         for node in list(self._nodes.values()):
             try:
@@ -439,7 +439,7 @@ class FilesystemVolume:
     def _known(self, path: str, *, is_dir: bool) -> _Node:
         node = self._by_path.get(path)
         if node is not None and node.is_dir != is_dir:
-            self._detach(path)  # it became something else behind the mount, and what it held is gone
+            self._detach(path)  # replaced by something else behind the mount; its content is gone
             node = None
         if node is None:
             node = _Node(self._next_inode, path, is_dir=is_dir)
@@ -456,7 +456,7 @@ class FilesystemVolume:
 
     @contextmanager
     def _going(self, path: str) -> Iterator[None]:
-        """What is at `path` goes in the block; who has it open goes on with what it held."""
+        """Delete the entry at `path` inside the block; programs that have it open keep its content."""
         node = self._by_path.get(path)
         if node is None or node.is_dir or node.data is not None:
             yield
@@ -471,14 +471,14 @@ class FilesystemVolume:
         self._detach(path)
 
     def _detach(self, path: str) -> None:
-        """Nothing known is at `path` any more."""
+        """Forget the node at `path`."""
         node = self._by_path.pop(path, None)
         if node is not None:
             node.dirty = False
             node.path = None
 
     def _copy(self, path: str, new_path: str) -> None:
-        """The content of file `path`, as programs see it, to `new_path`: all of it or nothing."""
+        """Copy the content of file `path`, as programs see it, to `new_path`: all of it or nothing."""
         node = self._by_path.get(path)
         with _as_errno(), ExitStack() as stack:
             pieces: Iterable[bytes]
@@ -573,13 +573,13 @@ class FilesystemVolume:
 
 
 def _clear_privileges(node: _Node) -> None:
-    """As write(2) and chown(2) do; set-gid without group execute is no privilege."""
+    """As write(2) and chown(2) do; set-gid without group execute grants no privilege."""
     if node.mode is not None and not node.is_dir:
         node.mode &= ~(stat.S_ISUID | (stat.S_ISGID if node.mode & stat.S_IXGRP else 0))
 
 
 def _encoded(name: str) -> bytes:
-    """A name for a kernel; empty for what cannot be one, whatever the Filesystem meant by it."""
+    """A name for the kernel; empty for a name that the kernel cannot have."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -589,7 +589,7 @@ def _encoded(name: str) -> bytes:
 
 @contextmanager
 def _as_errno() -> Iterator[None]:
-    """A Filesystem's errors as a kernel can be told: ValueError (a limit, a name it does not take) is EINVAL."""
+    """A Filesystem's error as an errno for the kernel: ValueError (a limit, a refused name) is EINVAL."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""HostFilesystem: the agent's view of a directory of the host, a mount among them."""
+"""HostFilesystem: the agent's view of a directory of the host, which may be a mount."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["HostFilesystem"]
 class HostFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over the directory `root`.
 
-    Nothing leads outside it, whoever changes it meanwhile; absolute symlinks to something below it stay
-    inside.  Snapshots are archives in a temporary directory, and gone with this object.
-    FileNotFoundError, NotADirectoryError where `root` is no directory.
+    No path leads outside `root`, even while other programs rename things; absolute symlinks to paths below it stay
+    inside. Snapshots are archives in a temporary directory that is removed with this object. FileNotFoundError,
+    NotADirectoryError if `root` is not a directory.
     """
 
     def __init__(

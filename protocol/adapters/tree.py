@@ -1,7 +1,7 @@
 """StoreTree: the live files of a `PathFiles` as a read-only tree.
 
-Live: what changes while it is walked is seen as it is then.  Each call looks its path up from the root,
-without following any symlink, and holds at most two nodes.
+A walk sees changes made meanwhile.  Each call looks its path up from the root, without following any symlink, and holds
+at most two nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["StoreTree"]
 
 
 class _Found(NamedTuple):
-    """What a search knows of a file: enough to go on from it."""
+    """A file found by a search, with the attributes that the search needs."""
 
     path: bytes
     mode: int
@@ -30,7 +30,7 @@ class _Found(NamedTuple):
 
 
 class StoreTree:
-    """Implements `protocol.tree.Tree`.  `with_xattrs`: whether entries have them; a search does without."""
+    """Implements `protocol.tree.Tree`.  `with_xattrs=False` omits xattrs from entries, for a search."""
 
     def __init__(self, store: PathFiles, *, with_xattrs: bool = True) -> None:
         self._store = store
@@ -54,7 +54,7 @@ class StoreTree:
             except (FileNotFoundError, NotADirectoryError):
                 if at == path:
                     raise
-                continue  # gone since its directory was read
+                continue  # removed since its directory was read
             yield entry
             waiting.extend(at + b"/" + name if at else name for name in reversed(names))
 
@@ -82,7 +82,7 @@ class StoreTree:
                 try:
                     seen = self._store.status_of(directory, name)
                 except FileNotFoundError:
-                    continue  # gone since the directory was read, or not what a pattern hoped for
+                    continue  # removed since the directory was read, or a name that a pattern guessed
                 found.append((name, _Found(prefix + name, seen.mode, seen.size)))
         return found
 

@@ -1,4 +1,4 @@
-"""VolumeFilesystem: the agent's view of any `Volume` that answers at once."""
+"""VolumeFilesystem: the agent's view of any `Volume` that returns results, not awaitables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class VolumeFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over a volume, on the volume's thread.
 
-    `root` is where the volume is mounted, if it is: an absolute symlink to something below it stays inside.
-    What is created belongs to `caller` (None: this process).  Where the volume has snapshots of its own
-    they are used, and an import is its own too; else both are archives.
+    `root` is the mount point, if the volume is mounted: an absolute symlink to a path below it stays inside.  New
+    files belong to `caller` (None: this process).  Uses the snapshots and the import of the volume if it has them,
+    else archives.
 
-    A volume whose methods give awaitables raises TypeError at the first call.
-    A kernel that serves the volume too is told of nothing here: that is for whoever mounted it.
+    A volume whose methods return awaitables raises TypeError at the first call.  This class does not invalidate kernel
+    caches: that is the task of the code that mounted the volume.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VolumeFilesystem(PathFilesystem):
             return
         self._changing(ROOT, root_is_fine=True)
         info = self._snapshotable.snapshot(snapshot.commit_ref)
-        if self._record(info) != snapshot:  # another volume's, of the same name
+        if self._record(info) != snapshot:  # a snapshot of another volume, with the same name
             raise SnapshotNotFoundError(snapshot.snapshot_id)
         self._snapshotable.restore_snapshot(info.name)
 

@@ -1,4 +1,4 @@
-"""Archives of a store: written, put in place of its state, and kept as snapshots."""
+"""Archives of `PathFiles`: restored into them, and kept as snapshots."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from protocol.types import FilesystemSnapshot
 
 __all__ = ["ArchiveSnapshots", "put_archive"]
 
-# What we wrote ourselves a moment ago: no bomb, and as large as the state is.
+# Archives that this process wrote itself a moment ago: trusted, and as large as the state.
 _OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manifest_bytes=1 << 40, names_bytes=1 << 40)
 
 
 def put_archive(
     store: PathFiles, state: Tree, path: str | os.PathLike[str], limits: ArchiveLimits | None = None
 ) -> None:
-    """Make the state of `store`, which `state` shows, that of the archive at `path`.
+    """Replace the state of `store`, which `state` shows, by the archive at `path`.
 
-    All of it, or the state before: that is kept in a temporary archive, and put back when anything fails.
-    Where that fails too, the error's note says where the archive is.
+    All or nothing: the state before is kept in a temporary archive, and put back if anything fails.  If putting back
+    fails too, a note on the error says where that archive is.
     """
     with open_archive(path, limits=limits) as tree:
         descriptor, kept = tempfile.mkstemp(prefix="vfsd-before-", suffix=".fs.zip")
@@ -57,7 +57,7 @@ def _put_back(store: PathFiles, before: BinaryIO) -> None:
 
 
 class ArchiveSnapshots:
-    """Snapshots as archives, in a directory that lives as long as this object."""
+    """Snapshots as archives, in a directory that is removed with this object."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -75,7 +75,7 @@ class ArchiveSnapshots:
         return FilesystemSnapshot(name, datetime.now(UTC), path, self._root, tag)
 
     def path(self, snapshot: FilesystemSnapshot) -> str:
-        """The archive of a snapshot.  SnapshotNotFoundError where it is none of ours."""
+        """The archive of a snapshot.  SnapshotNotFoundError for a snapshot of another object."""
         try:
             return self._paths[snapshot.snapshot_id]
         except KeyError:

@@ -1,7 +1,7 @@
 """Make the files of a `PathFiles` equal to a tree, changing only what differs.
 
-Files that are equal keep their inode and their times.  Not atomic by itself: `archives` puts the state before back if
-this fails.
+Equal files keep their inode and their times.  Not atomic by itself: `archives` puts the state before back if this
+fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _USER_ALL: Final = stat.S_IRWXU
 
 
 def converge(store: PathFiles, tree: Tree) -> None:
-    """Make the state of `store` that of `tree`.  Owners are set where that is allowed."""
+    """Make the state of `store` equal to `tree`.  Owners are set where that is allowed."""
     steps = plan(StoreTree(store), tree, whole_directories=True)
     if steps:
         _Target(store, tree).run(steps)
@@ -43,8 +43,8 @@ class _Target:
         self._store = store
         self._tree = tree
         self._stage = temporary_name()  # a directory in the root
-        self._staged: dict[bytes, bytes] = {}  # path to the name of its new content in there
-        self._unlocked: set[tuple[bytes, ...]] = set()  # directories that we may change entries in
+        self._staged: dict[bytes, bytes] = {}  # path -> name of its new content in that directory
+        self._unlocked: set[tuple[bytes, ...]] = set()  # directories whose entries may be changed
 
     def run(self, steps: list[Step]) -> None:
         """Execute `steps`."""
@@ -60,7 +60,8 @@ class _Target:
                     execute(steps, self)
             finally:
                 remove(store, (self._stage,), recursive=True)
-            self._attributes(root, self._tree.entry(b""), store.status(root))  # our directory moved its mtime
+            # The temporary directory changed the root's mtime.
+            self._attributes(root, self._tree.entry(b""), store.status(root))
 
     def _write(self, stage: int, entry: TreeEntry) -> bytes:
         name = b"%d" % len(self._staged)
@@ -131,7 +132,7 @@ class _Target:
             self._attributes(node, new, self._store.status(node))
 
     def _parent(self, names: Sequence[bytes]) -> int:
-        """A node of a directory, in which its owner may change entries: it gets its final mode in the end."""
+        """A node of a directory in which entries may be changed; the plan sets its final mode at the end."""
         self._unlock(tuple(names))
         return enter(self._store, names)
 
@@ -150,7 +151,7 @@ class _Target:
             try:
                 store.set_owner(node, entry.uid, entry.gid)
             except PermissionError:
-                pass  # another's file in an archive becomes ours, as with tar(1)
+                pass  # as with tar(1), a file of another user becomes ours
             old = store.status(node)
         if not entry.is_symlink:
             if stat.S_IMODE(old.mode) != stat.S_IMODE(entry.mode):
@@ -164,7 +165,7 @@ class _Target:
             if dict(self._store.xattrs(node)) != dict(entry.xattrs):
                 self._store.set_xattrs(node, entry.xattrs)
         except OSError as error:
-            # Another file system, another set of attributes: what it cannot have, or we may not set.
+            # another file system may lack these attributes, or refuse them to this user
             if error.errno not in {errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL}:
                 raise
 

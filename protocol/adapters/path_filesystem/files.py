@@ -1,9 +1,8 @@
-"""PathFiles: the few operations on files that `StoreFilesystem` needs of a backend.
+"""PathFiles: the few operations on files that `PathFilesystem` needs of a backend.
 
-A *node* is a number that stands for a file, directory or symlink and is held until `release`: an inode
-number with a lookup, or a file descriptor.  So what a node stands for stays the same whatever is renamed
-or deleted meanwhile, and a name is always looked up in a directory that is held: no path is ever handed
-to a kernel, which would follow symlinks in it.
+A *node* is a number for a file, directory or symlink, held until `release`: an inode number with a lookup, or a file
+descriptor.  It stays the same file whatever is renamed or deleted meanwhile, and names are always looked up in a
+directory that is held: no path is passed to a kernel, which would follow symlinks in it.
 
 Names are bytes without "/".  Errors are OSError with the errno of the system call.
 """
@@ -20,7 +19,7 @@ __all__ = ["OpenFile", "PathFiles", "Status", "held"]
 
 
 class Status(NamedTuple):
-    """What stat(2) says of a node.  `birth_ns` is None where it is not known."""
+    """The stat(2) data of a node.  `birth_ns` is None if unknown."""
 
     mode: int
     size: int
@@ -34,13 +33,13 @@ class Status(NamedTuple):
 
 
 class OpenFile(SeekableContent, Protocol):
-    """A regular file open for reading or writing.  `node` stands for it, and is released by `close`."""
+    """A regular file open for reading or writing.  `close` releases `node`."""
 
     @property
     def node(self) -> int: ...
 
     def sync(self) -> None:
-        """Make the content durable, where the backend has anything durable."""
+        """Make the content durable, if the backend has durable storage."""
         ...
 
 
@@ -49,7 +48,7 @@ class PathFiles(Protocol):
 
     @property
     def root(self) -> str:
-        """Where the root is, for people and for absolute symlinks: those below it stay inside."""
+        """The path of the root, for messages and for absolute symlinks: those below it stay inside."""
         ...
 
     @property
@@ -61,7 +60,7 @@ class PathFiles(Protocol):
         ...
 
     def child(self, node: int, name: bytes) -> int:
-        """A node of what `name` in directory `node` stands for, a symlink itself.  ENOENT, ENOTDIR."""
+        """A node of `name` in directory `node`; of a symlink itself.  ENOENT, ENOTDIR."""
         ...
 
     def release(self, node: int) -> None: ...
@@ -69,7 +68,7 @@ class PathFiles(Protocol):
     def status(self, node: int) -> Status: ...
 
     def status_of(self, node: int, name: bytes) -> Status:
-        """The status of `child(node, name)`, which need not be held."""
+        """The status of `child(node, name)`, without holding a node."""
         ...
 
     def readlink(self, node: int) -> bytes: ...
@@ -82,13 +81,13 @@ class PathFiles(Protocol):
 
     # -- content -----------------------------------------------------------------------------
     def open(self, node: int, mode: Literal["read", "append"]) -> OpenFile:
-        """Open a regular file; the file holds `node` from now on.  When this raises, the caller still does."""
+        """Open a regular file.  The file takes over `node`; if this raises, the caller keeps it."""
         ...
 
     def create(self, node: int, name: bytes, mode: int | None) -> OpenFile:
         """Make a new regular file in directory `node`, open for writing.  EEXIST.
 
-        `mode` None is 0666 less the umask.
+        `mode` None means 0666 less the umask.
         """
         ...
 
@@ -100,7 +99,7 @@ class PathFiles(Protocol):
     def symlink(self, node: int, name: bytes, target: bytes) -> None: ...
 
     def link(self, source: int, node: int, name: bytes) -> None:
-        """Make a further name for the file that `source` stands for."""
+        """Make a further name for the file of node `source`."""
         ...
 
     def mknod(self, node: int, name: bytes, mode: int, rdev: int) -> None: ...
@@ -110,7 +109,7 @@ class PathFiles(Protocol):
     def rmdir(self, node: int, name: bytes) -> None: ...
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
-        """Rename, over what `new_name` in directory `new_node` stands for."""
+        """Rename, replacing `new_name` in directory `new_node`."""
         ...
 
     # -- attributes --------------------------------------------------------------------------
@@ -121,7 +120,7 @@ class PathFiles(Protocol):
     def set_mtime(self, node: int, mtime_ns: int) -> None: ...
 
     def set_xattrs(self, node: int, xattrs: Mapping[bytes, bytes]) -> None:
-        """Make `xattrs` all that there are."""
+        """Make `xattrs` the only attributes."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""PathFilesystem: what `Filesystem` promises, written once, over the files of any `PathFiles`."""
+"""PathFilesystem: the `Filesystem` contract, implemented once over any `PathFiles`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class PathFilesystem:
     """Implements `protocol.filesystem.SnapshotableFilesystem`.
 
-    Snapshots are archives here; a subclass whose backend has its own replaces `snapshot`, `restore`,
-    `import_archive` and `_state`.
+    Snapshots are archives; a subclass whose backend has its own overrides `snapshot`, `restore`, `import_archive` and
+    `_state`.
     """
 
     def __init__(self, store: PathFiles, *, limits: CallLimits = DEFAULT_LIMITS) -> None:
@@ -85,12 +85,12 @@ class PathFilesystem:
         return kind is not None and stat.S_ISDIR(kind)
 
     def _kind(self, path: str) -> int | None:
-        """The mode of what is at `path`, or None."""
+        """The mode of the file that `path` leads to, or None."""
         try:
             with self._place(normalise(path)) as place:
                 return place.status.mode
         except OSError as error:
-            # What the system calls would say of a path that cannot lead anywhere.
+            # errors of system calls for a path that cannot lead anywhere
             if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES}:
                 return None
             raise
@@ -148,7 +148,7 @@ class PathFilesystem:
         return [replace(match, path=_renamed(match.path, decode(base), normal)) for match in found]
 
     def _base(self, normal: str) -> bytes:
-        """Where a search begins, without symlinks: trees do not follow them."""
+        """The path without symlinks at which a search begins: trees do not follow symlinks."""
         with self._place(normal) as place:
             return b"/".join(place.names)
 
@@ -188,14 +188,14 @@ class PathFilesystem:
                 if not place.is_dir or not exist_ok:
                     raise os_error(errno.EEXIST)
                 return
-            if place.is_symlink:  # one that leads nowhere, mkdir(2)
+            if place.is_symlink:  # a symlink that leads nowhere, mkdir(2)
                 raise os_error(errno.EEXIST)
             names = self._make_parents(normal, place, parents)
             with held(self._store, enter(self._store, names)) as parent:
                 self._store.mkdir(parent, place.missing[-1])
 
     def _make_parents(self, normal: str, place: ResolvedPath, allowed: bool) -> tuple[bytes, ...]:
-        """The names of the directory that will have what is missing at `place`."""
+        """The names of the directory that will contain the missing names of `place`."""
         if not stat.S_ISDIR(place.status.mode):
             raise os_error(errno.ENOTDIR)
         parents = place.missing[:-1]
@@ -205,7 +205,7 @@ class PathFilesystem:
         return make_directories(self._store, place.names, parents)
 
     def _changing(self, path: str, *, root_is_fine: bool = False) -> str:
-        """The normalised path that a call is about to change."""
+        """Normalise and check a path that a call is about to change."""
         normal = normalise(path)
         if self.read_only:
             raise PermissionError(errno.EROFS, os.strerror(errno.EROFS), normal)
@@ -268,7 +268,7 @@ class PathFilesystem:
 
     @contextmanager
     def _place(self, normal: str) -> Iterator[ResolvedPath]:
-        """What is at a normalised path; errors on the way there name it."""
+        """Resolve a normalised path; errors on the way name it."""
         with located(normal):
             place = resolve(self._store, encode(normal))
         with place:
@@ -276,13 +276,13 @@ class PathFilesystem:
 
 
 def _check_file(place: ResolvedPath) -> None:
-    """Only regular files are read and written: a fifo would wait for its other end for ever."""
+    """Refuse anything but regular files: opening a fifo would wait for its other end for ever."""
     if not place.is_file:
         raise os_error(errno.EISDIR) if place.is_dir else OSError(errno.EINVAL, "Not a regular file")
 
 
 def _renamed(path: str, base: str, asked: str) -> str:
-    """A path below `base` as one below `asked`, which a symlink made lead there."""
+    """Replace the beginning `base` of a path, to which a symlink led, by `asked`."""
     if base == asked:
         return path
     below = path if base == ROOT else path[len(base) :].lstrip("/")

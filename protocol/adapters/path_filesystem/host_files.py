@@ -24,7 +24,7 @@ _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class HostFiles:
-    """Nodes are file descriptors.  A file system that is mounted read-only is one here."""
+    """Nodes are file descriptors.  `read_only` follows the file system's mount."""
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = os.path.realpath(root)
@@ -64,7 +64,7 @@ class HostFiles:
             for name in os.listxattr(proc_path(node)):
                 found[os.fsencode(name)] = os.getxattr(proc_path(node), name)
         except OSError as error:
-            # ENODATA: one was removed meanwhile, or is for the eyes of others (security.*).
+            # ENODATA: removed meanwhile, or not readable by this user (security.*).
             if error.errno not in {errno.EOPNOTSUPP, errno.ENODATA, errno.ENOSYS}:
                 raise
         return found
@@ -123,10 +123,10 @@ class HostFiles:
 
 
 class HostFile:
-    """An open file.  One that nobody closes is closed, with a ResourceWarning, as Python's own."""
+    """An open file.  Like Python's own files, it is closed with a ResourceWarning if nobody closes it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = io.FileIO(descriptor, "rb")  # its mode does not matter: only the descriptor is used
+        self._file = io.FileIO(descriptor, "rb")  # opened only for the descriptor; the mode does not matter
         self.node = descriptor
 
     def size(self) -> int:
@@ -144,7 +144,7 @@ class HostFile:
         return b"".join(pieces)
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:
-        return os.pwrite(self.node, data, offset)  # with O_APPEND at the end, whatever `offset`, pwrite(2)
+        return os.pwrite(self.node, data, offset)  # O_APPEND writes at the end, whatever `offset`, pwrite(2)
 
     def sync(self) -> None:
         os.fsync(self.node)

@@ -1,4 +1,4 @@
-"""Hydration: files of the host as what a volume begins with."""
+"""Hydration: copies files of the host into a new volume."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["HostMount", "hydrate"]
 
 @dataclass(frozen=True, slots=True)
 class HostMount:
-    """Files of the host to begin with: what is at or below `host_path` is copied to `mount_path`.
+    """Files of the host to begin with: copies `host_path`, with everything below it, to `mount_path`.
 
-    `include` and `exclude` are patterns as `fnmatch` has them, for paths relative to `host_path` ("*" crosses
-    "/") and for single names.  A file is copied when one of `include` matches (none: every file) and none of
-    `exclude`; a directory that `exclude` matches is left out with all below it.  More than `max_bytes` of
-    content: ValueError, before anything is copied.  Modes and times are kept, symlinks copied as they are;
-    fifos, sockets and devices are left out.
+    `include` and `exclude` are `fnmatch` patterns for paths relative to `host_path` ("*" crosses "/") and for single
+    names. A file is copied if one of `include` matches (none: every file) and none of `exclude`; a directory that
+    `exclude` matches is omitted with everything below it.  ValueError, before anything is copied, for more than
+    `max_bytes` of content.  Modes and times are kept, symlinks copied as they are; fifos, sockets and devices are
+    omitted.
     """
 
     host_path: str | os.PathLike[str]
@@ -38,10 +38,10 @@ class HostMount:
 
 
 def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
-    """Lay the host's files over what is in `volume`, all or nothing; the count of files and symlinks.
+    """Copy the host's files over those of `volume`, all or nothing; return the number of files and symlinks.
 
-    FileNotFoundError where there is nothing at `host_path`; ENOSPC over the volume's quota.  No limit on depth
-    and names holds: that binds what agents create.
+    FileNotFoundError if `host_path` does not exist; ENOSPC over the volume's quota.  The limits on depth and names do
+    not apply: they are for files that agents create.
     """
     tree = _MountTree(mount)
     total = sum(entry.size for entry in tree.walk() if entry.is_file)
@@ -53,7 +53,7 @@ def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
 
 
 class _MountTree:
-    """What a mount chooses of the host, at the paths where it will be."""
+    """The selected files of the host as a tree, at the paths where they will be."""
 
     def __init__(self, mount: HostMount) -> None:
         host_path = os.path.realpath(mount.host_path)
@@ -61,7 +61,7 @@ class _MountTree:
             raise os_error(errno.ENOENT, host_path)
         self._scope = encode(normalise(mount.mount_path))
         start = b""
-        if not os.path.isdir(host_path):  # a single file: what it is in, and its name there
+        if not os.path.isdir(host_path):  # for a single file: its directory, and its name there
             if not self._scope:
                 raise os_error(errno.EISDIR, host_path)
             host_path, name = os.path.split(host_path)
@@ -118,9 +118,9 @@ class _MountTree:
 
 
 def _chosen(host: StoreTree, start: bytes, mount: HostMount) -> Iterator[TreeEntry]:
-    """The entries to copy, parents first.  With `include`, only directories that have something to copy."""
+    """Yield the entries to copy, parents first.  With `include`, only directories that contain something to copy."""
     waiting = [start]
-    above: list[TreeEntry] = []  # directories not given yet
+    above: list[TreeEntry] = []  # directories not yielded yet
     while waiting:
         path = waiting.pop()
         entry = host.entry(path)

@@ -1,4 +1,4 @@
-"""Reading: the pages of text and bytes that `StoreFilesystem` gives."""
+"""Pages of text and bytes for `PathFilesystem.read` and `read_bytes`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["bytes_page", "check_byte_page", "check_line_page", "text_page"]
 
 
 def check_line_page(offset: int, limit: int | None) -> None:
-    """ValueError for a page of lines that cannot be."""
+    """Raise ValueError for an invalid page of lines."""
     if offset < 0:
         raise ValueError(f"offset must be 0 or more, not {offset}")
     if limit is not None and limit < 0 and limit != READ_ENTIRE_FILE:
@@ -18,14 +18,14 @@ def check_line_page(offset: int, limit: int | None) -> None:
 
 
 def check_byte_page(offset: int, limit: int | None) -> None:
-    """ValueError for a page of bytes that cannot be."""
+    """Raise ValueError for an invalid page of bytes."""
     for name, value in (("offset", offset), ("limit", limit)):
         if value is not None and value < 0:
             raise ValueError(f"{name} must be 0 or more, not {value}")
 
 
 def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str, limits: CallLimits) -> ReadResult:
-    """The page of a text file; see `Filesystem.read`.  The file may be of any size, the page may not."""
+    """Read a page of a text file; see `Filesystem.read`.  Bounds the size of the page, not of the file."""
     if limit is None:
         limit = DEFAULT_READ_LINES
     page = _Page(offset, None if limit == READ_ENTIRE_FILE else offset + limit, limits.read_bytes)
@@ -48,7 +48,7 @@ class _Page:
     def __init__(self, start: int, end: int | None, limit_bytes: int) -> None:
         self.start = start
         self.end = end
-        self.lines = 0  # ended so far
+        self.lines = 0  # lines complete so far
         self.has_rest = False  # whether text follows the last line end
         self.parts: list[str] = []
         self._size = 0
@@ -81,7 +81,7 @@ def _after_line_ends(text: str, count: int) -> int:
 
 
 def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: CallLimits) -> ReadBytesResult:
-    """The page of a file; see `Filesystem.read_bytes`."""
+    """Read a page of a file; see `Filesystem.read_bytes`."""
     size = reader.size
     wanted = max(0, size - offset)
     if limit is not None:

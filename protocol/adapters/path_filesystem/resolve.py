@@ -1,7 +1,7 @@
-"""Find what a path stands for, symlinks followed, and never outside the root.
+"""Resolve paths, following symlinks, and never leave the root.
 
-One name at a time, each looked up in a directory that is held: whoever swaps a directory for a symlink
-meanwhile makes a lookup fail, and leads nobody out.
+Looks up one name at a time in a directory that is held: if another program replaces a directory by a symlink meanwhile,
+the lookup fails instead of leading outside.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
 
 
 class ResolvedPath:
-    """Where a path leads: `names` from the root, no symlink among them; a context that releases `node`.
+    """The result of resolving a path: `names` from the root, without symlinks; a context that releases `node`.
 
-    `missing` are the names after them that are not there; then `names` and `node` are those of the last
-    directory that is.  `is_symlink`: the path's own last part is a symlink.
+    `missing` are the names after them that do not exist; `names` and `node` are then those of the last directory that
+    does. `is_symlink`: the last part of the path itself is a symlink.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ResolvedPath:
         return not self.missing and stat.S_ISREG(self.status.mode)
 
     def take_node(self) -> int:
-        """The node, which is the caller's to release from now on."""
+        """Hand `node` over to the caller, who releases it."""
         node, self.node = self.node, -1
         return node
 
@@ -69,7 +69,7 @@ class ResolvedPath:
 
 
 def enter(store: PathFiles, names: Sequence[bytes]) -> int:
-    """A node of what is at `names` below the root.  No symlink is followed."""
+    """A node of the entry at `names` below the root, following no symlink."""
     node = store.top()
     for name in names:
         try:
@@ -81,16 +81,16 @@ def enter(store: PathFiles, names: Sequence[bytes]) -> int:
 
 
 def resolve(store: PathFiles, path: bytes, *, follow: bool = True, may_miss: bool = False) -> ResolvedPath:
-    """What is at `path`; a symlink in its last part is followed only with `follow`.
+    """Resolve `path`; a symlink in its last part is followed only with `follow`.
 
-    Unless `may_miss`: FileNotFoundError where there is nothing.  NotADirectoryError below a file;
-    PermissionError where a symlink leads outside; ELOOP.
+    FileNotFoundError if nothing is there, unless `may_miss`.  NotADirectoryError below a file; PermissionError if a
+    symlink leads outside; ELOOP.
     """
     return _Walk(store, path, follow).place(may_miss)
 
 
 class _Walk:
-    """One resolution: `todo` are the parts to go (the next one last), `done` the names that led to `node`."""
+    """One resolution: `todo` is a stack of the remaining parts, `done` the names that led to `node`."""
 
     def __init__(self, store: PathFiles, path: bytes, follow: bool) -> None:
         self._store = store
@@ -99,7 +99,7 @@ class _Walk:
         self._done: list[bytes] = []
         self._links = 0
         self._is_symlink = False
-        self._own = len(self._todo)  # so many of `todo`, from its start, are the path's; others a symlink's
+        self._own = len(self._todo)  # this many of `todo`, from its start, are from the path; the others from symlinks
 
     def place(self, may_miss: bool) -> ResolvedPath:
         self._node = self._store.top()
@@ -119,7 +119,7 @@ class _Walk:
         return ResolvedPath(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
 
     def _go_down(self, name: bytes, *, is_last: bool) -> bool:
-        """Whether there was something to go to.  `is_last`: it is the path's own last part."""
+        """Whether there was an entry to go to.  `is_last`: it is the last part of the path itself."""
         store = self._store
         try:
             node = store.child(self._node, name)

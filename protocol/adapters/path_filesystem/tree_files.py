@@ -1,6 +1,6 @@
-"""TreeFiles: the files of a `Tree`, to be read and searched as a Filesystem; every change is refused.
+"""TreeFiles: the files of a `Tree`, for reading and searching as a Filesystem; every change is refused.
 
-So an agent's call that reads much runs in a worker thread, on a state that does not change meanwhile.
+Lets a long read of an agent run in a worker thread, on a state that does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["TreeFile", "TreeFiles"]
 
 
 def _go_on() -> None:
-    """The `keep_going` of what nobody cancels."""
+    """The default of `keep_going`: never cancel."""
 
 
 class TreeFiles:
-    """Nodes are numbers given to paths as they are looked up.  One thread at a time, as the tree.
+    """Nodes are numbers assigned to paths when they are looked up.  One thread at a time, as for the tree.
 
-    `keep_going` is called at each look-up and read; what it raises ends the call that is going on.
+    `keep_going` is called at each lookup and read; an exception from it ends the current call.
     """
 
     def __init__(self, tree: Tree, *, root: str = "/", keep_going: Callable[[], None] = _go_on) -> None:
@@ -44,7 +44,7 @@ class TreeFiles:
     def child(self, node: int, name: bytes) -> int:
         self.keep_going()
         path = self._below(node, name)
-        self.tree.entry(path)  # there is one, or it raises
+        self.tree.entry(path)  # raises if it does not exist
         return self._hold(path)
 
     def release(self, node: int) -> None:

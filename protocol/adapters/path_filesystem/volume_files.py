@@ -1,4 +1,4 @@
-"""VolumeFiles: the files of a `Volume`, whose methods answer at once."""
+"""VolumeFiles: the files of a `Volume` whose methods return results, not awaitables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["VolumeFile", "VolumeFiles", "now"]
 
 T = TypeVar("T")
 
-_UMASK: Final = 0o022  # an agent's; the process's own is the daemon's
+_UMASK: Final = 0o022  # for files of agents; the process's own umask is the daemon's
 
 
 def now(answer: Answer[T]) -> T:
-    """The answer of a volume that does not make its caller wait; TypeError for one that does."""
+    """Return the result of a volume's method.  TypeError if it is an awaitable."""
     if isinstance(answer, Awaitable):
         if isinstance(answer, Coroutine):
-            answer.close()  # or Python warns that nobody awaited it
+            answer.close()  # avoids Python's warning that it was never awaited
         raise TypeError(
             "this volume answers with awaitables (it waits for something remote): "
             "a synchronous filesystem cannot be made of it"
@@ -44,7 +44,7 @@ class VolumeFiles:
         return self.volume.read_only
 
     def top(self) -> int:
-        return ROOT_INODE  # lives always; `release` knows
+        return ROOT_INODE  # never released: the root always lives
 
     def child(self, node: int, name: bytes) -> int:
         return now(self.volume.lookup(node, name)).inode
@@ -96,7 +96,7 @@ class VolumeFiles:
         self._drop(self.volume.mknod(node, name, mode, rdev, self._caller))
 
     def _drop(self, answer: Answer[Attributes]) -> None:
-        """Take away the lookup that a call which makes something has added."""
+        """Drop the lookup that a creating call added."""
         self.volume.forget(now(answer).inode, 1)
 
     def unlink(self, node: int, name: bytes) -> None:
@@ -154,7 +154,7 @@ class VolumeFile:
 
 
 def _status(seen: Attributes) -> Status:
-    # Copied: what a volume hands out is a live view.
+    # A copy: the volume returns a live view.
     return Status(
         seen.mode,
         seen.size,

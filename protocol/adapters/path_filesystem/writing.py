@@ -1,4 +1,4 @@
-"""Writing and removing: the calls of `StoreFilesystem` that change a store."""
+"""Writing and removing: the calls of `PathFilesystem` that change files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["make_directories", "open_writer", "remove", "temporary_name"]
 
 
 def temporary_name() -> bytes:
-    """A name for a file that is not finished."""
+    """A name for an unfinished file."""
     return b".vfsd-" + secrets.token_hex(8).encode() + b".tmp"
 
 
 def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Make the directories `missing`, each in the one before, below `names`; the names of the last one."""
+    """Make the directories `missing`, each inside the previous one, below `names`; return the names of the last one."""
     for name in missing:
         with held(store, enter(store, names)) as node, contextlib.suppress(FileExistsError):
-            store.mkdir(node, name)  # somebody else may have been faster
+            store.mkdir(node, name)  # another program may have made it first
         names = (*names, name)
     return names
 
 
 def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMode) -> FileWriter:
-    """A writer of the file at `place`, whose parent exists."""
+    """Open a writer for the file at `place`, whose parent exists."""
     if mode == "append" and not place.missing:
         node = place.take_node()
         try:
@@ -54,7 +54,7 @@ def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMod
 
 
 class _Creation:
-    """A new file under its own name, taken at once so that nobody else creates it; removed when it fails."""
+    """A new file under its final name from the start, so that no other program creates it; removed on failure."""
 
     def __init__(self, store: PathFiles, parent: int, name: bytes) -> None:
         self._store = store
@@ -69,13 +69,13 @@ class _Creation:
     def abort(self) -> None:
         store = self._store
         with held(store, self._parent), contextlib.suppress(FileNotFoundError):
-            # Not what somebody else has put there since.
+            # Not a file that another program has put there since.
             if store.status_of(self._parent, self._name).inode == store.status(self.file.node).inode:
                 store.unlink(self._parent, self._name)
 
 
 class _Replacement:
-    """A file under a temporary name, which takes the old one's place, mode, owner and attributes in the end."""
+    """A file under a temporary name that in the end takes the place, mode, owner and attributes of the old one."""
 
     def __init__(self, store: PathFiles, parent: int, name: bytes, place: ResolvedPath) -> None:
         self._store = store
@@ -84,7 +84,7 @@ class _Replacement:
         self._old = old = None if place.missing else place.status
         self._xattrs = {} if old is None else _own_xattrs(store, place.node)
         self._temporary = temporary_name()
-        # Nobody else may read what will be a private file.
+        # The old file may be private, so nobody else may read the new one.
         self.file: OpenFile = store.create(parent, self._temporary, None if old is None else 0o600)
 
     def commit(self) -> None:
@@ -103,25 +103,25 @@ class _Replacement:
 
 
 def copy_ownership(store: PathFiles, node: int, old: Status) -> None:
-    """Give `node` the owner, where that is allowed, and the mode of `old`."""
+    """Give `node` the mode of `old` and, where that is allowed, its owner."""
     made = store.status(node)
     if (made.uid, made.gid) != (old.uid, old.gid):
         try:
             store.set_owner(node, old.uid, old.gid)
         except PermissionError:
-            # The file is ours now; then it must not run as somebody that it does not belong to.
+            # This user owns the file now: it must not run with the rights of another user.
             old = old._replace(mode=old.mode & ~(stat.S_ISUID | stat.S_ISGID))
-    store.set_mode(node, old.mode)  # after the owner: changing that clears suid and sgid
+    store.set_mode(node, old.mode)  # after the owner: chown clears suid and sgid
 
 
 def _own_xattrs(store: PathFiles, node: int) -> dict[bytes, bytes]:
-    """The extended attributes that a write in place would have left: not the capabilities (write(2), caps)."""
+    """The extended attributes that a write in place would keep: not capabilities (write(2) removes them)."""
     names = (b"user.", b"system.posix_acl_")
     return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
 
 
 def remove(store: PathFiles, names: tuple[bytes, ...], *, recursive: bool) -> int:
-    """Remove what is at `names`, which are not the root's; the count of entries removed.
+    """Remove the entry at `names`, not the root; return the number of entries removed.
 
     IsADirectoryError (ENOTEMPTY) for a directory with entries, unless `recursive`.
     """
@@ -142,9 +142,9 @@ def remove(store: PathFiles, names: tuple[bytes, ...], *, recursive: bool) -> in
 
 
 def _remove_below(store: PathFiles, names: tuple[bytes, ...]) -> int:
-    """Remove a directory and all in it.  Nothing is held from one directory to the next: it may be very deep."""
+    """Remove a directory with everything in it.  Holds no node between directories: the tree may be very deep."""
     count = 0
-    waiting = [(names, False)]  # a directory, and whether what was in it is gone
+    waiting = [(names, False)]  # (directory, whether its entries are gone)
     while waiting:
         directory, is_empty = waiting.pop()
         if not is_empty:

@@ -1,20 +1,19 @@
-"""OverlayState: the live inodes over a directory below, which is looked at as late as possible.
+"""OverlayState: the live inodes over a lower directory, loaded as late as possible.
 
-Looking below is no change: what is found was there at every snapshot, so it leaves no pre-image, and its stamp
-(epoch 0) is older than all.  Three steps, each when somebody first needs it:
+Loading is no change: every snapshot already contained what is loaded, so loading leaves no pre-image, and the stamp of
+a loaded inode (epoch 0) is older than all others.  Three steps, each at the first access:
 
-- a directory gets its entries from one scan of it (`_fill`): a number for each name, nothing more;
-- a number gets its inode from one lstat of the name (`_make`), and with it the `LowerFile` that content comes from;
-- a block of content is read when it is read, and copied up when it is changed in part.
+- one scan of a directory gives it its entries (`_fill`): only a number for each name;
+- one lstat of the name gives a number its inode (`_make`), with the `LowerFile` that content comes from;
+- a block of content is read when it is read through the mount, and copied up when it is changed in part.
 
-Names of one file below (hard links) get one number, told by the inode number that the directory gives.
+Hard links in the lower directory get one number, recognised by the inode number in the directory's entries.
 
-A directory is filled before there is a second version of it (`own`), so what filling finds out, its nlink, is written
-into one version only.  Its size is what it is below until its entries change above, and from then on counted as the
-memory volume counts.  A name met late belongs to all versions of its inode: `versions` finds them.
+A directory is loaded before a second version of it exists (`own`), so the link count that loading finds is written to
+one version only.  Its size is that of the lower directory until its entries change, and from then on computed as in the
+memory volume.  A name that is loaded late belongs to all versions of its inode, which `versions` finds.
 
-Threading: looking below is done by any thread, under `lock`; whatever changes the state holds it too (the volume's
-business).
+Threading: any thread may load, under `lock`; the volume also holds `lock` for every change of the state.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ __all__ = ["OverlayState"]
 
 _Place = tuple[int, bytes]  # directory, name
 _KIND: Final = 0o170000
-_TICK_MS: Final = 10  # of the kernel's clock for timestamps, at its slowest (CONFIG_HZ=100)
-_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; what the kernel takes timestamps of files from
-_LOWER_NAME_BYTES: Final = 640  # of a name below that was listed: its entry, number and kind
-_LOWER_INODE_BYTES: Final = 640  # of an inode below that was looked at, beside what every inode takes
+_TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
+_CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
+_LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind
+_LOWER_INODE_BYTES: Final = 640  # memory of a loaded inode, in addition to that of every inode
 
 
 class OverlayState(MemoryState):
-    """The state of one overlay.  `hidden(path, is_directory)` says what of below is not to be seen."""
+    """The state of one overlay.  `path_filter` hides paths of the lower directory."""
 
     def __init__(self, clock: Callable[[], int], lower: Lower, path_filter: PathFilter) -> None:
         seen = lower.stat(b"")
@@ -64,7 +63,7 @@ class OverlayState(MemoryState):
         self._waiting: dict[int, tuple[_Place, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
         self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
-        self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # of directories from below: where they are there
+        self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # directories of the lower layer: their path there
         self.table = InodeTable({}, self._make)
         self.ledger.leave(self.inodes[ROOT_INODE])
         self.inodes = self.table
@@ -84,7 +83,7 @@ class OverlayState(MemoryState):
 
     # -- looking below -------------------------------------------------------------------------
     def _fill(self, number: int) -> None:
-        """Give the directory `number` its entries.  OSError as opening it."""
+        """Load the entries of the directory `number`.  OSError if it cannot be opened."""
         path = self._paths[number]
         self._check_memory()
         try:
@@ -92,7 +91,7 @@ class OverlayState(MemoryState):
         except OSError as error:
             if not is_gone(error):
                 raise
-            device, found = 0, []  # removed below since it was looked at
+            device, found = 0, []  # removed below since its inode was loaded
         with self.lock:
             directory = self.table.known(number)
             if directory is None or not isinstance(directory.children, UnfilledChildren):
@@ -111,16 +110,16 @@ class OverlayState(MemoryState):
             self.ledger.charge_overhead(sum(_LOWER_NAME_BYTES + len(name) for name in entries))
 
     def _check_memory(self) -> None:
-        """ENOMEM where nothing more of below can be remembered.
+        """Raise ENOMEM if no more of the lower layer can be loaded.
 
-        That is an eighth above the limit: what was looked at must be known to be removed or restored.
+        The bound is an eighth above the limit, because a path must be loaded before it can be removed or restored.
         """
         limit = self.ledger.limit
         if limit is not None and self.ledger.total > limit + limit // 8:
             raise os_error(errno.ENOMEM)
 
     def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
-        """A new number for a name that was met, or that of the file whose name it is too."""
+        """Return a new number for a name, or the number of the loaded file that has this further name."""
         if kind != stat.S_IFDIR:
             number = self._numbers.get(key)
             if number is not None and self._add_name(number, place):
@@ -134,14 +133,14 @@ class OverlayState(MemoryState):
         return number
 
     def _add_name(self, number: int, place: _Place) -> bool:
-        """Whether `place` is a further name of the file `number`; then it is noted."""
+        """Record `place` as a further name of the file `number`; False if it is a name of another file."""
         waiting = self._waiting.get(number)
         if waiting is not None:
             self._waiting[number] = (*waiting, place)
             return True
         live = self.table.known(number)
         if live is None or live.nlink <= len(live.links):
-            return False  # the inode number was used again, for another file
+            return False  # another file has reused the inode number
         for version in self.versions(number):
             version.links = (*version.links, place)
             if version is live:
@@ -151,7 +150,7 @@ class OverlayState(MemoryState):
         return True
 
     def _make(self, number: int) -> Inode:
-        """The inode of a number that was given out.  KeyError; FileNotFoundError where it is gone below."""
+        """Create the inode of an assigned number.  KeyError; FileNotFoundError if it no longer exists below."""
         with self.lock:
             made = self.table.known(number)
             if made is not None:
@@ -189,7 +188,7 @@ class OverlayState(MemoryState):
         kind = seen.st_mode & _KIND
         if kind == stat.S_IFDIR:
             inode.children = UnfilledChildren(functools.partial(self._fill, number))
-            inode.nlink = seen.st_nlink  # some file systems say 1, for "not counted"
+            inode.nlink = seen.st_nlink  # some file systems report 1 for "not counted"
             self._paths[number] = path
         elif kind == stat.S_IFREG:
             inode.content = LowerContent(inode.lower, self.ledger)
@@ -202,13 +201,13 @@ class OverlayState(MemoryState):
         return inode
 
     def kind(self, number: int) -> int:
-        """The type bits of an inode, which need not have been looked at."""
+        """The type bits of an inode, loaded or not."""
         known = self.table.known(number)
         if known is not None:
             return known.mode
         try:
             return self._kinds[number]
-        except KeyError:  # another thread has just made it
+        except KeyError:  # another thread has just loaded it
             return self.table[number].mode
 
     def modes(self, numbers: list[int]) -> list[int]:
@@ -216,18 +215,18 @@ class OverlayState(MemoryState):
         return list(map(self.kind, numbers))
 
     def known_kind(self, number: int) -> Inode | None:
-        """The inode, if it was looked at."""
+        """The inode, if it was loaded."""
         return self.table.known(number)
 
     def _correct_kind(self, number: int, directory: int, kind: int) -> None:
-        """What the directory called a file may have become a directory since, or the other way round."""
+        """Correct the link counts above a name that has become, or is no longer, a directory since it was listed."""
         change = (kind == stat.S_IFDIR) - (self._kinds[number] == stat.S_IFDIR)
         if change:
             for version in self.versions(directory):
                 version.nlink += change
 
     def _vanished(self, number: int, places: Iterable[_Place]) -> None:
-        """Forget the names of what is not there any more, as if they had never been."""
+        """Drop the names of a file that no longer exists below, in all versions."""
         is_directory = self._kinds.pop(number) == stat.S_IFDIR
         del self._waiting[number]
         for directory, name in places:
@@ -244,7 +243,7 @@ class OverlayState(MemoryState):
                     version.size -= DIRECTORY_ENTRY_BYTES
 
     def versions(self, number: int) -> Iterator[Inode]:
-        """All versions of an inode that was looked at: the live one, and those that snapshots hold."""
+        """Yield all versions of a loaded inode: the live one, and those that snapshots hold."""
         live = self.table.known(number)
         if live is not None:
             yield live
@@ -265,7 +264,7 @@ class OverlayState(MemoryState):
                 return
 
     def look_everywhere(self) -> None:
-        """Read every directory below that was not read yet."""
+        """Load every directory of the lower layer."""
         todo = [ROOT_INODE]
         while todo:
             directory = self.table.get(todo.pop())
@@ -280,12 +279,12 @@ class OverlayState(MemoryState):
 
     # -- what changes below ----------------------------------------------------------------------
     def refresh(self, number: int) -> tuple[bool, bool]:
-        """Look once more at a file that changed below.
+        """Look again at a file that changed below.
 
-        Returns whether the live version follows what is below, and whether anything is different now.  A live version
-        that was changed above does not follow: what it took from below is gone.  Then no other version follows
-        either, and least of all the base's: its identity is the one that the workspace had shown when it first
-        changed the file, and `apply` compares with that.
+        Returns whether the live version follows the lower file, and whether anything is different now.  A live
+        version that was changed in the overlay does not follow: the lower content that it was based on is gone.  Then
+        no other version follows either, in particular not the base's: its identity is the one that the workspace
+        showed when it first changed the file, and `apply` compares with that.
         """
         with self.lock:
             live = self.table.known(number)
@@ -293,7 +292,7 @@ class OverlayState(MemoryState):
                 return False, False
             old = live.lower
             if old.kept is not None:
-                return True, False  # replaced below by ourselves: it goes on as it was
+                return True, False  # an apply replaced the file below; this version keeps its old content
             try:
                 seen = self.lower.stat(old.path)
             except OSError as error:
@@ -338,7 +337,7 @@ class OverlayState(MemoryState):
     ) -> None:
         inode.lower = new
         inode.mode, inode.uid, inode.gid = seen.st_mode, seen.st_uid, seen.st_gid
-        inode.xattrs = None if xattrs is None else dict(xattrs)  # versions share a dict only if the ledger knows of it
+        inode.xattrs = None if xattrs is None else dict(xattrs)  # versions share a dict only if the ledger counts it
         if inode.content is not None:
             inode.content = LowerContent(new, self.ledger)
             if is_live:
@@ -346,7 +345,7 @@ class OverlayState(MemoryState):
         _show(inode, seen)
 
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
-        """We ourselves moved the ctime of these inodes below, by (st_dev, st_ino): by a link or an attribute."""
+        """Take over the identities of inodes whose ctime an apply changed, by (st_dev, st_ino)."""
         with self.lock:
             for number in list(self.table) if renewed else ():
                 for version in self.versions(number):
@@ -400,7 +399,7 @@ class OverlayState(MemoryState):
         self.check_name(directory, name, is_directory=False)
 
     def check_name(self, directory: Inode, name: bytes, *, is_directory: bool) -> None:
-        """EPERM where `name` in `directory` is hidden: it would get in the way of what is below."""
+        """Raise EPERM if `name` in `directory` is hidden: it could collide with a hidden entry below."""
         if not self.path_filter:
             return
         above = self.path(directory)
@@ -411,10 +410,10 @@ class OverlayState(MemoryState):
 
 
 def _outlast_tick(ctime_ns: int) -> None:
-    """Wait until the kernel's clock for timestamps has gone beyond `ctime_ns`, if that was within its last tick.
+    """Wait until the kernel's timestamp clock is past `ctime_ns`, if that lies within the clock's last tick.
 
-    A later change of the file then gets another ctime, also when it leaves the size as it was.  Not longer than a
-    tick: a ctime further ahead is that of another machine's clock.
+    A later change of the file then gets another ctime, even if it keeps the size.  Waits one tick at most: a ctime
+    further ahead comes from another machine's clock.
     """
     for _ in range(_TICK_MS):
         ahead = ctime_ns - time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
@@ -440,7 +439,7 @@ def _show(inode: Inode, seen: os.stat_result) -> None:
 
 
 def _follows(inode: OverlayInode, was: Identity) -> bool:
-    """Whether a version shows what is below, and nothing of its own."""
+    """Whether a version shows exactly the lower file."""
     content = inode.content
     return (
         inode.lower.identity == was

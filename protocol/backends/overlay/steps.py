@@ -1,7 +1,7 @@
-"""Steps: what an apply does to the directory below, one after the other.  Each may be done a second time.
+"""Steps: the changes that an apply makes in the directory below, one at a time.  Each can be repeated.
 
-A step says what was at its path when it was planned (`seen`).  Where something else is there by now it leaves it
-alone, and says so: an apply that is finished after a crash meets what others did meanwhile.
+A step records the identity that was at its path when it was planned (`seen`).  If another program has changed the path
+since, the step leaves it alone and reports that, because an apply that is finished after a crash may run much later.
 
 Threading: any one thread.
 """
@@ -29,7 +29,7 @@ _ONLY_MINE: Final = 0o700
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What is set beside content."""
+    """Metadata that a step sets."""
 
     mode: int
     uid: int
@@ -40,7 +40,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`directory`: make it.  `leaf`: put what is staged (at `staged`) in its place.  `attributes`: set them.  `remove`.
+    """`directory`: make it.  `leaf`: rename the entry at `staged` into place.  `attributes`: set them.  `remove`.
 
     Paths are relative to the directory below.
     """
@@ -52,7 +52,7 @@ class Step:
     attributes: Attributes | None = None
 
     def record(self) -> dict[str, Any]:
-        """The step as JSON has it."""
+        """The step as a JSON object."""
         found: dict[str, Any] = {"do": self.do, "path": os.fsdecode(self.path), "seen": self.seen}
         if self.staged:
             found["staged"] = os.fsdecode(self.staged)
@@ -64,7 +64,7 @@ class Step:
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> Step:
-        """The step of what `record` gave.  KeyError, ValueError, TypeError for anything else."""
+        """The inverse of `record`.  KeyError, ValueError, TypeError for anything else."""
         attributes = None
         if "attributes" in record:
             mode, uid, gid, mtime_ns, xattrs = record["attributes"]
@@ -80,29 +80,29 @@ class Step:
 
 
 def attributes_of(entry: TreeEntry) -> Attributes:
-    """Those that an entry of a tree has."""
+    """The attributes of a tree's entry."""
     return Attributes(entry.mode, entry.uid, entry.gid, entry.mtime_ns, entry.xattrs)
 
 
 def place(root: int, path: bytes) -> tuple[Handle, bytes]:
-    """The directory that `path` is in, opened anew, and its name there: nothing is written by a stale descriptor."""
+    """Open the directory of `path` anew and return it with the name: no write goes through a stale descriptor."""
     above, _, name = path.rpartition(b"/")
     return Handle(open_beneath(root, above or b".", os.O_RDONLY | os.O_DIRECTORY)), name or b"."
 
 
 class Steps:
-    """Does steps in the directory of descriptor `root`.
+    """Executes steps in the directory of descriptor `root`.
 
-    `moving` is told of each inode that keeps other names, and whose ctime is about to move: (directory, name).
+    `moving` is called with (directory, name) of each inode that keeps other names and whose ctime is about to change.
     """
 
     def __init__(self, root: int, moving: Callable[[Handle, bytes], None] = lambda _directory, _name: None) -> None:
         self._root = root
         self._moving = moving
-        self.directories: set[bytes] = set()  # in which entries changed: to be synced
+        self.directories: set[bytes] = set()  # whose entries changed, to be synced
 
     def run(self, step: Step) -> bool:
-        """Whether it is done now; False where something is in the way that was not there.  OSError."""
+        """Execute a step.  False, without a change, if something unexpected is at its path.  OSError."""
         if step.do == "attributes":
             return self._set(step)
         try:
@@ -133,10 +133,10 @@ class Steps:
         source, staged = place(self._root, step.staged)
         new = _stat(source, staged)
         if new is None:
-            return True  # done before
+            return True  # executed before
         if there is not None:
             if (there.st_dev, there.st_ino) == (new.st_dev, new.st_ino):
-                os.unlink(staged, dir_fd=source.fd)  # rename(2) of two names of one file leaves both
+                os.unlink(staged, dir_fd=source.fd)  # rename(2) keeps both if they are names of one file
                 return True
             if not _is_seen(there, step.seen):
                 return False
@@ -186,7 +186,7 @@ class Steps:
         return True
 
     def sync(self) -> None:
-        """Have the entries of all directories that changed on the disk."""
+        """Sync all directories whose entries changed."""
         for path in sorted(self.directories):
             try:
                 handle = Handle(open_beneath(self._root, path or b".", os.O_RDONLY | os.O_DIRECTORY))
@@ -214,7 +214,7 @@ def _rmdir(directory: Handle, name: bytes, path: bytes) -> None:
 
 
 def _is_seen(there: os.stat_result, seen: Identity | None) -> bool:
-    """Whether it is what was seen; of its ctime nothing is asked, which links and renames move, ours too."""
+    """Whether the identity is the one that was seen, apart from the ctime, which links and renames change."""
     if seen is None:
         return False
     if stat.S_ISDIR(there.st_mode):
@@ -223,17 +223,17 @@ def _is_seen(there: os.stat_result, seen: Identity | None) -> bool:
 
 
 def _has_got(there: os.stat_result, seen: Identity | None, mtime_ns: int) -> bool:
-    """Whether it is what was seen, with the time that it was to get."""
+    """Whether this is the file that was seen, with the mtime that the step sets."""
     return seen is not None and _is_seen(there, (*seen[:3], mtime_ns, 0))
 
 
 def set_attributes(descriptor: int, new: Attributes) -> None:
-    """Owner first, which clears bits of the mode; time last, which everything else moves."""
+    """Set attributes: the owner first, because that clears mode bits; the mtime last, because the others change it."""
     there = os.fstat(descriptor)
     if (there.st_uid, there.st_gid) != (new.uid, new.gid):
         os.chown(descriptor, new.uid, new.gid)
     had: set[str] = set()
-    with contextlib.suppress(OSError):  # EOPNOTSUPP: then there is nothing to take away
+    with contextlib.suppress(OSError):  # EOPNOTSUPP: there are none to remove
         had = set(os.listxattr(descriptor))
     for gone in had - {os.fsdecode(each) for each in new.xattrs}:
         os.removexattr(descriptor, gone)
@@ -244,7 +244,7 @@ def set_attributes(descriptor: int, new: Attributes) -> None:
 
 
 def set_by_name(directory: Handle, name: bytes, new: Attributes, *, is_symlink: bool) -> None:
-    """For what cannot be opened: symlinks, fifos, devices."""
+    """Set attributes of entries that cannot be opened: symlinks, fifos, devices."""
     os.chown(name, new.uid, new.gid, dir_fd=directory.fd, follow_symlinks=False)
     if not is_symlink:
         there = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))

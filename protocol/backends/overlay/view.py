@@ -1,7 +1,7 @@
-"""OverlayTree: one state of an overlay as a read-only tree, which looks again at a file that changed below.
+"""OverlayTree: one state of an overlay as a read-only tree that follows files changed below.
 
-A file of which nothing is held above is read as it is below by now, from its beginning; where it changes between
-two pieces, or something of it is held above, reading it fails with ESTALE, and names it.
+A file with no changes in memory is read as it now is below, from its beginning.  If it changes between two pieces, or
+parts of it are held in memory, reading fails with ESTALE, naming the file.
 """
 
 from __future__ import annotations

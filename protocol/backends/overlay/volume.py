@@ -1,22 +1,23 @@
-"""OverlayVolume: a memory volume over a directory below, which is only ever read.
+"""OverlayVolume: a memory volume over a lower directory, which is only read.
 
-What is not changed is shown as it is below; a change is held in memory above, by block.  Snapshots, restores, views
-and imports are the memory volume's.  The first epoch, which no user sees, is the *base*: the state of below.
+Unchanged paths are shown as they are below; changes are held in memory, by block.  Snapshots, restores, views and
+imports are those of the memory volume.  The first epoch, which users do not see, is the *base*: the state below.
 
-What changes below while it is mounted:
+Changes below while the overlay is mounted:
 
-- a file that was not changed above follows: the read that finds it out fails with ESTALE, the kernel is told to forget
-  what it has of it (`on_change`), and from then on the new one is served.  Where nobody is to be told, nothing fails.
-  What the kernel has read it does not ask for: so `tidy` looks at all files that it knows, some at a time;
-- a file of which something is held above (content in part, attributes, another name) does not: reading what would
-  have to come from below fails with ESTALE, until it is discarded;
-- names that come and go in a directory that was listed already are not noticed; one that has gone is taken out
-  when it is first looked at.
+- A file without changes in the overlay follows.  The read that discovers the change fails with ESTALE, the kernel's
+  cache of the file is invalidated (`on_change`), and from then on the new content is shown.  Without `on_change` no
+  read fails.  The kernel does not repeat reads that it has cached; so `tidy` checks all files that the kernel knows, a
+  part of them at a time.
+- A file with changes in the overlay (content in part, attributes, another name) does not follow: reading content that
+  has to come from below fails with ESTALE, until the file is discarded.
+- Names that appear or disappear in a directory that was listed already are not noticed; a name that disappeared is
+  removed when it is first looked up.
 
-Each is logged once and counted (`changed_below`).
+Each change is logged once and counted (`changed_below`).
 
-Threading: as the memory volume; views may look below from their own thread (see `state`), so a call that changes the
-state holds its lock.
+Threading: as the memory volume.  Views load from their own threads (see `state`), so every call that changes the state
+holds the state's lock.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _SUPERUSER: Final = Caller(0, 0)
-_LOOKED_AT: Final = 1000  # files at a time: some milliseconds
+_LOOKED_AT: Final = 1000  # files at a time: takes some milliseconds
 
 
 def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Callable[P, T]:
@@ -103,7 +104,7 @@ class OverlayVolume(MemoryVolume):
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
         self._untold: set[int] = set()
-        self._lost: set[int] = set()  # whose rest nobody can read any more, and of which that was said
+        self._lost: set[int] = set()  # inodes whose remaining content is lost, and for which that was logged
         self._round: Iterator[int] = iter(())
 
     def check_invariants(self) -> None:
@@ -141,13 +142,13 @@ class OverlayVolume(MemoryVolume):
             yield tree
 
     def discard(self, paths: Sequence[bytes] = ()) -> CacheInvalidation:
-        """Make the live state (below `paths`, or all) what it is below.  ENOENT when a path is in neither."""
+        """Make the live state, at and below `paths` or everywhere, equal to the base.  ENOENT for a path in neither."""
         with self._lock:
             return self._history.restore_epoch(self._base, paths)
 
     @property
     def apply_interrupted(self) -> bool:
-        """Whether an `apply` into the directory below was killed, and the next one has it to finish or to undo."""
+        """Whether an `apply` into the directory below was killed; the next one finishes or undoes it."""
         return is_interrupted(self.lower.directory(b"").fd)
 
     def usage(self) -> VolumeUsage:
@@ -160,7 +161,7 @@ class OverlayVolume(MemoryVolume):
             yield OverlayApply(self, base, live, paths, force=force, dry_run=dry_run)
 
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
-        """From here on the base has what `tree` has where `apply` has written it below.  The live state stays."""
+        """Make the base equal to `tree` at the paths that `apply` wrote below.  The live state stays."""
         state = self._overlay
         paths = [change.path for change in done.changes]
         with self._lock:
@@ -180,7 +181,7 @@ class OverlayVolume(MemoryVolume):
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.forget_revived()
-            # No kernel has seen any of this: what it holds is as young as before.
+            # The kernel has seen none of this: its inodes keep their generation.
             for number, generation in generations.items():
                 inode = state.table.known(number)
                 if inode is not None:
@@ -195,7 +196,7 @@ class OverlayVolume(MemoryVolume):
         number = self._children(parent).get(name)
         if number is not None:
             known = self._overlay.table.known(number)
-            # The kernel knows nothing of it, so it can follow without a word.
+            # The kernel holds no reference, so the file can follow without an invalidation.
             if (
                 known is not None
                 and not known.lookups
@@ -243,15 +244,15 @@ class OverlayVolume(MemoryVolume):
             return run(*args, **kwargs)
 
     def _follow(self, inode: int, error: ChangedBelowError) -> None:
-        """Return when the file that changed below can be read now; else raise `error`."""
+        """Return if the file that changed below can be read now; else raise `error`."""
         follows, changed = self.look_again(inode, error.path)
         if not follows or (changed and self.on_change is not None):
             raise error
 
     def look_again(self, inode: int, path: bytes) -> tuple[bool, bool]:
-        """Look once more at a file of which a read has found that it changed below (at `path`); any thread.
+        """Look again at a file whose read at `path` found that it changed below; any thread.
 
-        Whether it follows what is below, and whether anything is different now; that is logged and told.
+        Returns whether it follows, and whether anything is different now; a difference is logged and reported.
         """
         follows, changed = self._overlay.refresh(inode)
         if changed and (follows or inode not in self._lost):
@@ -266,9 +267,9 @@ class OverlayVolume(MemoryVolume):
         return follows, changed
 
     def tidy(self) -> None:
-        """Look once more at some of the files from below that the kernel knows: what it has read it does not ask for.
+        """Check some of the lower files that the kernel knows: it does not repeat reads that it has cached.
 
-        To be called about once a second.
+        Call it about once a second.
         """
         with self._lock:
             numbers = list(itertools.islice(self._round, _LOOKED_AT))
@@ -287,7 +288,7 @@ class OverlayVolume(MemoryVolume):
         try:
             seen = self.lower.stat(file.path)
         except OSError:
-            return  # as other names that go, it is not noticed until somebody wants to read it
+            return  # as for other names that disappear: noticed at the next read
         if self.lower.is_same(identity(seen), file.identity):
             self._lost.discard(number)
         elif number not in self._lost:
@@ -316,7 +317,7 @@ class OverlayVolume(MemoryVolume):
 
 
 def _outermost(paths: Sequence[bytes]) -> list[bytes]:
-    """`paths` without those below another one: what changed below a path is among them anyhow."""
+    """`paths` without those below another one, which includes their changes."""
     every = set(paths)
 
     def has_above(path: bytes) -> bool:
