@@ -1,16 +1,16 @@
 r"""Expression: a regular expression that is searched for line by line, in time linear in the text.
 
-The engine is RE2.  Beside Python's `re`:
+The engine is RE2.  Differences from Python's `re`:
 
-- no backreferences, look-around, atomic groups, possessive repeats, comments and (?x): ValueError says which;
-- a repeat counts to 1,000 at most; `\Z` is written `\z`; `\C` (one byte) is refused, it can cut a character;
-- `\w`, `\d`, `\s` and `\b` know ASCII only; `\pL`, `\p{Greek}`, `[[:alpha:]]` are there;
+- backreferences, look-around, atomic groups, possessive repeats, comments and (?x) raise ValueError, which names them;
+- a repeat counts to 1,000 at most; `\Z` is written `\z`; `\C` (one byte) is refused, because it can split a character;
+- `\w`, `\d`, `\s` and `\b` are ASCII only; `\pL`, `\p{Greek}`, `[[:alpha:]]` are supported;
 - `(?i)` and `ignore_case` fold the case of any script.
 
-Each line is searched for itself: `^`, `\A`, `$` and `\z` are the line's ends, nothing matches a "\n", and an
-expression that asks for one matches nothing.  A "\r" before it belongs to the line.
+Each line is searched separately: `^`, `\A`, `$` and `\z` match at its ends, nothing matches a "\n", and an expression
+that requires one matches nothing.  A "\r" before the "\n" belongs to the line.
 
-Where it can, the whole text is searched at once, and only lines that match are looked at.
+Where possible the whole text is searched at once, and only matching lines are examined.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from protocol.search.tokens import Token, required_literal, tokens_of
 __all__ = ["Expression", "Hit"]
 
 
-# The first match in a line: how many newlines are before the line, and offsets of bytes in the text: where the
-# line starts and ends, where the match starts and ends.  A plain tuple: there may be one for each line of all files.
+# The first match in a line: the number of newlines before the line, and byte offsets in the text: start and end of the
+# line, start and end of the match.  A plain tuple: there may be one for each line of all files.
 Hit: TypeAlias = tuple[int, int, int, int, int]
 _Search: TypeAlias = Callable[[bytes, int, int], tuple[int, int] | None]
 
 
 class Expression:
-    """Compiled.  ValueError, which names the position, for what RE2 does not take."""
+    """Compile an expression.  ValueError, with the position, for syntax that RE2 does not support."""
 
     def __init__(self, pattern: str, *, ignore_case: bool = False) -> None:
         try:
@@ -44,7 +44,7 @@ class Expression:
             if token.text == r"\C":
                 raise _invalid(token.start, r"\C is not supported: it can match a part of a character", pattern)
         _compiled(pattern, tokens, ignore_case)
-        # Checked without the prefix, so that positions are those of `pattern`.
+        # Checked without the prefix, so that positions refer to `pattern`.
         compiled = _compiled("(?m)" + pattern, tokens, ignore_case)
         self._is_of_one_line = any(_is_of_one_line(token) for token in tokens)
         self._required = b"" if ignore_case else required_literal(pattern).encode()
@@ -53,14 +53,14 @@ class Expression:
         self._search = _finder(self._required) if is_literal and is_of_line else _searcher(compiled)
 
     def may_match(self, text: bytes) -> bool:
-        """False where no line of `text` can match: cheaper than `hits`, and usual."""
+        """False if no line of `text` can match: cheaper than `hits`, and the usual case."""
         return self._required in text
 
     def hits(self, text: bytes, end: int | None = None) -> Iterator[Hit]:
-        """The lines of `text` that match, in order.
+        """Yield the matching lines of `text`, in order.
 
-        A "\\n" at the end of `text` begins no line.  Only what is before `end` is searched, but a "$" does not
-        match there unless the line ends there.
+        A "\n" at the end of `text` starts no line.  Only the text before `end` is searched, but "$" matches there
+        only if the line ends there.
         """
         if not text:
             return iter(())
@@ -92,7 +92,7 @@ class Expression:
             line_end = text.find(b"\n", at, end)
             if line_end < 0:
                 line_end = end
-            # Where `end` cuts the line, what follows is kept, so that `\z` does not match there.
+            # If `end` cuts the line, the rest of it is passed too, so that `\z` does not match there.
             rest = text.find(b"\n", line_end)
             line = text[at : rest if rest >= 0 else len(text)]
             found = self._search(line, 0, line_end - at)
@@ -104,7 +104,7 @@ class Expression:
 
 
 def _is_of_one_line(token: Token) -> bool:
-    r"""Whether it means something else in a whole text than in a line: `\A`, `\z`, `(?-m)`."""
+    r"""Whether it has another meaning in a whole text than in a line: `\A`, `\z`, `(?-m)`."""
     return token.text in {r"\A", r"\z"} or (token.kind in {"flags", "open"} and "-" in token.text)
 
 
@@ -113,7 +113,7 @@ def _compiled(pattern: str, tokens: list[Token], ignore_case: bool) -> Any:
     options = re2.Options()
     options.case_sensitive = not ignore_case
     options.never_nl = True
-    options.never_capture = True  # nobody asks for groups, and without them RE2 needs only its fastest engine
+    options.never_capture = True  # groups are not used, and without them RE2 needs only its fastest engine
     options.log_errors = False
     try:
         return re2.compile(pattern.encode(), options)
@@ -121,7 +121,7 @@ def _compiled(pattern: str, tokens: list[Token], ignore_case: bool) -> Any:
         message = error.args[0]
         text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
     finally:
-        # Its cache holds 128 expressions, of 8 MiB each at worst: too much for a daemon.
+        # RE2's cache holds 128 expressions of up to 8 MiB each: too much for a daemon.
         re2.purge()
     reason, _, fragment = text.partition(": ")
     position = _position(pattern, tokens, reason, fragment)
@@ -129,10 +129,10 @@ def _compiled(pattern: str, tokens: list[Token], ignore_case: bool) -> Any:
 
 
 def _searcher(compiled: Any) -> _Search:
-    """(text, start, end) -> the span of the first match, or None.
+    """Return a function (text, start, end) -> span of the first match, or None.
 
-    RE2's wrapper makes three objects for each match, which takes three times as long as the search in a short
-    line: so what it wraps is called.  That has no public name, so a wrapper without it serves too.
+    RE2's wrapper makes three objects for each match, which in a short line takes three times as long as the search;
+    so the wrapped function is called directly.  It has no public name; without it the wrapper is used.
     """
     match = getattr(getattr(compiled, "_regexp", None), "Match", None)
     anchor = getattr(getattr(re2, "_Anchor", None), "UNANCHORED", None)
@@ -169,12 +169,12 @@ def _invalid(position: int, reason: str, pattern: str) -> ValueError:
 
 
 def _position(pattern: str, tokens: list[Token], reason: str, fragment: str) -> int:
-    """Where `fragment`, which RE2 complains of, stands."""
+    """The position of `fragment`, which RE2's error names."""
     if reason in {"missing )", "unexpected )"}:
         return _unbalanced(tokens)
     if reason.startswith("trailing"):
         return len(pattern) - 1
-    if reason == "invalid perl operator":  # the fragment is cut: "(?P" of "(?P=name)"
+    if reason == "invalid perl operator":  # RE2 cuts the fragment: "(?P" of "(?P=name)"
         for token in tokens:
             if token.text == "(" and pattern.startswith("(?", token.start):
                 return token.start
@@ -211,7 +211,7 @@ _KNOWN_ELSEWHERE: Final = (
 
 
 def _reason(pattern: str, position: int, reason: str, fragment: str) -> str:
-    """RE2's own reason, or a clearer one for what works with Python's `re`."""
+    """RE2's reason, or a clearer one for syntax that works in Python's `re`."""
     for start, better in _KNOWN_ELSEWHERE:
         if pattern.startswith(start, position):
             return better
@@ -219,5 +219,5 @@ def _reason(pattern: str, position: int, reason: str, fragment: str) -> str:
         return "backreferences are not supported"
     if reason == "invalid repetition size":
         return f"{reason} {fragment} (the most is 1000)"
-    # The whole pattern is shown anyway.
+    # The message shows the whole pattern anyway.
     return f"{reason} {fragment}" if fragment and fragment != pattern else reason

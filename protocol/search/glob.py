@@ -29,7 +29,7 @@ __all__ = ["GlobResult", "glob_paths"]
 
 @dataclass(frozen=True, slots=True)
 class GlobResult:
-    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all of them later in that order."""
+    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order."""
 
     paths: tuple[bytes, ...]
     truncated: bool = False
@@ -44,10 +44,10 @@ def glob_paths(
     skip: SkipRules = SKIP_NOTHING,
     keep_going: CancelCheck = never_cancelled,
 ) -> GlobResult:
-    """The regular files below directory `path` that match `pattern`, at most `limit`.
+    """Find the regular files below directory `path` that match `pattern`, at most `limit`.
 
     Symlinks are neither followed nor found.  `keep_going` is called for every directory and file.
-    ValueError for a pattern that cannot be one, FileNotFoundError, NotADirectoryError for `path`.
+    ValueError for an invalid pattern; FileNotFoundError, NotADirectoryError for `path`.
     """
     if limit is not None and limit < 0:
         raise ValueError(f"limit must not be negative: {limit}")
@@ -70,5 +70,5 @@ def _starts_binary(nodes: NodeTree, node: WalkEntry) -> bool:
         return is_binary(nodes.read_node(node, 0, BINARY_SNIFF_BYTES))
     except OSError as error:
         if is_gone(error):
-            return False  # its name is still what was asked for
+            return False  # its name has matched already
         raise

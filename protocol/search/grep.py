@@ -32,8 +32,8 @@ from protocol.types import GrepMatch
 
 __all__ = ["BLOCK_BYTES", "UNREADABLE_NAMED", "GrepResult", "Unreadable", "grep_tree"]
 
-BLOCK_BYTES: Final = 1 << 20  # what is held of a file at once, and how much at least of a line is searched
-UNREADABLE_NAMED: Final = 1_000  # files and directories that could not be read: so many are named, all are counted
+BLOCK_BYTES: Final = 1 << 20  # of a file in memory at a time; at least this much of a line is searched
+UNREADABLE_NAMED: Final = 1_000  # unreadable files and directories that are named; all are counted
 _MAX_UTF8_BYTES: Final = 4
 
 
@@ -47,11 +47,11 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class GrepResult:
-    """Matches in the order of their paths, as bytes, and lines.
+    """Matches, ordered by path (as bytes) and line.
 
-    `truncated`: there are more.  `files_searched` were read as far as that took; `files_skipped` are binary, not
-    UTF-8, or could not be read.  `unreadable` are the first UNREADABLE_NAMED files and directories that could not be
-    read, of `unreadable_count`.
+    `truncated`: there are more.  `files_searched` counts files that were read, as far as needed; `files_skipped`
+    those that are binary, not UTF-8, or unreadable.  `unreadable` are the first UNREADABLE_NAMED of the
+    `unreadable_count` files and directories that could not be read.
     """
 
     matches: tuple[GrepMatch, ...]
@@ -74,18 +74,18 @@ def grep_tree(
     ignore_case: bool = False,
     keep_going: CancelCheck = never_cancelled,
 ) -> GrepResult:
-    """The first match of each line that has one, in the regular files below directory `path`, or in the file `path`.
+    """Find the first match of each matching line in the regular files below directory `path`, or in the file `path`.
 
-    `glob` says which files, as in `glob_paths`.  Of a line longer than `max_line_characters` only so many are
-    given: its start, or a part around the match where that lies beyond; match_start and match_end count in
-    what is given.  Files of any size take a few MiB of memory: of one over BLOCK_BYTES a line is searched
-    for its first BLOCK_BYTES, and a match of it may end there.
+    `glob` selects files, as in `glob_paths`.  A line longer than `max_line_characters` is cut to that length: its
+    start, or a part around a match that lies further on; match_start and match_end count within the part.  Memory is
+    a few MiB for files of any size: in a file over BLOCK_BYTES only the first BLOCK_BYTES of a line are searched, and
+    a match may be cut there.
 
-    Skipped and counted: files with a NUL in their first 8 KiB, and what is not UTF-8 (of a file over
-    BLOCK_BYTES, as far as it was read before the matches were enough).
+    Skipped and counted: files with a NUL in their first 8 KiB, and files that are not UTF-8 (of a file over
+    BLOCK_BYTES, as far as it was read before there were enough matches).
 
-    Named in `unreadable`: files and directories that are there and cannot be read (EACCES, EPERM, EIO, ESTALE,
-    ENAMETOOLONG).  What vanishes meanwhile is not.  Where even `path` itself cannot be looked at any more, the search
+    Named in `unreadable`: files and directories that exist and cannot be read (EACCES, EPERM, EIO, ESTALE,
+    ENAMETOOLONG). Entries that disappear meanwhile are ignored.  If `path` itself can no longer be read, the search
     ends with that error: the backend is gone.
 
     `keep_going` is called for every directory, file and block.  ValueError for an invalid expression or glob;
@@ -134,7 +134,7 @@ def _files(
 
 @dataclass(slots=True)
 class _Search:
-    """One grep under way."""
+    """A running grep."""
 
     expression: Expression
     max_matches: int
@@ -157,7 +157,7 @@ class _Search:
         )
 
     def add_unreadable(self, path: bytes, error: OSError) -> None:
-        """Count what cannot be read, and name it if there is room."""
+        """Count an unreadable path, and name it if there is room."""
         self.unreadable_count += 1
         if len(self.unreadable) < UNREADABLE_NAMED:
             self.unreadable.append(Unreadable(path, error.strerror or str(error)))
@@ -192,7 +192,7 @@ class _Search:
     def _add(self, path: bytes, text: bytes, hits: Iterator[Hit], first_line: int) -> None:
         shown_path = decode(path)
         matches, max_matches, width = self.matches, self.max_matches, self.max_line_characters
-        is_ascii = text.isascii()  # then bytes are characters
+        is_ascii = text.isascii()  # an ASCII line: bytes are characters
         characters = text.decode() if is_ascii else ""
         for newlines, line_start, line_end, hit_start, hit_end in hits:
             if len(matches) == max_matches:
@@ -221,10 +221,10 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _cut(line: str, start: int, end: int, width: int) -> tuple[str, int, int]:
-    """At most `width` characters of a line, and the match in them; of a match that is longer, its start."""
+    """Cut a line to `width` characters around its match; a longer match to its start."""
     if end <= width:
         return line[:width], start, end
-    # A quarter before the match: what follows says more, but a match alone says too little.
+    # A quarter of the width goes before the match: the text after it usually says more.
     before = width // 4
     if end - start <= width:
         before = min(before, width - (end - start))
@@ -239,7 +239,7 @@ class _BinaryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some lines of a file; the first has `line_number`.  `end`: only so much is searched, the line goes on."""
+    """Consecutive lines of a file; the first has `line_number`.  Only the text before `end` is searched."""
 
     text: bytes
     line_number: int
@@ -247,9 +247,9 @@ class _Block:
 
 
 def _blocks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> Iterator[_Block]:
-    """A file in blocks of whole lines; of a line that fills more than a block, its start.
+    """Yield a file in blocks of whole lines; of a line longer than a block, its start.
 
-    Raises _BinaryError, and UnicodeDecodeError once it meets what is not UTF-8.
+    Raises _BinaryError, and UnicodeDecodeError at the first bytes that are not UTF-8.
     """
     rest = b""
     line_number = 1
@@ -290,7 +290,7 @@ def _text_chunks(nodes: NodeTree, node: WalkEntry, keep_going: CancelCheck) -> I
 
 
 def _character_boundary(text: bytes, at: int) -> int:
-    """The last offset up to `at` where a character of valid UTF-8 starts."""
+    """The last offset, at most `at`, at which a character of valid UTF-8 starts."""
     while text[at] & 0b1100_0000 == 0b1000_0000:
         at -= 1
     return at

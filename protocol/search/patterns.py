@@ -1,16 +1,15 @@
-r"""Glob patterns: compiled to what can be walked one name at a time.
+r"""Glob patterns, compiled so that they can be matched one name at a time during a walk.
 
-- "*" any characters, "?" one, "[a-z]" one of a class, "[!a]" one not of it: all within a name;
+- "*" any characters, "?" one, "[a-z]" one of a class, "[!a]" one outside it: all within a name;
 - "**" as a whole segment: any number of directories, also none; at the end: every file below;
-- "{a,b}" either (see `braces`); "\" takes the next character as it is;
-- without a "/", a pattern is for names at any depth; with a "/" at its start, for paths from the tree's root;
-  otherwise for paths from where the search starts.  Braces come first, so each alternative is judged alone.
+- "{a,b}" either (see `braces`); "\" makes the next character literal;
+- a pattern without "/" matches names at any depth; with a leading "/", paths from the tree's root; otherwise paths from
+  where the search starts.  Braces are expanded first, so each alternative is classified separately.
 
-Leading dots are nothing special.  ".." is no name, so a pattern with such a segment matches nothing, and
-one that ends in "/" neither, since only files are looked for.  `?` and classes take characters, and
-a byte that is not UTF-8 counts as one.
+Leading dots are not special.  ".." is no name, so a pattern with such a segment matches nothing; nor does one that ends
+in "/", because only files are found.  `?` and classes match characters; a byte that is not UTF-8 counts as one.
 
-No pattern is slow: a "*" is settled with the first place where what follows it matches.
+No pattern is slow: a "*" takes the first place at which the text after it matches, without backtracking.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ NameTest = Callable[[bytes], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """One part of a pattern between slashes.  `literal` is the only name it matches, where that is so."""
+    """One part of a pattern between slashes.  `literal` is the only name that it matches, if there is one."""
 
     text: str
     literal: bytes | None = field(compare=False)
-    suffix: bytes | None = field(compare=False)  # what every name with this end matches
+    suffix: bytes | None = field(compare=False)  # the common end of all matching names
     matches: NameTest = field(compare=False, repr=False)
 
 
 _ANY_DEPTH: Final = _Segment("**", None, None, lambda _: True)
-_Rest = tuple[_Segment, ...]  # the segments still to be matched
+_Rest = tuple[_Segment, ...]  # the remaining segments
 
 
 class PatternState:
-    """What a pattern still asks for below one directory.
+    """The part of a pattern that remains below one directory.
 
-    `names`: the only names worth a look there, where that is known without looking at the directory.
+    `names`: the only names that can match there, if that is known without listing the directory.
     """
 
     __slots__ = ("_deeper", "_elsewhere", "_entered", "_recursive", "accepts", "names", "rests")
@@ -54,7 +53,7 @@ class PatternState:
         self._entered = entered
         self._recursive = frozenset(rest for rest in rests if rest[0] is _ANY_DEPTH)
         self._deeper = [rest for rest in rests if len(rest) > 1 and rest[0] is not _ANY_DEPTH]
-        # Where all directories lead that no other segment matches: nearly always back here.
+        # The place for directories that no other segment matches: nearly always this one.
         onward = _closed(self._recursive)
         self._elsewhere: PatternState | None = self if onward == rests else _place(onward, entered)
         self.accepts: NameTest = _any_of([rest[0] for rest in rests if len(rest) == 1])
@@ -63,27 +62,27 @@ class PatternState:
         self.names: Collection[bytes] | None = None if None in literals else {each for each in literals if each}
 
     def enter(self, name: bytes) -> PatternState | None:
-        """The place that directory `name` leads to; None when nothing below it can match."""
+        """The place below directory `name`; None if nothing below it can match."""
         inner = [rest[1:] for rest in self._deeper if rest[0].matches(name)]
         return _place(_closed(self._recursive.union(inner)), self._entered) if inner else self._elsewhere
 
     def asks_for(self, name: bytes) -> bool:
-        """Whether the pattern spells out directory `name` here."""
+        """Whether the pattern names directory `name` here literally."""
         return any(rest[0].literal == name for rest in self._deeper)
 
 
 def _closed(rests: Iterable[_Rest]) -> frozenset[_Rest]:
-    """With what is left where a "**" stands for no directory at all."""
+    """Add the segments that remain if a "**" matches no directory."""
     closed: set[_Rest] = set()
     for rest in rests:
         closed.add(rest)
         if rest[0] is _ANY_DEPTH:
-            closed.add(rest[1:])  # never a second "**": `_segments` makes one of several
+            closed.add(rest[1:])  # never a second "**": `_segments` merges them
     return frozenset(closed)
 
 
 def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternState]) -> PatternState | None:
-    """The place for `closed`; each is made once for a pattern, however many directories lead to it."""
+    """The place for `closed`, made once per pattern, however many directories lead to it."""
     if not closed:
         return None
     if closed not in entered:
@@ -92,7 +91,7 @@ def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternStat
 
 
 class GlobPattern:
-    """A pattern, compiled.  ValueError when it is empty, cannot be a name, or has too many alternatives."""
+    """Compile a pattern.  ValueError if it is empty, is no possible name, or has too many alternatives."""
 
     def __init__(self, text: str) -> None:
         if not text:
@@ -110,7 +109,7 @@ class GlobPattern:
                 (self._from_root if alternative.startswith("/") else self._from_start).add(rest)
 
     def start(self, path: bytes) -> PatternState | None:
-        """What the pattern asks for below directory `path`, where the search starts; None: nothing can match."""
+        """The place of the search's start directory `path`; None if nothing below it can match."""
         rooted: frozenset[_Rest] = _closed(self._from_root)
         for name in path.split(b"/") if path else ():
             place = _place(rooted, self._places)
@@ -120,7 +119,7 @@ class GlobPattern:
 
 
 def _segments(alternative: str) -> _Rest:
-    """The segments of a pattern without braces; empty when it can match no file."""
+    """The segments of a pattern without braces; empty if it can match no file."""
     parts = alternative.split("/")
     if parts[-1] in {"", "."} or ".." in parts or "\0" in alternative:
         return ()
@@ -139,7 +138,7 @@ def _segments(alternative: str) -> _Rest:
 # -- one segment -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """One character that `expression`, a class of Python's `re`, describes."""
+    """A class of characters, as a class of Python's `re`."""
 
     expression: str
 
@@ -188,7 +187,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _character_class(text: str, at: int) -> tuple[_Class, int] | None:
-    """The class whose "[" stands before `at`, and where it ends; None when it is not closed: then "[" is a "["."""
+    """Parse the class whose "[" is before `at`.  Return it and its end; None for an unclosed one: "[" is literal."""
     negated = text[at : at + 1] in {"!", "^"}
     at += negated
     first = at
@@ -202,7 +201,7 @@ def _character_class(text: str, at: int) -> tuple[_Class, int] | None:
             members.append(f"{re.escape(low)}-{re.escape(high)}")
     if at >= len(text):
         return None
-    if not members:  # "[z-a]": nothing is in it
+    if not members:  # "[z-a]" matches nothing
         return _Class("." if negated else "(?!)"), at + 1
     return _Class(f"[{'^' if negated else ''}{''.join(members)}]"), at + 1
 
@@ -214,10 +213,10 @@ def _member(text: str, at: int) -> tuple[str, int]:
 
 
 def _expression(tokens: list[_Token]) -> str:
-    """For Python's `re`.  What follows a star is an atomic group: once it is found it is not looked for again.
+    """Compile to Python's `re`.  The part after a star is an atomic group, so that it is not searched for again.
 
-    That loses no match: a later place would leave less of the name for the rest.  The last star alone may
-    have to give way, to the end of the name.
+    That loses no match: a later place would leave less of the name for the rest.  Only the part after the last star
+    must match at the end of the name.
     """
     pieces: list[str] = [""]
     for token in tokens:
@@ -233,7 +232,7 @@ def _expression(tokens: list[_Token]) -> str:
 
 
 def _any_of(segments: list[_Segment]) -> NameTest:
-    """One test for all, and a cheap one where there is one."""
+    """One test for all segments, and a cheap one where possible."""
     if any(segment.suffix == b"" for segment in segments):
         return lambda _: True
     literals = frozenset(segment.literal for segment in segments if segment.literal is not None)
@@ -242,7 +241,7 @@ def _any_of(segments: list[_Segment]) -> NameTest:
     if not others and not suffixes:
         return literals.__contains__
     if not others and not literals:
-        ends = suffixes if len(suffixes) > 1 else suffixes[0]  # one by itself is tested faster
+        ends = suffixes if len(suffixes) > 1 else suffixes[0]  # a single one is faster to test
         return lambda name: name.endswith(ends)
     if len(others) == 1 and not literals and not suffixes:
         return others[0]

@@ -1,7 +1,7 @@
-r"""The tokens of a regular expression in RE2's syntax: as much of it as tells where things stand.
+r"""A tokenizer for RE2's syntax, as far as it is needed to find positions and literals.
 
-RE2 itself says whether an expression is valid, but not where it is not; and it searches for a required
-literal only where the expression starts with it.  Source: the page "Syntax" of RE2's wiki; re2/parse.cc.
+RE2 itself reports that an expression is invalid but not where, and it looks for a required literal only at the start of
+an expression.  Source: the page "Syntax" of RE2's wiki; re2/parse.cc.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["literal", "escape", "class", "open", "flags", "close", "or", "re
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`text` stands at character `start` of the expression.  `value` is what a literal matches."""
+    """`text` at character `start` of the expression.  `value` is the text that a literal matches."""
 
     kind: Kind
     start: int
@@ -30,7 +30,7 @@ class Token:
         return self.start + len(self.text)
 
 
-# In the order they are tried.  Each takes at least one character, and the last takes any.
+# Tried in this order.  Each matches at least one character, and the last matches any.
 _TOKEN: Final = re.compile(
     r"""
       (?P<quoted> \\Q .*? (?: \\E | \Z ) )
@@ -50,7 +50,7 @@ _TOKEN: Final = re.compile(
 
 
 def tokens_of(pattern: str) -> Iterator[Token]:
-    """The tokens of an expression, valid or not; together they are the whole of it."""
+    """The tokens of an expression, valid or not; together they cover all of it."""
     for found in _TOKEN.finditer(pattern):
         kind, text = found.lastgroup, found.group()
         match kind:
@@ -65,7 +65,7 @@ def tokens_of(pattern: str) -> Iterator[Token]:
 
 
 def required_literal(pattern: str) -> str:
-    """A text that every match of a valid expression contains: the longest that is easily seen; "" for none."""
+    """The longest easily found text that every match of a valid expression contains; "" for none."""
     best = run = ""
     depth = 0
     for token in tokens_of(pattern):
@@ -77,14 +77,14 @@ def required_literal(pattern: str) -> str:
             run += token.value
             continue
         if depth == 0 and token.kind == "repeat" and not token.text.startswith("+"):
-            run = run[:-1]  # perhaps not there at all
+            run = run[:-1]  # may be absent
         best = max(best, run, key=len)
         run = ""
     return max(best, run, key=len)
 
 
 def _sets_flags(token: Token) -> bool:
-    """Whether what follows may be matched in another way, without regard to case above all."""
+    """Whether the tokens after this one may match in another mode, in particular without regard to case."""
     return token.kind == "flags" or (token.kind == "open" and token.text.startswith("(?") and _has_flags(token.text))
 
 

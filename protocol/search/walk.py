@@ -1,7 +1,7 @@
-"""The files of a tree that a pattern asks for, in the order of their paths; what is left out on the way.
+"""Walk the files of a tree that a pattern can match, in the order of their paths.
 
-A tree is asked by path.  One that can hand out its own nodes spares a search two path look-ups for each
-file, which is most of the time that a search over small files takes: such a tree is a `NodeTree`.
+A `Tree` is addressed by paths.  A `NodeTree` also hands out its own nodes, which saves two path lookups for each file:
+most of the time of a search over small files.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ __all__ = [
 CancelCheck = Callable[[], None]
 OnUnreadable = Callable[[bytes, OSError], None]
 """Is told the path of what could not be read or listed, and why."""
-BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in so many bytes at a file's start makes it binary (git and grep: alike)
+BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in this many bytes at a file's start makes it binary (as for git and grep)
 
 
 def never_cancelled() -> None:
-    """The `keep_going` of a search that nobody cancels."""
+    """The default of `keep_going`: never cancel."""
 
 
 def unnamed(_path: bytes, _error: OSError) -> None:
-    """The `on_unreadable` of a search that does not name what it cannot read."""
+    """The default of `on_unreadable`: ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRules:
-    """What a search leaves out though it matches.
+    """Paths that a search omits although they match.
 
-    A directory that the pattern spells out ("vendor/*.go", ".github/**") and the one where the search
-    starts are not left out.  `binary_files` is for glob: grep can show no line of a binary file anyway.
+    A directory that the pattern names literally ("vendor/*.go", ".github/**") and the start directory are not omitted.
+    `binary_files` is for glob: grep can show no line of a binary file anyway.
     """
 
     hidden_directories: bool = True
@@ -69,7 +69,7 @@ SKIP_NOTHING: Final = SkipRules(hidden_directories=False, directories=frozenset(
 
 
 class WalkEntry(Protocol):
-    """A file or directory, as its tree knows it."""
+    """A file or directory, as its tree represents it."""
 
     @property
     def mode(self) -> int: ...
@@ -80,18 +80,18 @@ class WalkEntry(Protocol):
 
 @runtime_checkable
 class NodeTree(Protocol):
-    """What a tree may offer beside `Tree`, to be searched faster.  `Any`: each tree has nodes of its own."""
+    """Optional methods of a tree that make searches faster.  `Any`: each tree has nodes of its own."""
 
     def node(self, path: bytes) -> Any:
         """The node at `path` (no symlink is followed).  FileNotFoundError, NotADirectoryError."""
         ...
 
     def child_nodes(self, node: Any, names: Collection[bytes] | None = None) -> Iterable[tuple[bytes, Any]]:
-        """The entries of directory `node`, in any order; with `names` only those, as far as there are any."""
+        """The entries of directory `node`, in any order; with `names`, only the existing ones of these."""
         ...
 
     def read_node(self, node: Any, offset: int, size: int) -> bytes:
-        """As `Tree.read`."""
+        """See `Tree.read`."""
         ...
 
 
@@ -118,8 +118,8 @@ class _PathNodes:
 
 
 def nodes_of(tree: Tree) -> NodeTree:
-    """`tree` itself where it is a `NodeTree`."""
-    # Not isinstance with one call: a Tree that is a NodeTree too has no type that says so.
+    """Return `tree` itself if it is a `NodeTree`."""
+    # Two steps, because no type expresses a Tree that is also a NodeTree.
     return cast("NodeTree", tree) if isinstance(tree, NodeTree) else _PathNodes(tree)
 
 
@@ -127,7 +127,7 @@ _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether a tree of a live directory has only lost, or never shown us, what was asked for: no reason to end."""
+    """Whether the error only says that an entry of a live directory is gone: no reason to end the search."""
     return error.errno in _GONE
 
 
@@ -135,7 +135,7 @@ _UNREADABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EIO, errno.ESTA
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Whether what was asked for is there and cannot be read, which is to be named and no reason to end."""
+    """Whether the entry exists and cannot be read: it is named, and the search continues."""
     return error.errno in _UNREADABLE
 
 
@@ -156,12 +156,12 @@ def matching_files(
     keep_going: CancelCheck,
     on_unreadable: OnUnreadable = unnamed,
 ) -> Iterator[tuple[bytes, WalkEntry]]:
-    """(path, node) of the regular files below directory `path` that `place` asks for, sorted by path as bytes.
+    """Yield (path, node) of the regular files below directory `path` that `place` can match, sorted by path as bytes.
 
-    Only directories that can hold one are looked at.  Symlinks are not followed.  `on_unreadable` is told of
+    Lists only directories that can contain one.  Symlinks are not followed.  `on_unreadable` is called for
     directories that cannot be listed.
     """
-    # A directory sorts as its name with a slash: then a walk in depth goes by the order of whole paths.
+    # A directory sorts as its name with a slash, so that a depth-first walk has the order of whole paths.
     stack: list[tuple[bytes, WalkEntry, PatternState | None]] = []
     if place is not None:
         stack.append((path + b"/" if path else b"", nodes.node(path), place))
@@ -183,13 +183,13 @@ def matching_files(
 def _children(
     nodes: NodeTree, node: WalkEntry, prefix: bytes, place: PatternState, skip: SkipRules, on_unreadable: OnUnreadable
 ) -> tuple[list[tuple[bytes, WalkEntry, None]], list[tuple[bytes, WalkEntry, PatternState]]]:
-    """The files of a directory that match, and the directories below which one may."""
+    """The matching files of a directory, and the directories below which files can match."""
     files: list[tuple[bytes, WalkEntry, None]] = []
     directories: list[tuple[bytes, WalkEntry, PatternState]] = []
     accepts = place.accepts
     try:
         for name, child in nodes.child_nodes(node, place.names):
-            kind = child.mode & _S_IFMT  # not by a call: this is done for every file
+            kind = child.mode & _S_IFMT  # inlined, because this runs for every file
             if kind == stat.S_IFREG:
                 if accepts(name):
                     files.append((prefix + name, child, None))

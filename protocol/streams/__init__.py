@@ -1,7 +1,7 @@
-"""streams: files read and written in chunks, in fixed memory.
+"""streams: read and write files in chunks, with bounded memory.
 
-Bytes first; text is decoded as it is read.  A stream is for one thread at a time, and must be closed: it
-is a context manager.  A file that is deleted while a stream reads it can be read to its end.
+Byte streams come first; text streams decode them.  A stream is used by one thread at a time and must be closed: it is a
+context manager.  A file that is deleted while it is read can be read to its end.
 """
 
 from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter

@@ -1,4 +1,4 @@
-"""What a stream is: ByteReader, ByteWriter, TextReader, TextWriter."""
+"""The contracts of streams: ByteReader, ByteWriter, TextReader, TextWriter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Data: TypeAlias = bytes | bytearray | memoryview
 
 @runtime_checkable
 class ByteReader(Protocol):
-    """A file being read.  Iteration gives chunks of 64 KiB from `position` on."""
+    """A file open for reading.  Iteration gives chunks of 64 KiB from `position` on."""
 
     @property
     def path(self) -> str:
@@ -24,19 +24,19 @@ class ByteReader(Protocol):
 
     @property
     def size(self) -> int:
-        """The file's size in bytes, as it is now; once closed, as it was then."""
+        """The file's present size in bytes; after `close`, the size at that time."""
         ...
 
     @property
     def position(self) -> int:
-        """The offset in bytes that the next read begins at.  ValueError when closed."""
+        """The byte offset of the next read.  ValueError when closed."""
         ...
 
     @property
     def closed(self) -> bool: ...
 
     def read(self, size: int = -1) -> bytes:
-        """Up to `size` bytes (-1: all that is left); fewer only at the end.  ValueError when closed or `size` < -1."""
+        """Read up to `size` bytes (-1: all remaining); fewer only at the end.  ValueError if closed or `size` < -1."""
         ...
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -48,7 +48,7 @@ class ByteReader(Protocol):
         ...
 
     def chunks(self, size: int = STREAM_CHUNK_BYTES) -> Iterator[bytes]:
-        """What is left, in chunks of `size` bytes, the last one shorter.  ValueError when closed or `size` < 1."""
+        """Yield the remaining bytes in chunks of `size`, the last one shorter.  ValueError if closed or `size` < 1."""
         ...
 
     def __iter__(self) -> Iterator[bytes]: ...
@@ -58,16 +58,16 @@ class ByteReader(Protocol):
     ) -> None: ...
 
     def close(self) -> None:
-        """Let go of the file.  Closing twice does nothing."""
+        """Close the file.  Closing twice does nothing."""
         ...
 
 
 @runtime_checkable
 class ByteWriter(Protocol):
-    """A file being written.
+    """A file open for writing.
 
-    With mode "overwrite" nothing is seen of it until `close`, which puts it in the old one's place.  An
-    exception inside the `with` block discards what was written, except what was appended.
+    With mode "overwrite" the new content becomes visible at `close`, which replaces the old file.  An exception
+    inside the `with` block discards what was written, except appended data.
     """
 
     @property
@@ -75,18 +75,18 @@ class ByteWriter(Protocol):
 
     @property
     def bytes_written(self) -> int:
-        """The bytes written through this writer so far."""
+        """The number of bytes written through this writer."""
         ...
 
     @property
     def closed(self) -> bool: ...
 
     def write(self, data: Data) -> int:
-        """Write all of `data`; its size.  ValueError when closed; OSError (ENOSPC, EFBIG)."""
+        """Write all of `data`; return its size.  ValueError when closed; OSError (ENOSPC, EFBIG)."""
         ...
 
     def write_all(self, chunks: Iterable[Data]) -> int:
-        """Write every chunk; the sum of their sizes.  Errors as `write`."""
+        """Write every chunk; return the total size.  Errors as for `write`."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -101,10 +101,9 @@ class ByteWriter(Protocol):
 
 @runtime_checkable
 class TextReader(Protocol):
-    """A text file being read.  Iteration gives lines with their endings; only "\\n" ends one.
+    """A text file open for reading.  Iteration gives lines with their endings; only "\n" ends a line.
 
-    What cannot be decoded raises UnicodeDecodeError: its `start` and `end` are offsets in the file, its
-    `object` the offending bytes.
+    Undecodable bytes raise UnicodeDecodeError: its `start` and `end` are offsets in the file, its `object` the bytes.
     """
 
     @property
@@ -115,22 +114,22 @@ class TextReader(Protocol):
 
     @property
     def line_number(self) -> int:
-        """The lines read so far: 0 at first, and the number, from 0, of the next line."""
+        """The number of lines read so far, which is the number of the next line, counted from 0."""
         ...
 
     @property
     def closed(self) -> bool: ...
 
     def readline(self) -> str:
-        """The next line with its ending; "" at the end.  ValueError when closed."""
+        """Read the next line with its ending; "" at the end.  ValueError when closed."""
         ...
 
     def read(self, size: int = -1) -> str:
-        """Up to `size` characters (-1: all that is left).  ValueError when closed or `size` < -1."""
+        """Read up to `size` characters (-1: all remaining).  ValueError when closed or `size` < -1."""
         ...
 
     def lines(self, *, strip: bool = False) -> Iterator[str]:
-        """What is left, line by line; with `strip`, without the whitespace at their ends."""
+        """Yield the remaining lines; with `strip`, without white space at their ends."""
         ...
 
     def __iter__(self) -> Iterator[str]: ...
@@ -144,7 +143,7 @@ class TextReader(Protocol):
 
 @runtime_checkable
 class TextWriter(Protocol):
-    """A text file being written; as `ByteWriter`."""
+    """A text file open for writing; see `ByteWriter`."""
 
     @property
     def path(self) -> str: ...
@@ -159,7 +158,7 @@ class TextWriter(Protocol):
     def closed(self) -> bool: ...
 
     def write(self, text: str) -> int:
-        """Write all of `text`; its size in bytes.  ValueError when closed or when it cannot be encoded."""
+        """Write all of `text`; return its size in bytes.  ValueError when closed or if it cannot be encoded."""
         ...
 
     def write_all(self, texts: Iterable[str]) -> int: ...

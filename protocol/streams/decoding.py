@@ -1,4 +1,4 @@
-"""Decoding text in pieces, with errors that say where in the file they are."""
+"""Incremental decoding of text, with errors that give offsets in the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["PositionedDecoder", "check_encoding", "text_decoder"]
 
 
 def check_encoding(encoding: str) -> None:
-    """ValueError when `encoding` is no text encoding that Python knows."""
+    """Raise ValueError if Python does not know the text encoding `encoding`."""
     try:
         "".encode(encoding)
     except LookupError as error:
@@ -22,14 +22,14 @@ def text_decoder(encoding: str) -> PositionedDecoder:
 
 
 class PositionedDecoder:
-    """An incremental decoder whose errors say where in the file they are."""
+    """An incremental decoder whose errors give offsets in the file."""
 
     def __init__(self, encoding: str) -> None:
         self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._position = 0  # of the next byte to come
+        self._position = 0  # of the next byte
 
     def decode(self, chunk: bytes) -> str:
-        """The text of the next chunk; b"" is the end, at which nothing may be left over."""
+        """Decode the next chunk; b"" is the end, at which no incomplete character may remain."""
         kept = len(self._decoder.getstate()[0])
         try:
             text = self._decoder.decode(chunk, final=not chunk)

@@ -1,4 +1,4 @@
-"""Streams of bytes over whatever has content: FileReader and FileWriter."""
+"""Byte streams over any content that can be read and written by offset: FileReader and FileWriter."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _WRITE_BYTES: Final = 1 << 20
 
 
 class SeekableContent(Protocol):
-    """An open file of a backend, by offset.  What a stream needs and no more."""
+    """An open file of a backend, accessed by offset."""
 
     def size(self) -> int: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes; short only at the end."""
+        """Read up to `size` bytes; fewer only at the end."""
         ...
 
     def write(self, offset: int, data: Data) -> int:
-        """Write some of `data`, at least one byte, at `offset`; the count written."""
+        """Write a part of `data`, at least one byte, at `offset`; return the number of bytes written."""
         ...
 
     def close(self) -> None: ...
 
 
 class Closing:
-    """What all streams share: a path, and an end."""
+    """The common part of all streams: a path, and closing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class FileReader(Closing):
         if size < -1:
             raise ValueError(f"size must be -1 or more, not {size}")
         if size == -1:
-            # As one read where the size is known; a file that grows meanwhile is read on.
+            # One read if the size is known; a file that grows meanwhile is read on.
             return b"".join(self._left(max(STREAM_CHUNK_BYTES, self.size - self._position)))
         with located(self._path):
             data = self._content.read(self._position, size)
@@ -129,10 +129,10 @@ class FileReader(Closing):
 
 
 class FileWriter(Closing):
-    """`ByteWriter` over an open file, which it closes.
+    """Implements `ByteWriter` over an open file, which it closes.
 
-    `position` is the offset to begin at.  `commit` is called when all is written and before the file is
-    closed; `abort` instead of it, when that or the `with` block fails.
+    `position` is the offset to begin at.  `commit` is called after everything is written and before the file is closed;
+    `abort` is called instead if that or the `with` block fails.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class FileWriter(Closing):
         view = memoryview(data).cast("B")
         done = 0
         with located(self._path):
-            # In pieces: one call to a backend far away is bounded, and none copies a gigabyte.
+            # In pieces: bounds each call to a remote backend, and copies no gigabytes.
             while done < len(view):
                 written = self._content.write(self._position, view[done : done + _WRITE_BYTES])
                 done += written
@@ -197,7 +197,7 @@ class FileWriter(Closing):
                 self._content.close()
 
     def discard(self) -> None:
-        """Close without finishing: the state before, except for what was appended."""
+        """Close without committing: the old state remains, except for appended data."""
         if not self._closed:
             self._closed = True
             with located(self._path):

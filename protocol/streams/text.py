@@ -1,4 +1,4 @@
-"""Streams of text over streams of bytes: FileTextReader and FileTextWriter."""
+"""Text streams over byte streams: FileTextReader and FileTextWriter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FileTextReader(Closing):
         self._reader = reader
         self._encoding = encoding
         self._decoder = text_decoder(encoding)
-        self._text = ""  # decoded and not yet given away, from `_at` on
+        self._text = ""  # decoded text, not yet returned from `_at` on
         self._at = 0
         self._line_number = 0
 
@@ -71,7 +71,7 @@ class FileTextReader(Closing):
             yield line.rstrip() if strip else line
 
     def _fill(self) -> bool:
-        """Decode the next chunk that gives any text; whether there was one."""
+        """Decode chunks until there is text; False at the end."""
         self._text, self._at = "", 0
         while not self._text:
             chunk = self._reader.read(STREAM_CHUNK_BYTES)

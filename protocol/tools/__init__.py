@@ -1,4 +1,4 @@
-"""The tools that a model is given, defined once for every backend.
+"""The tools that a model can call, defined once for every backend.
 
     context = ToolContext(InMemoryFilesystem())
     for tool in tools_for(context).values():
@@ -6,7 +6,7 @@
     result = TOOLS["read_file"].call(arguments, context)
     answer = TOOLS["read_file"].render(result)
 
-A tool runs on the thread that the filesystem is for.
+A tool runs on the thread that its filesystem belongs to.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ TOOLS: Final[Mapping[str, Tool[Any, Any]]] = MappingProxyType({tool.name: tool f
 
 
 def tools_for(context: ToolContext) -> Mapping[str, Tool[Any, Any]]:
-    """The tools that work there: none that changes what is read-only, none that runs commands without an executor."""
+    """The tools that work there: an executor is needed to run commands, a writable filesystem to change files."""
     return {
         name: tool
         for name, tool in TOOLS.items()

@@ -1,4 +1,4 @@
-"""Tool: a function for a model (name, description, typed parameters and result), and what it works on."""
+"""Tool: a function for a model, with a name, a description, and typed parameters and results; and its context."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ R = TypeVar("R", bound=Result)
 
 
 def _to_nobody(event: FileEvent) -> None:
-    """The `publish` of a context that nobody listens to."""
+    """The default of `publish`: do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What tools work on.
+    """The files and services that tools work on.
 
-    `publish` is told of each change that was made.  `executor` runs commands, where the backend can.  `tree`
-    gives the present state as an immutable tree, which is searched faster; without it the filesystem is walked.
-    `keep_going` is called often by a search, and ends it by raising.
+    `publish` is called with each change that was made.  `executor` runs commands, if the backend can.  `tree` opens the
+    present state as an immutable tree, which is faster to search; without it the filesystem is walked.  `keep_going` is
+    called often during a search; an exception from it ends the search.
     """
 
     filesystem: Filesystem
@@ -46,7 +46,7 @@ class ToolContext:
     keep_going: CancelCheck = never_cancelled
 
     def published(self, event: FileEvent) -> None:
-        """Publish `event`.  The change is made: a subscriber that fails must not make it look otherwise."""
+        """Publish `event`.  An error of a subscriber is only logged, because the change is already made."""
         try:
             self.publish(event)
         except Exception:
@@ -55,10 +55,9 @@ class ToolContext:
 
 @dataclass(frozen=True, slots=True)
 class Tool(Generic[P, R]):
-    """One tool; `tools.TOOLS` has all.
+    """One tool; `tools.TOOLS` has all of them.
 
-    A call that fails raises: OSError of Python's own subclass for its errno, or ValueError, with a message that
-    a model can act on.
+    A call that fails raises OSError (the subclass for its errno) or ValueError, with a message that a model can act on.
     """
 
     name: str
@@ -67,34 +66,34 @@ class Tool(Generic[P, R]):
     result: type[R]
     function: Callable[[P, ToolContext], R]
     rendering: Callable[[R], str]
-    executes: bool = False  # works only where the context has an executor
+    executes: bool = False  # needs an executor
 
     def json_schema(self) -> dict[str, Any]:
         """The JSON schema of the parameters (an object), as model APIs take it."""
         _, components = msgspec.json.schema_components([self.params], ref_template="#/$defs/{name}")
         schema: dict[str, Any] = components.pop(self.params.__name__)
-        schema.pop("description", None)  # the class's docstring: the tool's own description says it
+        schema.pop("description", None)  # the class's docstring, which repeats the tool's description
         return {**schema, "$defs": components} if components else schema
 
     def parse(self, arguments: Mapping[str, Any] | str | bytes) -> P:
-        """The parameters in a model's arguments: a mapping, or JSON text.  ValueError says what is wrong."""
+        """Parse a model's arguments: a mapping, or JSON text.  ValueError says what is wrong."""
         if isinstance(arguments, str | bytes):
             return msgspec.json.decode(arguments, type=self.params)
         return msgspec.convert(arguments, type=self.params)
 
     def run(self, params: P, context: ToolContext) -> R:
-        """Do it."""
+        """Run the tool."""
         return self.function(params, context)
 
     def call(self, arguments: Mapping[str, Any] | str | bytes, context: ToolContext) -> R:
-        """`parse` and `run` in one."""
+        """Parse `arguments` and run the tool."""
         return self.run(self.parse(arguments), context)
 
     def render(self, result: R) -> str:
-        """The result as text for a model."""
+        """Render the result as text for a model."""
         return printable(self.rendering(result))
 
 
 def printable(text: str) -> str:
-    """`text` with each byte of a name that is no UTF-8 as \\xNN: anything can encode it."""
+    """Replace each byte of a name that is not UTF-8 by \\xNN, so that the text can be encoded."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""The tools that run something, where the backend can: shell and python."""
+"""The tools that run commands, if the backend can: shell and python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.tools.base import Tool, ToolContext
 
 __all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams"]
 
-# bash where there is one: it is what models write for.
+# bash where available, because models write bash
 _SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; fi; exec sh -c "$1"'
 
 Directory = Annotated[str, Meta(description="Where to run it, relative to the root of the workspace.")]
@@ -35,7 +35,7 @@ class PythonParams(Params, frozen=True):
 
 
 class CommandResult(Result, frozen=True):
-    """Bytes that are no UTF-8 are replaced.  `exit_status` is negative for what a signal killed."""
+    """Bytes that are not UTF-8 are replaced.  `exit_status` is negative for a command killed by a signal."""
 
     exit_status: int
     stdout: str
@@ -57,7 +57,7 @@ def _shell(params: ShellParams, context: ToolContext) -> CommandResult:
 
 
 def _python(params: PythonParams, context: ToolContext) -> CommandResult:
-    # On standard input: an argument has 128 KiB at most (MAX_ARG_STRLEN, linux/binfmts.h).
+    # on standard input, because an argument has at most 128 KiB (MAX_ARG_STRLEN, linux/binfmts.h)
     return _result(
         _executor(context).run(
             ["python3", "-"],

@@ -1,4 +1,4 @@
-"""Events: what a tool has changed, told to whoever subscribed."""
+"""Events: the changes that tools make, passed to subscribers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """A file was made, overwritten or appended to."""
+    """A file was created, overwritten or appended to."""
 
     path: str
     bytes_written: int
@@ -22,7 +22,7 @@ class FileWritten:
 
 @dataclass(frozen=True, slots=True)
 class FileEdited:
-    """Text in a file was replaced, in `replacements` places; it has `bytes_written` bytes now."""
+    """Text in a file was replaced in `replacements` places; the file now has `bytes_written` bytes."""
 
     path: str
     replacements: int
@@ -31,7 +31,7 @@ class FileEdited:
 
 @dataclass(frozen=True, slots=True)
 class FileDeleted:
-    """A file or directory was deleted, with all below it: `entries` in all."""
+    """A file or directory was deleted with everything below it: `entries` in total."""
 
     path: str
     entries: int
@@ -39,7 +39,7 @@ class FileDeleted:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryCreated:
-    """A directory was made, for a file that was written in it."""
+    """A directory was created for a file that was written in it."""
 
     path: str
 
@@ -49,17 +49,17 @@ Subscriber: TypeAlias = Callable[[FileEvent], object]
 
 
 class EventHook:
-    """Calls its subscribers with each event, in the order in which they came.
+    """Calls its subscribers with each event, in order.
 
-    It is itself a subscriber: hooks can be chained.  A subscriber that raises is logged and disturbs neither
-    the others nor the tool, whose change is already made.
+    Hooks can be chained, because a hook is itself a subscriber.  An exception of a subscriber is logged and affects
+    neither the other subscribers nor the tool, whose change is already made.
     """
 
     def __init__(self) -> None:
         self._subscribers: list[Subscriber] = []
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Have `subscriber` called from now on; calling what is returned ends that."""
+        """Add `subscriber`; calling the returned function removes it."""
         self._subscribers.append(subscriber)
 
         def unsubscribe() -> None:

@@ -58,7 +58,7 @@ class LsParams(Params, frozen=True):
 
 
 class Entry(Result, frozen=True):
-    """`type` "symlink" only for one that leads nowhere in the workspace; else what it leads to."""
+    """A directory entry.  A symlink has the type of its target; "symlink" means that it leads nowhere."""
 
     path: str
     type: EntryType
@@ -75,7 +75,7 @@ class LsResult(Result, frozen=True):
 
 
 def entry_of(found: FileStat) -> Entry:
-    """What a stat found, as tools say it."""
+    """The entry for the result of a stat."""
     return Entry(
         path=found.path,
         type="file" if found.is_file else "directory" if found.is_directory else "other",
@@ -93,7 +93,7 @@ def _ls(params: LsParams, context: ToolContext) -> LsResult:
 
 
 def entries_of(path: str, context: ToolContext) -> Iterator[Entry]:
-    """The entries of a directory, sorted by name, looked at one by one; `context.keep_going` is called for each."""
+    """Yield the entries of a directory, sorted by name, one stat at a time; calls `context.keep_going` for each."""
     return _entries(path, context) if context.tree is None else _tree_entries(path, context)
 
 
@@ -104,7 +104,7 @@ def _entries(directory: str, context: ToolContext) -> Iterator[Entry]:
 
 
 def _tree_entries(asked: str, context: ToolContext) -> Iterator[Entry]:
-    """The same from the context's tree: one look-up for each entry, where a path takes one for each of its parts."""
+    """`_entries` on the context's tree: one lookup for each entry, where a path needs one for each of its parts."""
     with below(asked, context) as (tree, directory, shown):
         for name in tree.children(directory):
             context.keep_going()
@@ -133,7 +133,7 @@ def _time(ns: int) -> datetime | None:
 def _entry(path: str, context: ToolContext, *, is_symlink: bool) -> Entry:
     try:
         return entry_of(context.filesystem.stat(path))
-    except OSError:  # a symlink that leads nowhere, or out of the workspace; or gone meanwhile
+    except OSError:  # a symlink that leads nowhere or out of the workspace, or an entry removed meanwhile
         kind: EntryType = "symlink" if is_symlink else "other"
         return Entry(path=path, type=kind, size_bytes=0, mode=0, is_symlink=is_symlink)
 
@@ -172,7 +172,7 @@ class ReadFileParams(Params, frozen=True):
 
 
 class ReadFileResult(Result, frozen=True):
-    """`content` is unaltered, from line `offset` (the first is 0), `limit` lines of `total_lines`."""
+    """`content` is unchanged text: `limit` lines of `total_lines`, from line `offset` (the first is 0)."""
 
     path: str
     content: str
@@ -199,7 +199,7 @@ def _render_read(result: ReadFileResult) -> str:
         return f"{result.path} is empty"
     if not result.content:
         return f"{result.path} has {result.total_lines} lines; there is nothing after line {result.offset}"
-    # Only "\n" ends a line, as the numbers count them; str.splitlines knows ten others.
+    # Only "\n" ends a line in the line counts; str.splitlines splits at ten other characters too.
     lines = result.content.removesuffix("\n").split("\n")
     shown = [f"{number:6}\t{_shortened(line)}" for number, line in enumerate(lines, result.offset + 1)]
     if result.truncated:
@@ -251,7 +251,7 @@ def _write_file(params: WriteFileParams, context: ToolContext) -> WriteFileResul
 def write_bytes(
     path: str, content: bytes, context: ToolContext, *, mode: WriteMode, create_parents: bool
 ) -> WriteFileResult:
-    """What `write_file` does, for any content."""
+    """`write_file` for any content."""
     filesystem = context.filesystem
     missing = list(_missing_parents(filesystem, path)) if create_parents else []
     written = filesystem.write_bytes(path, content, mode=mode, create_parents=create_parents)
@@ -262,7 +262,7 @@ def write_bytes(
 
 
 def _missing_parents(filesystem: Filesystem, path: str) -> Iterator[str]:
-    """The directories above `path` that are not there, the highest first."""
+    """Yield the missing directories above `path`, the highest first."""
     parts = normalise(path).split("/")[:-1]
     for end in range(1, len(parts) + 1):
         directory = "/".join(parts[:end])
@@ -270,7 +270,7 @@ def _missing_parents(filesystem: Filesystem, path: str) -> Iterator[str]:
             if not filesystem.exists(directory):
                 yield directory
         except OSError:
-            return  # below a file: the write says so
+            return  # below a file: the write reports it
 
 
 def _render_write(result: WriteFileResult) -> str:
@@ -298,7 +298,7 @@ def _edit_file(params: EditFileParams, context: ToolContext) -> EditFileResult:
     old, new = _as_in(content, params.old_text.encode(), params.new_text.encode())
     count = content.count(old)
     if not params.replace_all:
-        # Occurrences may overlap, and then the first is not the one that is meant any more than the second.
+        # Overlapping occurrences count: which of them is meant is just as unclear.
         count = max(count, _two_if_overlapping(content, old))
     if count == 0:
         raise ValueError(f"old_text was found 0 times in {params.path}: it must match exactly, white space too")
@@ -325,9 +325,9 @@ def _check_text(content: bytes, path: str) -> None:
 
 
 def _as_in(content: bytes, old: bytes, new: bytes) -> tuple[bytes, bytes]:
-    """`old` and `new` with the line ends of `content`, where all of its lines end in CRLF.
+    """`old` and `new` with the line ends of `content`, if all of its lines end in CRLF.
 
-    A model is shown lines, and writes "\\n" for their ends whatever they are.
+    A model sees lines without their ends, and always writes "\n".
     """
     ends = content.count(b"\n")
     if not ends or content.count(b"\r\n") != ends or b"\r\n" in old or b"\r\n" in new:

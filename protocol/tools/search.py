@@ -1,4 +1,4 @@
-"""The tools that search: glob and grep."""
+"""The search tools: glob and grep."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", 
 
 DEFAULT_PATHS: Final = 100
 DEFAULT_MATCHES: Final = 200
-LINE_CHARACTERS: Final = 1_000  # of a line that is given
-UNREADABLE_SHOWN: Final = 10  # of what could not be searched, in text for a model
+LINE_CHARACTERS: Final = 1_000  # of a matching line
+UNREADABLE_SHOWN: Final = 10  # unreadable paths that the text for a model names
 
 Below = Annotated[str, Meta(description="Search below this directory; relative to the root of the workspace.")]
 Everything = Annotated[
@@ -45,7 +45,7 @@ class GlobParams(Params, frozen=True):
 
 
 class GlobResult(Result, frozen=True):
-    """Files, sorted by path; `truncated` where there are more."""
+    """The matching files, sorted by path; `truncated` if there are more."""
 
     paths: list[str]
     truncated: bool = False
@@ -97,7 +97,7 @@ class GrepParams(Params, frozen=True):
 
 
 class GrepHit(Result, frozen=True):
-    """A line (the first is 1) and its first match; of a long line a part around it, in which match_start counts."""
+    """A matching line (the first is 1) and its first match.  A long line is cut; match_start counts in the cut line."""
 
     path: str
     line_number: int
@@ -114,7 +114,7 @@ class UnreadablePath(Result, frozen=True):
 
 
 class GrepResult(Result, frozen=True):
-    """`unreadable` are the first 1,000 files and directories that could not be searched, of `unreadable_count`."""
+    """`unreadable` are the first 1,000 of the `unreadable_count` files and directories that could not be searched."""
 
     matches: list[GrepHit]
     truncated: bool = False

@@ -1,4 +1,4 @@
-"""What the tools that look at many files walk: the context's tree, or any Filesystem as one."""
+"""The tree that tools search: the context's tree, or any Filesystem as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Shown", "below"]
 
 
 class Shown:
-    """Paths as the caller wrote their beginning, where that went through a symlink."""
+    """Maps found paths back to the beginning that the caller wrote, if that led through a symlink."""
 
     def __init__(self, asked: bytes, real: bytes) -> None:
         self._asked = asked
@@ -29,13 +29,13 @@ class Shown:
 
 @contextmanager
 def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]]:
-    """A tree in which `path` leads to something: the tree, where in it, and how to say what was found below."""
+    """Open a tree to search below `path`.  Yields the tree, the path in it, and the mapping for results."""
     asked = encode(normalise(path))
     if context.tree is None:
         yield FilesystemTree(context.filesystem, for_search=True), asked, Shown(asked, asked)
         return
     with context.tree() as tree:
-        # A tree knows no symlinks.
+        # Trees do not follow symlinks.
         with resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
             real = b"/".join(place.names)
         yield tree, real, Shown(asked, real)
