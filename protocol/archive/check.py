@@ -1,4 +1,4 @@
-"""From the entries of a ZIP and its manifest to those of a tree, with everything checked on the way."""
+"""Turn the entries of a ZIP and its manifest into those of a tree, checking everything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DEFAULT_DIRECTORY: Final = stat.S_IFDIR | 0o755
 
 @dataclass(slots=True)
 class Contents:
-    """A checked archive: the entries of its tree, and where the content of each regular file is."""
+    """A checked archive: the entries of its tree, and the member with the content of each regular file."""
 
     manifest: Manifest
     entries: dict[bytes, TreeEntry] = field(default_factory=dict)
@@ -52,10 +52,10 @@ def read_contents(
     check_content: bool = True,
     reserve: Callable[[int], None] = lambda _: None,
 ) -> Contents:
-    """Read and check the archive in `file`.  ArchiveError.  `progress` is told of the content decompressed.
+    """Read and check the archive in `file`.  ArchiveError.  `progress` is called with the bytes decompressed.
 
-    Without `check_content` only the content of symlinks and of hard links is read.  `reserve` is called with the number
-    of bytes that the manifest is about to take; an error that it raises ends the reading.
+    Without `check_content` only the content of symlinks and of hard links is read.  `reserve` is called with the
+    number of bytes that the manifest is about to take; an error that it raises ends the reading.
     """
     members = read_members(file, limits)
     contents = Contents(_read_manifest(file, members, limits, reserve))
@@ -68,9 +68,7 @@ def read_contents(
     linked = frozenset(path for group in groups for path in group)
     digests = _check_content(file, contents, linked, progress, check_all=check_content)
     _join_links(contents, groups, digests)
-    contents.manifest = replace_struct(
-        contents.manifest, entries=[], hard_links=[]
-    )  # all that they say is in `entries`
+    contents.manifest = replace_struct(contents.manifest, entries=[], hard_links=[])  # `entries` has all of it
     return contents
 
 
@@ -90,16 +88,16 @@ def _read_manifest(
     if member.size > _MANIFEST_FREE_BYTES + _MANIFEST_ENTRY_BYTES * len(members):
         raise ArchiveError("the manifest is larger than its entries can need", member.shown)
     reserve(member.size)
-    data = bytearray(member.size)  # chunks to join would take as much again
+    data = bytearray(member.size)  # joining chunks would need the same amount again
     at = 0
     for chunk in decompressed(file, member):
         data[at : at + len(chunk)] = chunk
         at += len(chunk)
-    # Each value of the JSON is preceded by one of these; strings with many of them are paid for by the slack.
+    # One of these precedes each value of the JSON; the slack covers strings that contain many of them.
     values = sum(map(data.count, (b",", b"[", b"{")))
     if values > _VALUES_FREE + _VALUES_PER_ENTRY * len(members):
         raise ArchiveError("the manifest has more values than its entries can need", member.shown)
-    # What is decoded: objects, and the bytes of the strings, which in base64 are three for four.
+    # Memory of the decoded manifest: objects, and the bytes of strings (three for four characters of base64).
     reserve(_VALUE_BYTES * values + len(data) * 3 // 4)
     return decode_manifest(data, member.shown)
 
@@ -108,7 +106,7 @@ def _read_manifest(
 
 
 def _path(text: bytes, name: bytes, manifest: Manifest) -> bytes:
-    """The path that `text`, a name below files/ or in the manifest, stands for."""
+    """The path for `text`, a name below files/ or in the manifest."""
     path = text
     if manifest.names == PERCENT:
         try:
@@ -120,7 +118,7 @@ def _path(text: bytes, name: bytes, manifest: Manifest) -> bytes:
 
 
 def _place_members(contents: Contents, members: Sequence[Member], records: dict[bytes, Record]) -> None:
-    """Make the entries that have a member; `records` loses those that are theirs."""
+    """Add the entries that have a member, and remove their records from `records`."""
     entries, placed = contents.entries, contents.members
     for member in members:
         if member.name == MANIFEST:
@@ -160,7 +158,7 @@ def _inode(entries: Mapping[bytes, TreeEntry], path: bytes) -> int:
 
 
 def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
-    """Add the directories that are only implied, and refuse whatever lies below something else."""
+    """Add the directories that paths only imply, and refuse entries below anything but a directory."""
     entries = contents.entries
     if not entries.get(b"", _ROOT).is_dir:
         raise ArchiveError("the root is no directory", shown(FILES))
@@ -181,7 +179,7 @@ def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
                 raise ArchiveError("the archive's paths imply too many directories", shown(FILES + path))
             entries[parent] = TreeEntry(parent, _DEFAULT_DIRECTORY, inode=_inode(entries, parent))
             child = parent
-    # The root, the manifest's twin, is not counted by whoever made the archive.
+    # The root is not counted, like the manifest: writers do not count it.
     if len(entries) - 1 > limits.entries or names_bytes > limits.names_bytes:
         raise ArchiveError(f"the archive has more than {limits.entries} entries or {limits.names_bytes} bytes of names")
 
@@ -212,7 +210,7 @@ def _record_path(text: str, manifest: Manifest) -> bytes:
 
 
 def _place_others(contents: Contents, records: Mapping[bytes, Record]) -> None:
-    """Make the entries that have only a record: implied directories, and what has no data."""
+    """Add the entries that have only a record: implied directories, and special files."""
     for path, record in records.items():
         mode = record.mode
         if mode is None or stat.S_IFMT(mode) not in SPECIAL | {stat.S_IFDIR}:
@@ -221,7 +219,7 @@ def _place_others(contents: Contents, records: Mapping[bytes, Record]) -> None:
 
 
 def _merged(path: bytes, mode: int, size: int, mtime_ns: int, record: Record, number: int) -> TreeEntry:
-    """An entry with what the manifest says of it.  Of the mode's bits the manifest's win, its type may not differ."""
+    """An entry with the manifest's attributes.  The manifest's mode bits take precedence; its type must agree."""
     if record.mode is not None:
         if (record.mode ^ mode) & _TYPE:
             raise ArchiveError("the manifest contradicts the entry's type", record.path)
@@ -242,7 +240,7 @@ def _check_counts(contents: Contents) -> None:
 
 
 def _hard_links(contents: Contents) -> list[list[bytes]]:
-    """The groups of paths that are one file, with attributes that agree (contents are compared later)."""
+    """The groups of paths that are one file; their attributes must agree (contents are compared later)."""
     groups = []
     seen: set[bytes] = set()
     for texts in contents.manifest.hard_links:
@@ -270,7 +268,7 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
 def _check_content(
     file: BinaryIO, contents: Contents, linked: frozenset[bytes], progress: ByteProgress, *, check_all: bool
 ) -> Mapping[bytes, bytes]:
-    """Decompress everything once, or what is needed; fill in symlink targets; the digests of `linked`."""
+    """Decompress everything, or only what is needed; set symlink targets; return the digests of `linked`."""
     digests: dict[bytes, bytes] = {}
     done, total = 0, sum(member.size for member in contents.members.values())
     for path, member in contents.members.items():

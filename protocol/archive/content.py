@@ -1,4 +1,4 @@
-"""The content of an archive's entries: decompressed in fixed memory, checked against size and CRC."""
+"""The content of an archive's entries: decompressed in bounded memory, and checked against size and CRC."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SMALL_BYTES: Final = 64 * 1024  # read and decompressed in one call, which halv
 
 
 def decompressed(file: BinaryIO, member: Member, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """The content of `member` in chunks of at most `size` bytes.
+    """Yield the content of `member` in chunks of at most `size` bytes.
 
-    ArchiveError as soon as there is more than the size it declares, and at the end if there is less or the
-    CRC is another.  The file may be used for other reads between two chunks.
+    ArchiveError as soon as the content exceeds the declared size, and at the end if it is shorter or has another CRC.
+    The file may be used for other reads between two chunks.
     """
     if member.size <= min(size, _SMALL_BYTES) and member.compressed <= _SMALL_BYTES:
         data = _small(file, member)
@@ -42,7 +42,7 @@ def decompressed(file: BinaryIO, member: Member, size: int = _CHUNK_BYTES) -> It
 
 
 def _small(file: BinaryIO, member: Member) -> bytes | None:
-    """The whole content of a small entry; None for one that is not as it should be: `decompressed` names its fault."""
+    """The whole content of a small entry; None for a damaged one, whose fault `decompressed` names."""
     file.seek(member.data)
     data = file.read(member.compressed)
     if member.method != zr.STORED:
@@ -77,7 +77,7 @@ def _inflated(file: BinaryIO, member: Member, size: int) -> Iterator[bytes]:
             if chunk:
                 yield chunk
             elif not data and not inflate.eof:
-                # All input is in and nothing comes out any more.
+                # all input is consumed and gives no more output
                 raise ArchiveError("the entry is truncated", member.shown)
     except zlib.error as error:
         raise ArchiveError(f"the entry is damaged: {error}", member.shown) from None
@@ -86,9 +86,9 @@ def _inflated(file: BinaryIO, member: Member, size: int) -> Iterator[bytes]:
 
 
 class ContentReader:
-    """Random access to the content of entries; cheap where reads go forward.
+    """Random access to the content of entries, fast for reads that go forward.
 
-    Keeps the place in the entry last read: a deflated one can only be read from its start.
+    Keeps the position in the entry that was read last, because a deflated entry can only be read from its start.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -99,7 +99,7 @@ class ContentReader:
         self._chunk_start = 0
 
     def read(self, member: Member, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset`; short only at the end."""
+        """Read up to `size` bytes from `offset`; fewer only at the end."""
         if member.method == zr.STORED:
             self._file.seek(member.data + min(offset, member.size))
             return self._file.read(max(0, min(size, member.size - offset)))
@@ -114,7 +114,7 @@ class ContentReader:
             if at >= chunk_end:
                 self._chunk_start = chunk_end
                 self._chunk = next(self._chunks, b"")
-                if not self._chunk:  # an earlier read failed here
+                if not self._chunk:  # an earlier read failed at this point
                     raise ArchiveError("the entry is damaged", member.shown)
                 continue
             part = self._chunk[at - self._chunk_start : end - self._chunk_start]

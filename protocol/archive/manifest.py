@@ -1,4 +1,4 @@
-"""The manifest of an archive: its JSON, and the checks that need nothing but it."""
+"""The manifest of an archive: its JSON format, and the checks that need only the manifest."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ __all__ = [
 
 VERSION: Final = "1"
 PERCENT: Final = "percent"
-# What has no data, and so no entry in the ZIP, only a record.
+# types without data: they have a record and no entry in the ZIP
 SPECIAL: Final = frozenset({stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK})
 
 DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _KINDS: Final = SPECIAL | {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
-_ID_MAX: Final = 0xFFFF_FFFE  # uid_t, gid_t; -1 is no owner, and tells chown(2) to leave the one there is
+_ID_MAX: Final = 0xFFFF_FFFE  # uid_t, gid_t; -1 tells chown(2) to leave the owner unchanged
 _RDEV_MAX: Final = 0xFFFF_FFFF  # dev_t of the kernel: 12 bits of major, 20 of minor number (linux/kdev_t.h)
-# The first and last second that gmtime(3) can say: the years that fit into the 32 bits of `tm_year`.
+# The first and last second of gmtime(3): the years that fit into the 32 bits of `tm_year`.
 _FIRST_SECOND: Final = -67_768_040_609_740_800
 _LAST_SECOND: Final = 67_768_036_191_676_799
 _NS: Final = 1_000_000_000
-_NO_XATTRS: Final[Mapping[bytes, bytes]] = MappingProxyType({})  # one for all: there may be a million
+_NO_XATTRS: Final[Mapping[bytes, bytes]] = MappingProxyType({})  # shared: there may be a million records
 _NAMESPACES: Final = frozenset({b"user", b"trusted", b"security"})
 _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 _XATTR_BYTES_MAX: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What the manifest says of one path.  `mode` has the type bits."""
+    """The manifest's attributes of one path.  `mode` has the type bits."""
 
     path: str
     mode: int | None = None
@@ -83,9 +83,9 @@ def timestamp(created_ns: int) -> str:
 
 
 def decode_manifest(data: bytes | bytearray, name: str) -> Manifest:
-    """The manifest in `data`, each record checked by itself.  ArchiveError."""
+    """Decode a manifest and check each record by itself.  ArchiveError."""
     try:
-        # By itself first: of an unknown version nothing else can be expected to fit.
+        # The version first: the rest of an unknown version need not decode.
         version = msgspec.json.decode(data, type=_Version).version
         if version != VERSION:
             raise ArchiveError(f"the archive has the unknown version {version!r:.40}", name)
@@ -103,7 +103,7 @@ def decode_manifest(data: bytes | bytearray, name: str) -> Manifest:
 
 
 def _check_record(record: Record) -> None:
-    # The range first: S_IFMT raises OverflowError for what is no mode_t.
+    # The range first: S_IFMT raises OverflowError for a number that is no mode_t.
     if record.mode is not None and not (0 < record.mode <= 0xFFFF and stat.S_IFMT(record.mode) in _KINDS):
         raise ArchiveError(f"the manifest gives it the impossible mode {record.mode:#o}", record.path)
     if not (0 <= record.uid <= _ID_MAX and 0 <= record.gid <= _ID_MAX):
@@ -117,18 +117,18 @@ def _check_record(record: Record) -> None:
 
 
 def clamped_ns(mtime_ns: int) -> int:
-    """The time nearest to `mtime_ns` that an archive may have: further away no tool can show it."""
+    """Clamp `mtime_ns` to the times that tools can show."""
     return min(max(mtime_ns, _FIRST_SECOND * _NS), _LAST_SECOND * _NS + _NS - 1)
 
 
 def is_xattr_name(name: bytes) -> bool:
-    """Whether every workspace can have an xattr of this name: in a namespace of xattr(7), or a POSIX ACL."""
+    """Whether every workspace supports an xattr of this name: in a namespace of xattr(7), or a POSIX ACL."""
     namespace, _, rest = name.partition(b".")
     return name in _ACLS or (namespace in _NAMESPACES and bool(rest) and b"\0" not in rest and len(name) <= NAME_MAX)
 
 
 def xattrs_fit(names: Iterable[bytes]) -> bool:
-    """Whether listxattr(2) can answer with all of `names`."""
+    """Whether listxattr(2) can return all of `names`."""
     return sum(len(name) + 1 for name in names) <= _XATTR_BYTES_MAX
 
 

@@ -1,7 +1,7 @@
-"""The entries of a ZIP file as its records tell, every record checked against the others.
+"""The entries of a ZIP file according to its records, which are checked against each other.
 
-Stricter than ZIP: the local headers and their data must fill the file from its first byte to the central
-directory, without overlap or gap, so that no two readers can see different entries.
+Stricter than ZIP: the local headers and their data must fill the file from its first byte to the central directory,
+without overlap or gap, so that no two readers can see different entries.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Member(msgspec.Struct, gc=False):
 
 
 def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
-    """The entries in the order of their data; names and sizes within `limits`.  ArchiveError."""
+    """Read the entries, ordered by the offset of their data; names and sizes within `limits`.  ArchiveError."""
     start, length, count = _find_directory(file)
     if count > limits.entries:
         raise ArchiveError(f"the archive has {count} entries, more than {limits.entries}")
@@ -71,7 +71,7 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes:
 
 
 def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
-    """(offset, length, entries) of the central directory, which must reach to the end records."""
+    """(offset, length, entries) of the central directory, which must end at the end records."""
     size = file.seek(0, os.SEEK_END)
     tail_start = max(0, size - zr.END.size - _COMMENT_MAX)
     tail = _read(file, tail_start, size - tail_start)
@@ -98,13 +98,13 @@ def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
 
 
 def _find_wide_directory(file: BinaryIO, end: int) -> tuple[int, int, int, int, int, int, int] | None:
-    """The same from the ZIP64 records before offset `end`; None where there are none."""
+    """Like `_find_directory`, from the ZIP64 records before offset `end`; None if there are none."""
     at = end - zr.LOCATOR64.size
     locator = _read(file, at, zr.LOCATOR64.size) if at >= 0 else b""
     if not locator.startswith(zr.SIGNATURE_LOCATOR64):
         return None
     _, disk, offset, disks = zr.LOCATOR64.unpack(locator)
-    # The record may have an extensible part, which nobody uses: it must end at the locator.
+    # The record may have an extensible part, which no writer uses: it must end at the locator.
     if disk or disks > 1 or offset + zr.END64.size != at:
         raise ArchiveError("the archive is damaged: its ZIP64 end record is not where it should be")
     record = zr.END64.unpack(_read(file, offset, zr.END64.size))
@@ -138,7 +138,7 @@ def _read_directory(file: BinaryIO, start: int, length: int, count: int) -> list
 
 
 def _member(fields: tuple[int, ...], name: bytes, extra: bytes) -> Member:
-    """One record of the central directory, with all that can be refused by it alone."""
+    """Parse one record of the central directory and check it by itself."""
     _, _, version, flags, method, clock, date, crc, compressed, size, _, _, _, disk, _, attributes, header = fields
     _check_member(name, flags, method, version & 0xFF, disk)
     mtime_ns = None
@@ -159,7 +159,7 @@ def _member(fields: tuple[int, ...], name: bytes, extra: bytes) -> Member:
 
 
 def _check_member(name: bytes, flags: int, method: int, version: int, disk: int) -> None:
-    """Refuse what we cannot read, and names that lead elsewhere."""
+    """Refuse unsupported entries, and names that lead outside."""
     if not name:
         raise ArchiveError("an entry has an empty name")
     check_name(name)
@@ -169,7 +169,7 @@ def _check_member(name: bytes, flags: int, method: int, version: int, disk: int)
         and version <= _VERSION_MAX
         and is_utf8(name)
     ):
-        return  # as nearly all
+        return  # nearly all entries
     entry = shown(name)
     if flags & zr.FLAG_ENCRYPTED:
         raise ArchiveError("the entry is encrypted", entry)
@@ -191,7 +191,7 @@ def _extra_fields(extra: bytes, name: bytes) -> list[tuple[int, bytes]]:
 
 
 def _widened(values: tuple[int, ...], field: bytes, name: bytes) -> list[int]:
-    """`values` with those that are all ones replaced from the ZIP64 field, in order (4.5.3)."""
+    """Replace values that are all ones by those of the ZIP64 field, in order (4.5.3)."""
     result = []
     for value in values:
         if value != zr.MAX_32:
@@ -222,7 +222,7 @@ def _check_limits(members: list[Member], limits: ArchiveLimits) -> None:
 
 
 def _check_overlap(members: list[Member], directory: int) -> None:
-    """Refuse entries whose data overlaps that of others or the directory; `members` by offset."""
+    """Refuse entries whose data overlaps another entry or the directory; `members` are ordered by offset."""
     end = 0
     for member in members:
         if member.header < end:
@@ -235,7 +235,7 @@ def _check_overlap(members: list[Member], directory: int) -> None:
 
 
 def _data_start(file: BinaryIO, member: Member, end: int) -> int:
-    """The offset of the data of `member`; its local header must agree, its data reach to offset `end`."""
+    """The offset of the data of `member`; checks its local header, and that its data ends at offset `end`."""
     local = _read(file, member.header, zr.LOCAL.size + len(member.name))
     if len(local) < zr.LOCAL.size + len(member.name) or not local.startswith(zr.SIGNATURE_LOCAL):
         raise ArchiveError("the entry is damaged: it has no local header", member.shown)
@@ -268,7 +268,7 @@ def _data_start(file: BinaryIO, member: Member, end: int) -> int:
 
 
 def _is_descriptor(found: bytes | None, member: Member) -> bool:
-    """Whether what follows the data is what should: nothing, or the data descriptor (4.3.9)."""
+    """Whether the bytes after the data are correct: none, or the data descriptor (4.3.9)."""
     if not member.flags & zr.FLAG_DESCRIPTOR:
         return found == b""
     known = (zr.SIGNATURE_DESCRIPTOR, member.crc, member.compressed, member.size)

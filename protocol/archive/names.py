@@ -1,4 +1,4 @@
-"""Names in an archive: how a path becomes one, and which are refused."""
+"""Names in an archive: how paths become names, and which names are refused."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = [
 MANIFEST: Final = b"manifest.json"
 FILES: Final = b"files/"
 # A ZIP has 16 bits for the length of a name (APPNOTE 4.4.10).  The kernel takes at most PATH_MAX (4,096) bytes in one
-# call, but a program that enters one directory after the other makes paths of any length.
+# call, but a program that changes directory step by step can make paths of any length.
 NAME_BYTES_MAX: Final = 0xFFFF
 PATH_BYTES_MAX: Final = NAME_BYTES_MAX - len(FILES) - 1  # with the slash after a directory's
 
-# What nearly every name and path is; these take a fifth of the time of the checks one by one.
+# Nearly every name and path matches these; they take a fifth of the time of the separate checks.
 _PLAIN_NAME: Final = re.compile(b"files/[^\\0]*+$")
 _PLAIN_PATH: Final = re.compile(rb"[^/.\0][^/\0]{0,254}+(?:/[^/.\0][^/\0]{0,254}+){0,30}+")
 _ESCAPED: Final = re.compile(b"%(..)", re.DOTALL)
 
 
 def is_utf8(name: bytes) -> bool:
-    """Whether `name` can stand in a ZIP with flag bit 11."""
+    """Whether `name` may be in a ZIP with flag bit 11."""
     try:
         name.decode()
     except UnicodeDecodeError:
@@ -66,7 +66,7 @@ def shown(name: bytes) -> str:
 
 
 def check_name(name: bytes) -> None:
-    """Refuse, for a reason of its own, a ZIP name that points out of files/."""
+    """Refuse a ZIP name that points out of files/, with a message for each reason."""
     if _PLAIN_NAME.match(name) and b".." not in name:
         return
     if b"\0" in name:
@@ -80,7 +80,7 @@ def check_name(name: bytes) -> None:
 
 
 def check_path(path: bytes, name: bytes) -> None:
-    """Refuse a path, that of entry `name`, that no kernel would give."""
+    """Refuse the path of entry `name` if no kernel would return it."""
     if not path or _PLAIN_PATH.fullmatch(path):
         return
     if len(path) > PATH_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""How far the writing or the checking of an archive is, for whom it may concern."""
+"""Progress of writing or checking an archive."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 __all__ = ["ByteProgress", "no_progress"]
 
-# Called with (bytes of content done, bytes of content in all).  What it raises ends the work.
+# Called with (bytes of content done, total bytes of content).  An exception from it ends the work.
 ByteProgress: TypeAlias = Callable[[int, int], None]
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Nobody wants to hear of it."""
+    """The default: do nothing."""

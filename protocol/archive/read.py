@@ -21,7 +21,7 @@ from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
 __all__ = ["ArchiveTree", "open_archive"]
 
-# Local headers and small entries follow one another: one read(2) for many.
+# Local headers and small entries are adjacent: one read(2) gets many.
 _BUFFER_BYTES: Final = 128 * 1024
 Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | BinaryIO
 
@@ -35,15 +35,14 @@ def open_archive(
     check_content: bool = True,
     reserve: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ArchiveTree]:
-    """The tree in the archive at a path or in a seekable file, for as long as the context lasts.
+    """Open the archive at a path or in a seekable file as a tree, for the length of the context.
 
     Everything is checked before the context is entered, each entry's content by decompressing it once.  Without
-    `check_content` the content of a file is checked when it is read, for callers who read all of it into a place that
-    they can throw away; `chunks` raises ArchiveError then.
-    `reserve` is called with each number of bytes that reading the manifest takes, before it takes them, and may raise;
-    they are free again when the context is entered.
-    `progress` is told how far that is.  ArchiveError names the entry that is refused; OSError when the archive
-    cannot be read.  A file that was handed over stays open.
+    `check_content` the content of a file is checked when it is read; then `chunks` may raise ArchiveError.  That is
+    for callers who read all of it into a place that they can discard. `reserve` is called with each number of bytes
+    that reading the manifest takes, before it takes them, and may raise; the bytes are free again when the context is
+    entered. `progress` is called during the check.  ArchiveError names the refused entry; OSError if the archive
+    cannot be read.  A file object that was passed in stays open.
     """
     limits = limits or ArchiveLimits()
     if isinstance(source, str | bytes | os.PathLike):
@@ -51,7 +50,7 @@ def open_archive(
             try:
                 contents = read_contents(file, limits, progress, check_content=check_content, reserve=reserve)
             except ArchiveError as error:
-                # What is wrong with no entry of it is wrong with the archive.
+                # errors that belong to no entry name the archive
                 raise ArchiveError(str(error.strerror), error.entry or os.fsdecode(source)) from None
             yield ArchiveTree(file, contents)
     elif not source.seekable():
@@ -62,7 +61,7 @@ def open_archive(
 
 
 def _open_regular(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> BinaryIO:
-    # Without O_NONBLOCK the open of a fifo waits for a writer for ever.
+    # Without O_NONBLOCK, opening a fifo would wait for a writer.
     file = open(path, "rb", buffering=_BUFFER_BYTES, opener=_open_at_once)  # noqa: SIM115 -- the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -75,9 +74,9 @@ def _open_at_once(name: str | bytes, flags: int) -> int:
 
 
 class ArchiveTree:
-    """The tree in an archive.  Made by `open_archive`; one thread at a time.
+    """The tree of an archive, made by `open_archive`; for one thread at a time.
 
-    Inode numbers tell hard links apart and mean nothing else.
+    Inode numbers only identify hard links.
     """
 
     def __init__(self, file: BinaryIO, contents: Contents) -> None:
@@ -113,9 +112,9 @@ class ArchiveTree:
         return list(self._children[path])
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        """`path` and all below it, parents first, siblings sorted."""
+        """Yield `path` and everything below it, parents first, siblings sorted."""
         self.entry(path)
-        # A stack and no recursion: paths may be 2,048 deep.
+        # A stack instead of recursion: paths may be 2,048 deep.
         waiting = [path]
         while waiting:
             path = waiting.pop()
@@ -126,18 +125,18 @@ class ArchiveTree:
                 waiting.extend(prefix + name for name in reversed(names))
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a regular file, short only at its end.  IsADirectoryError; EINVAL for what is no file.
+        """Read up to `size` bytes of a file; fewer only at its end.  IsADirectoryError; EINVAL for a special file.
 
-        Cheap where reads go forward; a read further back decompresses from the start.
+        Fast for reads that go forward; a read further back decompresses from the start.
         """
         return self._reader.read(self._file_member(path), offset, size)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """The content of a regular file in chunks of at most `size` bytes; errors as `read`."""
+        """Yield the content of a regular file in chunks of at most `size` bytes; errors as for `read`."""
         return decompressed(self._file, self._file_member(path), size)
 
     def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
-        """Nothing is known without a walk."""
+        """Unknown without a walk."""
         return None
 
     def _file_member(self, path: bytes) -> Member:

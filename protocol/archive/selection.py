@@ -1,9 +1,9 @@
-"""Which entries of a tree its archive holds, and under which names; and which it cannot hold.
+"""Select the entries of a tree that its archive can hold, and their names.
 
-A program that enters one directory after the other makes paths of any length.  ZIP stops at names of 65,535 bytes.
-A long chain of directories also costs an archive the square of its depth, because each entry repeats its whole path.
-So there is one bound, on the length of a path: the largest at which each name fits into a ZIP, and all names together
-into what a reader accepts.  An entry below a path that is left out has a longer path, and is left out too.
+A program that changes directory step by step can make paths of any length.  ZIP names have at most 65,535 bytes.  A
+long chain of directories also costs an archive the square of its depth, because each entry repeats its whole path.  So
+the length of paths is bounded: to the largest length at which each name fits into a ZIP, and all names together into
+the limits of a reader.  An entry below an omitted path has a longer path, and is omitted too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.tree import TreeEntry
 
 __all__ = ["Selection", "select"]
 
-# The manifest repeats all names once more, next to a record of some hundred bytes for each.
+# The manifest repeats all names, with some hundred bytes for each record.
 _ALL_NAMES_BYTES: Final = ArchiveLimits().manifest_bytes // 4
 
 
@@ -28,7 +28,7 @@ _ALL_NAMES_BYTES: Final = ArchiveLimits().manifest_bytes // 4
 class Selection:
     """The entries of an archive with their names below files/.
 
-    `skipped` maps each path that is left out to the reason; what is below such a path is left out and not listed.
+    `skipped` maps each omitted path to the reason; entries below such a path are omitted and not listed.
     """
 
     entries: list[TreeEntry]
@@ -47,7 +47,7 @@ def select(entries: Iterable[TreeEntry], all_names_bytes: int = _ALL_NAMES_BYTES
         fitting.add(entry)
     fitting.shrink(lambda entry: len(entry.path))
     percent = not all(is_utf8(entry.path) for entry in fitting.entries)
-    if percent:  # names may now be three times as long as the paths
+    if percent:  # now names may be three times as long as paths
         fitting.shrink(lambda entry: len(escape(entry.path).encode()))
     names = [escape(entry.path) if percent else entry.path.decode() for entry in fitting.entries]
     for entry in fitting.entries:
@@ -73,11 +73,11 @@ class _Fitting:
             return
         self.entries.append(entry)
         self._bytes += length
-        if self._bytes > 2 * self._most:  # not at each entry: that would be quadratic
+        if self._bytes > 2 * self._most:  # not at each entry, which would be quadratic
             self.shrink(lambda entry: len(entry.path))
 
     def shrink(self, length: Callable[[TreeEntry], int]) -> None:
-        """Leave the longest names out until the others fit."""
+        """Omit the longest names until the others fit."""
         longest = _longest_that_fit((length(entry) for entry in self.entries), self._most)
         kept = []
         self._bytes = 0
@@ -98,13 +98,13 @@ class _Fitting:
                 self.skipped[path] = _reason(path)
 
     def _skip(self, path: bytes) -> None:
-        # Else its directory is left out as well, and named.
+        # otherwise its directory is omitted as well, and listed
         if path.rfind(b"/") <= self._longest:
             self.skipped[path] = _reason(path)
 
 
 def _longest_that_fit(lengths: Iterable[int], most: int) -> int:
-    """The largest length up to which the sum of `lengths` is at most `most`."""
+    """The largest length for which the lengths up to it sum to at most `most`."""
     longest = NAME_BYTES_MAX - len(FILES) - 1
     total = 0
     for length, count in sorted(Counter(lengths).items()):

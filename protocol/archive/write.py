@@ -1,6 +1,6 @@
-"""Write the archive of a tree: streamed in fixed memory, to any file, atomically to a path.
+"""Write the archive of a tree: streamed in bounded memory, to any file, atomically to a path.
 
-The tree is read, and the file written, by the caller's thread alone.
+Only the caller's thread reads the tree and writes the file.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from protocol.tree import Tree, TreeEntry
 
 __all__ = ["ArchiveSummary", "export_archive", "write_archive"]
 
-DEFAULT_LEVEL: Final = 6  # zlib's and zip's own
+DEFAULT_LEVEL: Final = 6  # the default of zlib and zip
 
 _CHUNK_BYTES: Final = 256 * 1024
-_ENTRIES_TOLD: Final = 1024  # between two calls of `progress`, at most
+_ENTRIES_TOLD: Final = 1024  # at most, between two calls of `progress`
 _REGULAR_FILE: Final = 0o100644
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveSummary:
-    """What was written.  `files` are regular files, each name counted; `directories` are without the root.
+    """The result of writing an archive.  `files` counts regular files by name; `directories` excludes the root.
 
-    `skipped` maps each path that an archive cannot hold to the reason; what is below such a path is left out too.
+    `skipped` maps each path that an archive cannot hold to the reason; entries below such a path are omitted too.
     """
 
     files: int
@@ -71,11 +71,10 @@ def write_archive(
 ) -> ArchiveSummary:
     """Write the archive of `tree` to `file`, which need not be seekable.
 
-    `created_ns` (else SOURCE_DATE_EPOCH, else now) becomes `created_at`; `level` is zlib's, 0 to 9.
-    Whatever the tree or the file raises goes through; OSError (EIO) when a file's size is not what its
-    entry says; EFBIG for a tree that no reader would accept.  ENAMETOOLONG for a path that no archive can hold; with
-    `skip_too_long` such a path is left out, and the summary names it.  Xattrs in a namespace of one file system
-    (`btrfs.compression`) are left out.
+    `created_ns` (else SOURCE_DATE_EPOCH, else now) becomes `created_at`; `level` is zlib's, 0 to 9. Errors of the
+    tree and the file are passed on; OSError (EIO) if a file's size differs from its entry; EFBIG for a tree that no
+    reader would accept.  ENAMETOOLONG for a path that no archive can hold; with `skip_too_long` such a path is
+    omitted, and the summary names it.  Xattrs in a namespace of one file system (`btrfs.compression`) are omitted.
     """
     created_ns = _created(created_ns)
     chosen = select(_watched(tree.walk(), progress))
@@ -108,15 +107,15 @@ def export_archive(
     level: int = DEFAULT_LEVEL,
     skip_too_long: bool = False,
 ) -> ArchiveSummary:
-    """Write the archive of `tree` at `path`: the whole of it, durably, or nothing.
+    """Write the archive of `tree` at `path`, completely and durably, or leave `path` unchanged.
 
-    Without `overwrite` an existing file is left alone: FileExistsError.  With it only a regular file is replaced, never
-    a device or a pipe: EINVAL.  The rest is as in `write_archive`.
+    Without `overwrite` an existing file raises FileExistsError.  With it only a regular file is replaced, never a
+    device or a pipe: EINVAL.  The rest is as in `write_archive`.
     """
     path = os.fspath(path)
     _check_place(path, overwrite=overwrite)
     folder = os.path.dirname(path)
-    # In the same directory, so that the rename stays in one file system.
+    # in the same directory, so that the rename stays in one file system
     temporary = os.path.join(folder, f".vfsd-export-{secrets.token_hex(8)}.tmp")
     try:
         with _new_file(temporary, folder) as file:
@@ -137,7 +136,7 @@ def export_archive(
 
 
 def _new_file(temporary: str, folder: str) -> BinaryIO:
-    """The new file `temporary`; errors are about its directory, which is what the caller chose."""
+    """Create the file `temporary`; errors name its directory, which the caller chose."""
     try:
         return open(temporary, "xb")
     except FileNotFoundError:
@@ -157,15 +156,15 @@ def _check_place(path: str, *, overwrite: bool) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # nothing there, or a symlink that leads nowhere
-    # A rename would put the archive in the place of /dev/null or of /dev/stdout, for every program.
+        return  # nothing there, or a broken symlink
+    # A rename would replace /dev/null or /dev/stdout for every program.
     if not stat.S_ISREG(mode):
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, "this is not a regular file, so no archive can replace it", path)
 
 
 def _rename_to_new(temporary: str, path: str) -> None:
-    """Give the finished file its name; FileExistsError when somebody else was faster."""
+    """Give the finished file its name; FileExistsError if another program has made it meanwhile."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -187,7 +186,7 @@ def _sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems refuse to sync directories; the archive is complete all the same.
+        # some network file systems refuse to sync directories; the archive is complete all the same
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
             raise
     finally:
@@ -198,7 +197,7 @@ def _sync_folder(folder: str) -> None:
 
 
 def _created(created_ns: int | None) -> int:
-    """The time of creation, checked to be one that ISO 8601 can say."""
+    """The time of creation, checked to be valid in ISO 8601."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
         if created_ns is None:
@@ -228,7 +227,7 @@ def _manifest(chosen: Selection, created_ns: int) -> Manifest:
 
 
 def _encoded(manifest: Manifest) -> bytes:
-    """The manifest as JSON.  EFBIG for one that no reader would take."""
+    """The manifest as JSON.  EFBIG for one that no reader would accept."""
     text = msgspec.json.encode(manifest)
     limit = ArchiveLimits().manifest_bytes
     if len(text) > limit:
@@ -238,7 +237,7 @@ def _encoded(manifest: Manifest) -> bytes:
 
 
 def _check_total(entries: Sequence[TreeEntry]) -> None:
-    """EFBIG, naming the largest file, for a tree that no reader would take; holes count here as they do there."""
+    """Raise EFBIG, naming the largest file, for a tree that no reader would accept; holes count, as they do there."""
     total = sum(entry.size for entry in entries if entry.is_file)
     limit = ArchiveLimits().total_bytes
     if total > limit:
@@ -256,7 +255,7 @@ def _record(entry: TreeEntry, name: str) -> Record:
 
 
 def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Reporter) -> None:
-    """One entry of the tree into the archive."""
+    """Write one entry of the tree."""
     name = FILES + text.encode()
     if entry.is_file:
         if entry.size > SMALL_BYTES:
@@ -271,12 +270,12 @@ def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Repor
         packer.add(Item(name + b"/" if text else name, entry.mode, entry.mtime_ns, b""))
     elif entry.is_symlink:
         packer.add(Item(name, entry.mode, entry.mtime_ns, entry.target))
-    elif stat.S_IFMT(entry.mode) not in SPECIAL:  # of those the manifest says all there is
+    elif stat.S_IFMT(entry.mode) not in SPECIAL:  # special files have only a record in the manifest
         raise OSError(errno.EINVAL, f"no kind of file that there is: mode {entry.mode:o}", shown(entry.path))
 
 
 def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[bytes]:
-    """The content of a file in chunks; its size must be what its entry, and so the manifest, says."""
+    """Yield the content of a file in chunks; its size must be that of its entry, which the manifest states."""
     done = 0
     for chunk in tree.chunks(entry.path, _CHUNK_BYTES):
         done += len(chunk)
@@ -293,7 +292,7 @@ def _changed(entry: TreeEntry) -> OSError:
 
 
 def _watched(entries: Iterable[TreeEntry], progress: ByteProgress | None) -> Iterator[TreeEntry]:
-    """`entries`; now and then `progress` is called, which may end the work."""
+    """Yield `entries`, calling `progress` now and then, which may raise."""
     for number, entry in enumerate(entries, 1):
         if progress is not None and number % _ENTRIES_TOLD == 0:
             progress(0, 0)
@@ -301,7 +300,7 @@ def _watched(entries: Iterable[TreeEntry], progress: ByteProgress | None) -> Ite
 
 
 class _Reporter:
-    """Tells the caller how far it is."""
+    """Calls the caller's `progress`."""
 
     def __init__(self, progress: ByteProgress | None, total: int) -> None:
         self._progress = progress
@@ -311,14 +310,14 @@ class _Reporter:
         self._entries = 0
 
     def entry(self) -> None:
-        """One more entry is done: of a million empty files the caller hears too, and can end the work."""
+        """Count an entry: progress of a million empty files is reported too, and can be cancelled."""
         self._entries += 1
         if self._entries % _ENTRIES_TOLD == 0 and self._done < self._total:
             self._tell()
 
     def add(self, size: int) -> None:
         self._done += size
-        # Not for each small file: ten thousand calls would cost more than they tell.
+        # not for each small file: ten thousand calls would cost more than they are worth
         if self._done - self._told >= _CHUNK_BYTES and self._done < self._total:
             self._tell()
 

@@ -1,8 +1,7 @@
-"""Entries into a ZIP file: compressed on worker threads, written in order, in fixed memory.
+"""Write entries into a ZIP file: compressed on worker threads, written in order, in bounded memory.
 
-Written here and not by `zipfile`, whose work on an entry of 4 KB takes longer than the compression.
-Small entries are compressed in batches on worker threads (which releases the interpreter lock); the file is
-written by the caller's thread alone.
+Not with `zipfile`, which spends more time on an entry of 4 KB than the compression takes.  Small entries are compressed
+in batches on worker threads (which releases the interpreter lock); only the caller's thread writes the file.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from protocol.linux.scheduling import give_way
 
 __all__ = ["SMALL_BYTES", "Item", "Packer", "ZipWriter"]
 
-SMALL_BYTES: Final = 256 * 1024  # entries up to this are handed over whole, larger ones streamed
-_BATCH_BYTES: Final = 256 * 1024  # what one worker compresses at once,
+SMALL_BYTES: Final = 256 * 1024  # entries up to this size are passed whole, larger ones streamed
+_BATCH_BYTES: Final = 256 * 1024  # compressed by one worker at a time,
 _BATCH_ENTRIES: Final = 128
-_WORKERS_MAX: Final = 4  # with two batches in flight for each: less than 10 MiB
-# Deflate can make incompressible data a little larger; from here on the compressed size may need 64 bits.
+_WORKERS_MAX: Final = 4  # with two batches in flight for each worker: less than 10 MiB
+# Deflate can make incompressible data a little larger; from this size on the compressed size may need 64 bits.
 _BIG_BYTES: Final = 0xFF00_0000
 
 
@@ -48,7 +47,7 @@ class _Packed(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the central directory says of an entry once its data is written; `at` is its local header."""
+    """The central directory's data of an entry that was written; `at` is its local header."""
 
     flags: int
     method: int
@@ -62,12 +61,12 @@ class _Known(NamedTuple):
 
 
 def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
-    """Compress each item; what does not shrink is stored.  Runs on a worker thread."""
+    """Compress each item; an item that does not shrink is stored.  Runs on a worker thread."""
     packed = []
     for item in items:
         data = item.data
-        if len(data) > 8 and level:  # less than that never shrinks
-            # A window no larger than the data: zlib then has less to set up, and finds the same matches.
+        if len(data) > 8 and level:  # smaller data never shrinks
+            # A window no larger than the data: zlib has less to set up, and finds the same matches.
             bits = min(max((len(data) - 1).bit_length(), 9), zlib_ng.MAX_WBITS)
             smaller = zlib_ng.compress(data, level, -bits)
             if len(smaller) < len(data):
@@ -78,7 +77,7 @@ def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
 
 
 class Packer:
-    """Keeps the workers busy and the entries in order, with a fixed amount of data in flight."""
+    """Keeps the workers busy and the entries in order, with a bounded amount of data in flight."""
 
     def __init__(self, writer: ZipWriter, level: int) -> None:
         workers = min(len(os.sched_getaffinity(0)), _WORKERS_MAX)
@@ -107,7 +106,7 @@ class Packer:
             self._submit()
 
     def stream(self, item: Item, size: int, chunks: Iterator[bytes]) -> None:
-        """An entry too large to hold; after all that came before it."""
+        """Write an entry that is too large to hold, after all earlier ones."""
         self._drain()
         self._writer.stream(item, size, chunks, self._level)
 
@@ -140,7 +139,7 @@ class ZipWriter:
             name = item.name
             clock, date, extra = zr.times(item.mtime_ns // 1_000_000_000)
             compressed, size = len(data), len(item.data)
-            # Bit 11 always: valid UTF-8 is all that gets here.  Sizes of small entries fit 32 bits.
+            # Bit 11 always: all names here are valid UTF-8.  Sizes of small entries fit 32 bits.
             local = zr.LOCAL.pack(
                 zr.SIGNATURE_LOCAL, zr.VERSION_DEFLATE, zr.FLAG_UTF8, method, clock, date,
                 crc, compressed, size, len(name), len(extra),
@@ -151,7 +150,7 @@ class ZipWriter:
         self._write(b"".join(parts))
 
     def stream(self, item: Item, size: int, chunks: Iterator[bytes], level: int) -> None:
-        """An entry whose CRC and compressed size follow its data: the file need not be seekable."""
+        """Write an entry whose CRC and compressed size follow its data, so that the file need not be seekable."""
         big = size >= _BIG_BYTES
         flags = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
         start = self.offset
@@ -177,7 +176,7 @@ class ZipWriter:
         self._remember(item, _Known(flags, zr.DEFLATED, clock, date, ut, crc, compressed, size, start))
 
     def finish(self) -> None:
-        """The central directory and the end records."""
+        """Write the central directory and the end records."""
         count, start, length = self._count, self.offset, len(self._directory)
         if count >= zr.MAX_16 or start >= zr.MAX_32 or length >= zr.MAX_32:
             self._directory += zr.END64.pack(
@@ -212,7 +211,7 @@ class ZipWriter:
     def _write(self, data: bytes | bytearray) -> None:
         self.offset += len(data)
         written = self._file.write(data)
-        # Raw files and pipes may take less; some write methods return None and mean all.
+        # Raw files and pipes may take less; some write methods return None, which means all.
         if written is not None and written < len(data):
             rest = memoryview(data)[written:]
             while rest:

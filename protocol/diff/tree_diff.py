@@ -1,10 +1,10 @@
-"""Diff: what changed between two trees, entry by entry.
+"""Diff: the changes between two trees, entry by entry.
 
-Order: paths are sorted by their components, compared as bytes, which is the order of `Tree.walk`: parents
-before children, siblings by name, a directory's whole subtree before its next sibling.
+Order: paths are sorted by their components, compared as bytes, which is the order of `Tree.walk`: parents before
+children, siblings by name, a directory's whole subtree before its next sibling.
 
-Memory does not grow with the trees or the files: both sides are streamed, and no content is read where sizes
-already differ.  `protocol.diff.patch` turns changes into line counts and into a patch.
+Memory does not grow with the trees or the files: both sides are streamed, and no content is read if the sizes differ.
+`protocol.diff.patch` turns changes into line counts and into a patch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs; `old` is None where it was added, `new` where it was removed.
+    """One path that differs; `old` is None if it was added, `new` if it was removed.
 
-    `kind`, the first that holds: "added", "removed"; "type" (a file became a directory, ...); "modified" (a
-    file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime).
+    `kind` is the first of these that applies: "added", "removed"; "type" (a file became a directory, ...); "modified"
+    (a file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime).
 
-    A directory's mtime is no change: adding a file to it moves it.  Everything else's is, as "metadata".
+    A directory's mtime is no change, because adding a file changes it.  The mtime of anything else is, as "metadata".
     Link counts and inode numbers never are.
     """
 
@@ -71,19 +71,19 @@ class DiffCounts:
 
 @runtime_checkable
 class ComparesContent(Protocol):
-    """A tree that can tell without reading that a file is the same in another tree.
+    """A tree that can compare a file's content with that in another tree without reading it.
 
-    Where blocks are shared this answers for a sparse file of 10^15 bytes, which no one can read through.
+    Where blocks are shared this works for a sparse file of 10^15 bytes, which cannot be read through.
     """
 
     def same_content(self, path: bytes, other: Tree) -> bool | None:
-        """Whether the regular file at `path`, of one size in both, has the same bytes; None: read and see."""
+        """Whether the regular file at `path`, of the same size in both, has the same bytes; None if it must be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One path that is in either tree; `kind` as in `Change`, None where nothing differs."""
+    """One path of either tree; `kind` as in `Change`, None if nothing differs."""
 
     path: bytes
     kind: ChangeKind | None
