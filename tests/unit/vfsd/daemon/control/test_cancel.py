@@ -240,7 +240,7 @@ async def test_a_command_that_was_too_late_to_stop_shows_its_answer_and_says_so(
     async with workspace("demo", {"restore": restore}), vfsd("restore", "s", "-w", "demo") as command:
         await restore.is_running.wait()
         command.signal(signal.SIGINT)
-        await command.said("the restore has begun and will be completed; press Ctrl-C again to let it complete in the background")
+        await command.said("the restore has begun and will be completed; press Ctrl-C again")
         restore.go_on.set()
         status, out, err = await command.ended()
     assert (status, "restored s" in out, "safety-1" in out) == (130, True, True)
