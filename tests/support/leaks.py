@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.support import zygote
+from vfsd.machine import mountinfo
 
 __all__ = ["TAG", "Leaks", "Mount", "mounts", "open_files", "processes"]
 
@@ -41,17 +41,7 @@ class Mount:
 
 def mounts() -> set[Mount]:
     """All mounts in our namespace."""
-    found = set()
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            fields, _, tail = line.rstrip("\n").partition(" - ")
-            fs_type, source, *_ = tail.split(" ")
-            found.add(Mount(_unescape(fields.split(" ")[4]), fs_type, _unescape(source)))
-    return found
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return {Mount(each.mountpoint, each.filesystem, each.source) for each in mountinfo.mounts()}
 
 
 def open_files() -> dict[int, str]:

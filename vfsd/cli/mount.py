@@ -36,7 +36,7 @@ class _MountOption(click.Option):
         scope = SCOPES.get(self.name or "")
         if record is None or scope is None:
             return record
-        return record[0], f"{record[1]}  [{scope.words.format_map(_flags(ctx.command))}]"
+        return record[0], f"{record[1]}  [{scope.places.format_map(_flags(ctx.command))}]"
 
 
 class _EngineName(click.Choice[str]):
@@ -215,7 +215,7 @@ def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
     try:
         return mount_options(mountpoint, **settings)
     except OptionError as error:
-        raise click.UsageError(error.in_words(_flags(mount_command))) from None
+        raise click.UsageError(error.message(_flags(mount_command))) from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

@@ -116,8 +116,13 @@ def _memory(options: MountOptions, progress: ByteProgress) -> Backend:
     return Backend(volume)
 
 
+def _cache_timeout_s(options: MountOptions) -> float:
+    timeout_s = options.kernel.cache_timeout_s
+    return _HOST_CACHE_TIMEOUT_S if timeout_s is None else timeout_s
+
+
 def _allow_open_files() -> None:
-    """Raise the limit of open files to the hard limit: a host volume keeps up to half of it open."""
+    """Raise this process's limit of open files to the hard limit; a host volume keeps up to half as many open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -145,25 +150,22 @@ def _host(options: MountOptions, _progress: ByteProgress) -> Backend:
     recovered = "; ".join(found) or None
     _allow_open_files()
     volume = HostVolume(os.fsencode(directory), read_only=options.workspace.read_only)
-    timeout_s = _HOST_CACHE_TIMEOUT_S if options.kernel.cache_timeout_s is None else options.kernel.cache_timeout_s
-    return Backend(volume, timeout_s, volume.tidy, volume.close, recovered=recovered, stored=stored)
+    return Backend(volume, _cache_timeout_s(options), volume.tidy, volume.close, recovered=recovered, stored=stored)
 
 
 def _stored_host(options: MountOptions, directory: str) -> Stored:
     """Return the stored snapshots of a directory.  ValueError for a given store that is inside the directory."""
-    place = os.path.realpath(directory)
-    store = Store(options.workspace.store)
-    source = DirectorySource(place)
-    if options.workspace.store is not None:
+    real, given_store = os.path.realpath(directory), options.workspace.store
+    store = Store(given_store)
+    source = DirectorySource(real)
+    if given_store is not None:
         # If the user's default store is inside, the mount works and only snapshots are refused.
         try:
             store.check_apart(source.identity)
         except OSError as error:
-            raise ValueError(
-                f"the store {options.workspace.store} is inside {directory}, whose snapshots it keeps"
-            ) from error
+            raise ValueError(f"the store {given_store} is inside {directory}, whose snapshots it keeps") from error
     _check_outside(options, store)
-    return Stored(store, f"host:{place}", source, DirectoryTarget(place))
+    return Stored(store, f"host:{real}", source, DirectoryTarget(real))
 
 
 def _check_outside(options: MountOptions, store: Store) -> None:
@@ -235,7 +237,6 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
             memory_bytes=options.container.memory_bytes,
             read_only=options.workspace.read_only,
         )
-    timeout_s = _HOST_CACHE_TIMEOUT_S if options.kernel.cache_timeout_s is None else options.kernel.cache_timeout_s
     try:
         stored = _stored_container(options, workspace)
     except BaseException:
@@ -243,7 +244,7 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
         raise
     return Backend(
         workspace.connection.volume,
-        timeout_s,
+        _cache_timeout_s(options),
         workspace.tidy,
         workspace.close,
         workspace,
@@ -255,7 +256,7 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
 def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> Stored:
     """Return the stored snapshots of a directory in a container.
 
-    Their key names the container, or for a container that vfsd made, the workspace.
+    Their key contains the container's name, or the workspace's name if vfsd created the container.
     """
     from protocol.backends.container.snapshot_files import ContainerSource, MountTarget  # noqa: PLC0415 (as above)
 

@@ -35,11 +35,11 @@ class OptionError(ValueError):
     def __init__(self, template: str, **values: object) -> None:
         self._template = template
         self._values = values
-        super().__init__(self.in_words({}))
+        super().__init__(self.message({}))
 
-    def in_words(self, words: Mapping[str, str]) -> str:
-        """Return the message with each option called as `words` has it, or by its own name."""
-        return self._template.format_map(_OptionNames({**words, **self._values}))
+    def message(self, names: Mapping[str, str]) -> str:
+        """Return the message with each option under its name in `names`, or under its own name."""
+        return self._template.format_map(_OptionNames({**names, **self._values}))
 
 
 class _OptionNames(dict[str, object]):
@@ -51,9 +51,8 @@ class _OptionNames(dict[str, object]):
 class Scope:
     """Where an option applies: to one of the `backends`, or together with one of the other `options`.
 
-    `why` is the reason that it does not apply elsewhere.
-
-    Every option applies to a backend that is not built in; its opener refuses those that it does not support.
+    `why` is the reason that it does not apply elsewhere.  Every option applies to a backend that is not built in; the
+    backend's opener refuses those that it does not support.
     """
 
     backends: tuple[str, ...]
@@ -65,17 +64,17 @@ class Scope:
         return kind in self.backends or kind not in BACKENDS or any(is_given(values, name) for name in self.options)
 
     @property
-    def words(self) -> str:
+    def places(self) -> str:
         """The backends and options joined by "or", with options as placeholders."""
-        words = [BACKENDS[kind] for kind in self.backends] + [f"{{{name}}}" for name in self.options]
-        return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+        names = [BACKENDS[kind] for kind in self.backends] + [f"{{{name}}}" for name in self.options]
+        return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 _IN_MEMORY: Final = ("memory", "overlay")
 _ON_DISK: Final = ("host", "container", "image")
 _LIMITS: Final = Scope(_IN_MEMORY, "the others have the limits of their file system")
-_HIDING: Final = Scope(("overlay",), "only an overlay hides what is below it")
-_MADE: Final = Scope(("image",), "it is for a container that vfsd makes", ("sandbox",))
+_FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
+_NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
 
 SCOPES: Final[Mapping[str, Scope]] = {
     "archive": Scope(_IN_MEMORY, "the others have content of their own"),
@@ -84,15 +83,15 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "max_memory": _LIMITS,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes the content of the others"),
     "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
-    "include": _HIDING,
-    "exclude": _HIDING,
+    "include": _FILTER,
+    "exclude": _FILTER,
     "sandbox": Scope(("memory", "overlay", "host"), "the commands of a workspace in a container run in that container"),
     "podman_url": Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
     "workdir": Scope(("container", "image"), "it is a directory of their container"),
     "transport": Scope(("container", "image"), "it reaches the files of their container"),
-    "network": _MADE,
-    "pids_limit": _MADE,
-    "memory_bytes": _MADE,
+    "network": _NEW_CONTAINER,
+    "pids_limit": _NEW_CONTAINER,
+    "memory_bytes": _NEW_CONTAINER,
     "snapshot_each": Scope(
         ("container", "image"), "without one of them no command runs in the workspace", ("sandbox", "exec_on_host")
     ),
@@ -110,7 +109,7 @@ def check_options(options: MountOptions) -> None:
     _check_values(values)
     for name, scope in SCOPES.items():
         if is_given(values, name) and not scope.allows(values):
-            template = f"{{{name}}} goes with {scope.words}, not with the backend {{kind}}: {{why}}"
+            template = f"{{{name}}} goes with {scope.places}, not with the backend {{kind}}: {{why}}"
             raise OptionError(template, kind=values["backend"].form, why=scope.why)
     if values["sandbox"] is not None and values["exec_on_host"]:
         raise OptionError(

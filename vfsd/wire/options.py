@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
@@ -142,15 +142,7 @@ class MountOptions:
         }
 
 
-_GROUPS: Final[dict[str, Any]] = {
-    "workspace": WorkspaceOptions,
-    "kernel": KernelOptions,
-    "limits": LimitOptions,
-    "content": ContentOptions,
-    "commands": CommandOptions,
-    "container": ContainerOptions,
-    "log": LogOptions,
-}
+_GROUPS: Final = get_type_hints(MountOptions)  # name of the group -> its type
 # The default of every option that has one, by its flat name.
 DEFAULTS: Final = {
     each.name: each.default

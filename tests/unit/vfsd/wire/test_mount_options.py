@@ -164,7 +164,7 @@ def test_the_help_of_an_option_names_what_it_goes_with() -> None:
 
 def test_the_documentation_has_the_table() -> None:
     flags = {param.name: param.opts[-1] for param in mount_command.params}
-    rows = [f"| `{flags[name]}` | {scope.words.format_map(flags)} | {scope.why} |" for name, scope in SCOPES.items()]
+    rows = [f"| `{flags[name]}` | {scope.places.format_map(flags)} | {scope.why} |" for name, scope in SCOPES.items()]
     text = DOCUMENTATION.read_text()
     assert [row for row in rows if row not in text] == []
     assert sum(line.startswith("| `--") for line in text.splitlines()) == len(rows)
