@@ -247,7 +247,7 @@ def test_the_podman_socket_is_connected_to(machine: Path) -> None:
     [
         ("ssh://me@there/run/podman.sock", True, "not tried"),
         ("tcp://there:8080", True, "not tried"),
-        ("nonsense", False, "no address"),
+        ("nonsense", False, "not the address"),
     ],
 )
 def test_a_podman_of_another_machine_is_named_and_nonsense_is_told(
