@@ -44,7 +44,7 @@ def test_an_address_is_shown_as_it_was_given(url: str) -> None:
     "url", ["", "podman.sock", "unix://relative", "ssh://host", "ssh://-oProxyCommand=x/sock", "http://x", "tcp://h:x"]
 )
 def test_what_is_no_address_of_a_service_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="no address of a Podman service"):
+    with pytest.raises(ValueError, match="not the address of a Podman service"):
         parse_address(url)
 
 
