@@ -95,7 +95,7 @@ class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
         number = fs.file(b"d/f", b"data")
         assert fs.read(number) == b"data"
         assert isinstance(fs.volume, OverlayVolume)
-        assert fs.volume.used_bytes == 0
+        assert fs.volume.usage().used_bytes == 0
         os.unlink(fs.volume.lower.root + b"/d/f")
         fs.volume.lower.close()
         with fails(errno.ESTALE):

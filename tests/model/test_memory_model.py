@@ -627,7 +627,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert inode.blocks == 8 * node.pages
             elif node.target:
                 assert self.volume.readlink(node.number) == node.target
-        assert self.volume.used_bytes == 4096 * self.model.pages()
+        assert self.volume.usage().used_bytes == 4096 * self.model.pages()
 
     @invariant()
     def an_open_view_shows_its_moment(self) -> None:

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.attributes import InodeAttributes
 from protocol.backends.memory.blocks import PAGE_BYTES
@@ -36,22 +36,10 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.volume import Buffer
 
-__all__ = ["MemoryUse", "MemoryVolume"]
+__all__ = ["MemoryVolume"]
 
 _UNLIMITED_INODES: Final = 2**31 - 1
 _COPY_BYTES: Final = 1 << 20
-
-
-class MemoryUse(NamedTuple):
-    """The machine's memory that a volume takes, in bytes.
-
-    `live`: files, names and attributes as allocated; `snapshots`: objects that only snapshots hold; `overhead`: the
-    reserve for removing and restoring, memory lent to an import, and an overlay's records of its lower directory.
-    """
-
-    live: int
-    snapshots: int
-    overhead: int
 
 
 class MemoryVolume:
@@ -153,75 +141,28 @@ class MemoryVolume:
     def read_only(self, value: bool) -> None:
         self._state.read_only = value
 
-    @property
-    def max_bytes(self) -> int | None:
-        """The limit of `used_bytes`."""
-        return self._limits.max_bytes
-
-    @property
-    def max_inodes(self) -> int | None:
-        """The limit of live inodes, the root included."""
-        return self._limits.max_inodes
-
-    @property
-    def max_memory(self) -> int | None:
-        """The limit of content, metadata and snapshots together, in bytes."""
-        return self._state.ledger.bound
-
-    @property
-    def files(self) -> int:
-        """The number of live inodes with links that are not directories."""
-        return self._state.files
-
-    @property
-    def directories(self) -> int:
-        """The number of live directories, the root included."""
-        return self._state.directories
-
-    @property
-    def size_bytes(self) -> int:
-        """The sum of the sizes of the regular files, each inode once."""
-        return self._state.size_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes that `max_bytes` bounds: live content in whole pages, and metadata beyond a first allowance."""
-        return (self._state.pages + self._limits.metadata_pages()) * PAGE_BYTES
-
-    @property
-    def memory(self) -> MemoryUse:
-        """The machine's memory that the state takes."""
-        ledger = self._state.ledger
-        reserve = RESERVE_BYTES * len(self._state.inodes)
-        live = ledger.content + ledger.metadata - reserve
-        return MemoryUse(live, max(0, ledger.kept), ledger.overhead + reserve)
-
     def usage(self) -> VolumeUsage:
         """See `protocol.volume.SnapshotableVolume`."""
-        memory = self.memory
+        state, limits, ledger = self._state, self._limits, self._state.ledger
+        reserve = RESERVE_BYTES * len(state.inodes)
         return VolumeUsage(
-            files=self.files,
-            directories=self.directories,
-            size_bytes=self.size_bytes,
-            used_bytes=self.used_bytes,
-            max_bytes=self.max_bytes,
-            max_inodes=self.max_inodes,
-            live_bytes=memory.live,
-            snapshot_bytes=memory.snapshots,
-            overhead_bytes=memory.overhead,
-            max_memory=self.max_memory,
-            pruned=self.pruned,
+            files=state.files,
+            directories=state.directories,
+            size_bytes=state.size_bytes,
+            used_bytes=(state.pages + limits.metadata_pages()) * PAGE_BYTES,
+            max_bytes=limits.max_bytes,
+            max_inodes=limits.max_inodes,
+            live_bytes=ledger.content + ledger.metadata - reserve,
+            snapshot_bytes=max(0, ledger.kept),
+            overhead_bytes=ledger.overhead + reserve,
+            max_memory=ledger.bound,
+            pruned=limits.pruned,
         )
 
     def has_lookups(self, inode: int) -> bool:
         """See `protocol.volume.SnapshotableVolume`."""
         found = self._state.inodes.get(inode)
         return found is not None and found.lookups > 0
-
-    @property
-    def pruned(self) -> int:
-        """The number of automatic snapshots dropped to free memory."""
-        return self._limits.pruned
 
     @property
     def on_pruned(self) -> Callable[[SnapshotInfo], None] | None:
@@ -249,13 +190,9 @@ class MemoryVolume:
     # -- memory lent to an import ----------------------------------------------------------------
     def new_stage(self) -> MemoryVolume:
         """See `protocol.volume.StagingVolume`."""
-        stage = MemoryVolume(self.max_bytes, self.max_inodes)
-        stage.borrow_from(self)
+        stage = MemoryVolume(self._limits.max_bytes, self._limits.max_inodes)
+        stage._state.ledger.borrow_from(self._state.ledger)
         return stage
-
-    def borrow_from(self, volume: MemoryVolume) -> None:
-        """Borrow memory from `volume` for content that is unpacked here and imported there afterwards."""
-        self._state.ledger.borrow_from(volume._state.ledger)
 
     def give_back(self) -> None:
         """End the loan: this volume was imported into the other one, or is discarded."""

@@ -284,9 +284,9 @@ def test_the_kernel_is_told_of_a_change_and_of_nothing_else(daemon: FsDaemon) ->
 
 def test_a_change_that_fails_midway_is_undone(daemon: FsDaemon) -> None:
     data("write", "fills", stdin=bytes(30 << 20))
-    before = daemon.volume.used_bytes
+    before = daemon.volume.usage().used_bytes
     assert "No space" in error("write", "more/deep/f", stdin=bytes(30 << 20))
-    assert daemon.volume.used_bytes == before
+    assert daemon.volume.usage().used_bytes == before
     assert "more" not in [entry["path"] for entry in data("ls")["entries"]]
 
 
@@ -314,7 +314,7 @@ def test_parameters_that_make_no_sense_are_refused(daemon: FsDaemon, params: fs.
     with pytest.raises(ControlError) as caught:
         call(daemon, "fs.write", params)
     assert caught.value.code == INVALID_PARAMS
-    assert daemon.volume.files == 0
+    assert daemon.volume.usage().files == 0
 
 
 def test_only_a_regular_file_is_a_source(daemon: FsDaemon, workdir: Path) -> None:
