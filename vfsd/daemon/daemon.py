@@ -108,7 +108,7 @@ class _Daemon:
         self._replay = replay
         self._notifier = Notifier.from_environment()
         self._commands = Commands(options.workspace.name)
-        self._served = trio.Event()
+        self._engine_ended = trio.Event()
         self._answers = False
         self._unmounted = False
 
@@ -128,8 +128,8 @@ class _Daemon:
                 container = None if self._backend.container is None else self._backend.container.connection
                 if container is not None:
                     await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
-                volume, engine, place = self._backend.volume, self._engine, options.workspace.mountpoint
-                mounted = MountedVolume(volume, engine, self._replay, place, nursery, container)
+                volume, engine, mountpoint = self._backend.volume, self._engine, options.workspace.mountpoint
+                mounted = MountedVolume(volume, engine, self._replay, mountpoint, nursery, container)
                 snapshots = open_snapshots(mounted, self._backend.stored)
                 runner = choose_runner(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
@@ -175,7 +175,7 @@ class _Daemon:
         try:
             await self._engine.serve()
         finally:
-            self._served.set()
+            self._engine_ended.set()
         self._unmounted = True
         _logger.info("unmounted", extra={"operation": "unmount", "path": self._options.workspace.mountpoint})
         self._notifier.stopping()
@@ -216,22 +216,22 @@ class _Daemon:
     async def _unmount(self, mounted: MountedVolume) -> None:
         """Unmount; if the mount is busy, log who holds it, detach it lazily, and give the programs time to finish."""
         self._notifier.stopping("unmounting")
-        place = self._options.workspace.mountpoint
+        mountpoint = self._options.workspace.mountpoint
         await mounted.wait_unused()
         await self._leave()
         try:
             # Abandoned if cancelled: after a second signal the kernel may wait for a loop that has ended.
-            await trio.to_thread.run_sync(mounts.unmount, place, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(mounts.unmount, mountpoint, abandon_on_cancel=True)
         except OSError as error:
             # The error for a busy mount names the processes that hold it.
-            log_failure(_logger, "unmount", error, path=place, level=logging.WARNING)
+            log_failure(_logger, "unmount", error, path=mountpoint, level=logging.WARNING)
             await self._detach()
         with trio.move_on_after(_LINGER_S):
-            await self._served.wait()
-        if not self._served.is_set():
+            await self._engine_ended.wait()
+        if not self._engine_ended.is_set():
             _logger.warning(
                 "programs were given %g s to finish; ending without them", _LINGER_S,
-                extra={"operation": "unmount", "path": place},
+                extra={"operation": "unmount", "path": mountpoint},
             )  # fmt: skip
             self._engine.stop()
         await trio.sleep_forever()  # `_serve` cancels this
@@ -245,14 +245,14 @@ class _Daemon:
             log_failure(_logger, "removing the sandbox", error, level=logging.WARNING)
 
     async def _detach(self) -> None:
-        place = self._options.workspace.mountpoint
-        detach = functools.partial(mounts.unmount, place, lazy=True)
+        mountpoint = self._options.workspace.mountpoint
+        detach = functools.partial(mounts.unmount, mountpoint, lazy=True)
         try:
             await trio.to_thread.run_sync(detach, abandon_on_cancel=True)
         except OSError as error:
-            log_failure(_logger, "unmount --lazy", error, path=place)
+            log_failure(_logger, "unmount --lazy", error, path=mountpoint)
         else:
-            _logger.info("detached lazily", extra={"operation": "unmount", "path": place})
+            _logger.info("detached lazily", extra={"operation": "unmount", "path": mountpoint})
 
     async def _tidy(self) -> None:
         """Call the backend's upkeep about once a second."""

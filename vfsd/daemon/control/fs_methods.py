@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from protocol.adapters.host import HostFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
@@ -199,10 +199,10 @@ class FsMethods:
 
         Each of its system calls is a step of its own, so other programs may make changes in between.
         """
-        place, read_only = self._options.mountpoint, self._options.read_only
+        root, read_only = self._options.mountpoint, self._options.read_only
 
         def run() -> T:
-            return work(ToolContext(HostFilesystem(place, read_only=read_only), keep_going=keep_going))
+            return work(ToolContext(HostFilesystem(root, read_only=read_only), keep_going=keep_going))
 
         with self._mounted.using_mount():
             return await trio.to_thread.run_sync(run, limiter=threads)
@@ -241,23 +241,14 @@ def _list(params: FsLsParams, context: ToolContext) -> Encoded:
 
 
 def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
-    wanted = GlobParams(
-        pattern=params.pattern, path=filesystem_path(params.path), limit=params.limit, everything=params.everything
-    )
+    wanted = GlobParams(**asdict(params) | {"path": filesystem_path(params.path)})
     found = TOOLS["glob"].run(wanted, context)
     paths = (_wire(path) for path in found.paths)
     return _encoded_list(FsGlobResult([], found.truncated), "paths", paths, params.limit, context.keep_going)
 
 
 def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
-    wanted = GrepParams(
-        pattern=params.pattern,
-        path=filesystem_path(params.path),
-        glob=params.glob,
-        limit=params.limit,
-        ignore_case=params.ignore_case,
-        everything=params.everything,
-    )
+    wanted = GrepParams(**asdict(params) | {"path": filesystem_path(params.path)})
     found = TOOLS["grep"].run(wanted, context)
     matches = (
         FsMatch(

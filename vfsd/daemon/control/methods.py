@@ -15,7 +15,6 @@ from protocol.volume import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fs_methods import FsMethods
-from vfsd.daemon.control.overlay_methods import OverlayMethods
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
@@ -60,7 +59,6 @@ class Methods:
             "check": self._check,
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
-            "apply": OverlayMethods(mounted, self._snapshots, options).apply,
             **SnapshotMethods(self._snapshots, options).handlers(),
             **TreeMethods(mounted, self._snapshots, options).handlers(),
             **FsMethods(mounted, options, self._commands).handlers(),

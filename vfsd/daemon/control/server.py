@@ -83,7 +83,7 @@ class ControlServer:
         while True:
             # First, because without free descriptors accept(2) fails with EMFILE even if no client waits.
             await trio.lowlevel.wait_readable(listener)
-            await self._wait_for_place()
+            await self._wait_for_room()
             try:
                 sock, _ = await listener.accept()
             except OSError as error:
@@ -105,7 +105,7 @@ class ControlServer:
                 self._connections[connection] = None
                 nursery.start_soon(self._serve_client, sock, connection, hangups)
 
-    async def _wait_for_place(self) -> None:
+    async def _wait_for_room(self) -> None:
         """While all connections are in use, wait for one that may be closed.
 
         That takes `ConnectionLimits.first_request_s` at most.

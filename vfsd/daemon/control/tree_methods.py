@@ -1,4 +1,4 @@
-"""`diff` and `export`: what reads a whole state."""
+"""`diff`, `export` and `apply`: the methods that read a whole state and write it elsewhere."""
 
 from __future__ import annotations
 
@@ -10,17 +10,40 @@ from contextlib import AsyncExitStack
 
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
+from protocol.diff.tree_diff import count
 from protocol.tree import Tree
-from protocol.volume import snapshotable
+from protocol.volume import ApplyResult as Applied
+from protocol.volume import overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.changes import OutputPieces, compare, filtered, path_filter, problem_records, written_patch
+from vfsd.daemon.control.changes import (
+    Differences,
+    OutputPieces,
+    change_counts,
+    change_record,
+    compare,
+    expired_records,
+    filtered,
+    path_filter,
+    problem_records,
+    written_patch,
+)
 from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes
+from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, no_lower_layer
 from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mounts
-from vfsd.wire.messages import DiffParams, DiffResult, ExportParams, ExportResult
+from vfsd.wire.messages import (
+    ApplyParams,
+    ApplyResult,
+    ConflictRecord,
+    DiffParams,
+    DiffResult,
+    ExportParams,
+    ExportResult,
+    wire_path,
+)
 from vfsd.wire.options import WorkspaceOptions
 from vfsd.wire.paths import wire_paths_within
 
@@ -37,7 +60,7 @@ class TreeMethods:
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handlers by method name."""
-        return {"diff": self._diff, "export": self._export}
+        return {"diff": self._diff, "export": self._export, "apply": self._apply}
 
     async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
         snapshots = required(self._snapshots)
@@ -113,6 +136,54 @@ class TreeMethods:
                 "export to a path outside of the workspace"
             )
             raise OSError(errno.EINVAL, reason, path)
+
+    # -- apply ---------------------------------------------------------------------------------------
+    async def _apply(self, params: ApplyParams, call: CallContext) -> ApplyResult:
+        """Write the changes in a worker thread, from immutable trees, while the mount answers."""
+        volume = overlaid(self._mounted.volume)
+        if volume is None:
+            raise no_lower_layer()
+        assert isinstance(self._snapshots, VolumeSnapshots)
+        paths = wire_paths_within(params.paths)
+        async with self._mounted.change_lock:
+            await self._mounted.write_back()
+            with (
+                self._snapshots.applying("apply") as step,
+                volume.applying(paths, force=params.force, dry_run=params.dry_run) as run,
+            ):
+                if not params.dry_run:
+                    call.commit()  # once the thread runs, a cancelled call could not say whether it wrote anything
+                done = await in_thread(run.write, call.raise_if_cancelled)
+                is_written = not params.dry_run and (params.force or not done.conflicts)
+                if is_written:
+                    run.finish(done)
+                    step.wrote = bool(done.changes)
+            if done.error is not None:
+                raise done.error
+        stream = OutputPieces(call.output_from_thread) if params.stream else None
+        result = await in_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
+        if is_written:
+            result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
+        return result
+
+    def _result(
+        self, done: Applied, safety: str | None, *, is_written: bool, stream: OutputPieces | None
+    ) -> ApplyResult:
+        found = Differences(stream)
+        for change in done.changes:
+            found.add(change, change_record)
+        if stream is not None:
+            stream.flush()
+        return ApplyResult(
+            directory=wire_path(os.fsencode(self._options.backend.argument)),
+            applied=is_written,
+            counts=change_counts(count(done.changes)),
+            changes=found.records,
+            conflicts=[ConflictRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
+            truncated=found.truncated,
+            recovered=done.recovery,
+            safety_snapshot=safety,
+        )
 
 
 async def _newest(snapshots: SnapshotService) -> str:

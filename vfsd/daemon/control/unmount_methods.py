@@ -157,7 +157,7 @@ class UnmountMethods:
             if not volume.changed_since(mark):
                 return mark
             mark = await self._check(volume, params, call)
-        raise OSError(errno.EAGAIN, f"{self._options.name} is being changed all the time: end what writes to it")
+        raise OSError(errno.EAGAIN, f"{self._options.name} changes all the time: end the programs that write to it")
 
     def _answered(self) -> None:
         self.to_answer -= 1

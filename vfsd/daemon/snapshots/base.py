@@ -306,7 +306,7 @@ def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
 
 def no_lower_layer() -> OSError:
     """Return the error for an operation that needs a lower layer."""
-    return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has something below it")
+    return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has a directory below it")
 
 
 def is_reserved(name: str) -> bool:
