@@ -31,7 +31,8 @@ from vfsd.daemon.snapshots.stored import Stored, interrupted
 from vfsd.machine.logs import log_failure
 from vfsd.machine.memory_limits import default_max_memory
 from vfsd.machine.optional_dependencies import missing_package
-from vfsd.wire.backend_spec import ENTRY_POINT_GROUP, known_backends
+from vfsd.wire.backend_spec import known_backends
+from vfsd.wire.entry_points import BACKENDS_GROUP, load_entry_point
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
@@ -89,21 +90,12 @@ def open_backend(options: MountOptions, progress: ByteProgress = no_progress) ->
 
     OSError with EOPNOTSUPP if the kind is unknown, or the package that provides it cannot be imported.
     """
-    opener = _BUILT_IN.get(options.workspace.backend.kind) or _load_opener(options.workspace.backend.kind)
+    kind = options.workspace.backend.kind
+    opener: BackendOpener | None = _BUILT_IN.get(kind) or load_entry_point(BACKENDS_GROUP, kind)
+    if opener is None:
+        reason = f"there is no backend {kind!r}: use one of {', '.join(known_backends())}"
+        raise OSError(errno.EOPNOTSUPP, reason)
     return opener(options, progress)
-
-
-def _load_opener(kind: str) -> BackendOpener:
-    from importlib import metadata  # noqa: PLC0415 (start-up: only for kinds that are not built in)
-
-    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=kind):
-        try:
-            opener: BackendOpener = entry_point.load()
-        except (ImportError, AttributeError) as error:
-            reason = f"the backend {kind!r} ({entry_point.value}) cannot be imported: {error}"
-            raise OSError(errno.EOPNOTSUPP, reason) from error
-        return opener
-    raise OSError(errno.EOPNOTSUPP, f"there is no backend {kind!r}: use one of {', '.join(known_backends())}")
 
 
 def _memory(options: MountOptions, progress: ByteProgress) -> Backend:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BACKENDS", "ENTRY_POINT_GROUP", "MEMORY", "BackendSpec", "known_backends", "parse_backend"]
+from vfsd.wire.entry_points import BACKENDS_GROUP, entry_point_names
 
-ENTRY_POINT_GROUP: Final = "vfsd.backends"
+__all__ = ["BACKENDS", "MEMORY", "BackendSpec", "known_backends", "parse_backend"]
 
 # The built-in kinds, and how a user writes each of them.
 BACKENDS: Final = {
@@ -79,6 +79,4 @@ def parse_backend(text: str) -> BackendSpec:
 
 
 def _added_kinds() -> set[str]:
-    from importlib import metadata  # noqa: PLC0415 (start-up: its import takes 40 ms)
-
-    return metadata.entry_points(group=ENTRY_POINT_GROUP).names
+    return entry_point_names(BACKENDS_GROUP)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ENGINES", "ENTRY_POINT_GROUP", "is_engine", "known_engines"]
+from vfsd.wire.entry_points import ENGINES_GROUP, entry_point_names
 
-ENTRY_POINT_GROUP: Final = "vfsd.engines"
+__all__ = ["ENGINES", "is_engine", "known_engines"]
+
 ENGINES: Final = ("auto", "native", "pyfuse3")
 
 
@@ -20,6 +21,4 @@ def is_engine(name: str) -> bool:
 
 def known_engines() -> list[str]:
     """Return the names of all engines, those of installed packages included."""
-    from importlib import metadata  # noqa: PLC0415 (start-up: its import takes 40 ms)
-
-    return [*ENGINES, *sorted(metadata.entry_points(group=ENTRY_POINT_GROUP).names - set(ENGINES))]
+    return [*ENGINES, *sorted(entry_point_names(ENGINES_GROUP) - set(ENGINES))]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 from vfsd.kernel.engines.native import NativeEngine
 from vfsd.machine.logs import log_failure
-from vfsd.wire.engine_names import ENTRY_POINT_GROUP, known_engines
+from vfsd.wire.engine_names import known_engines
+from vfsd.wire.entry_points import ENGINES_GROUP, load_entry_point
 
 if TYPE_CHECKING:
     from protocol.volume import Volume
@@ -81,13 +82,7 @@ def _import_pyfuse3(reason: str | None) -> type[Pyfuse3Engine]:
 
 
 def _load_factory(name: str) -> EngineFactory:
-    from importlib import metadata  # noqa: PLC0415 (start-up: only for engines that are not built in)
-
-    for entry_point in metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
-        try:
-            factory: EngineFactory = entry_point.load()
-        except (ImportError, AttributeError) as error:
-            text = f"the engine {name!r} ({entry_point.value}) cannot be imported: {error}"
-            raise OSError(errno.EOPNOTSUPP, text) from error
-        return factory
-    raise OSError(errno.EINVAL, f"there is no engine {name!r}: use one of {', '.join(known_engines())}")
+    factory: EngineFactory | None = load_entry_point(ENGINES_GROUP, name)
+    if factory is None:
+        raise OSError(errno.EINVAL, f"there is no engine {name!r}: use one of {', '.join(known_engines())}")
+    return factory
