@@ -1,4 +1,4 @@
-"""What `vfsd exec` does wherever commands run: a suite that a class of tests takes over with its own `place`.
+"""The contract of `vfsd exec` wherever commands run: a suite that test classes inherit with their own `where`.
 
 The commands are those of any POSIX shell.
 """
@@ -71,7 +71,7 @@ def line_of(client: subprocess.Popen[bytes]) -> bytes:
 
 
 def wait_until_none_runs(where: Where, text: str) -> None:
-    """What is killed ends in a moment."""
+    """Wait until the killed processes have ended."""
     for _ in range(600):
         if not where.running(text):
             return
@@ -109,7 +109,7 @@ class Screen:
         self.seen = self.seen.partition(text)[2]
 
     def shows(self, text: bytes) -> bool:
-        """Whether it shows `text` in a moment."""
+        """Whether the terminal shows `text` within a second."""
         if readable(self.master, 1):
             self.seen += os.read(self.master, 65536)
         return text in self.seen
@@ -136,7 +136,7 @@ class ExecSuite:
     def test_a_signal_shows_as_a_shell_shows_it(self, where: Where, script: str, status: int) -> None:
         assert run(where, "--", "sh", "-c", script).returncode == status
 
-    def test_what_cannot_be_run_has_the_status_that_env_gives_it(self, where: Where) -> None:
+    def test_a_command_that_cannot_run_has_the_exit_status_of_env(self, where: Where) -> None:
         (where.directory / "text").write_text("no program")
         for argv, status in (("no-such-program", 127), ("./text", 126)):
             done = run(where, "--", argv)
@@ -170,7 +170,7 @@ class ExecSuite:
     def test_without_i_a_command_has_no_input(self, where: Where) -> None:
         assert run(where, "--", "cat", stdin=b"not for it").stdout == b""
 
-    def test_input_that_is_not_read_is_no_trouble(self, where: Where) -> None:
+    def test_unread_input_does_no_harm(self, where: Where) -> None:
         done = run(where, "-i", "--", "sh", "-c", "exec <&-; echo done", stdin=b"x" * 1_000_000)
         assert (done.returncode, done.stdout) == (0, b"done\n")
 
@@ -183,20 +183,20 @@ class ExecSuite:
         assert (where.directory / "d" / "g").read_text() == "1 2\n"
 
     # -- limits ------------------------------------------------------------------------------------------
-    def test_a_command_is_killed_when_its_time_is_over_with_all_that_it_started(self, where: Where) -> None:
+    def test_a_timeout_kills_a_command_and_everything_it_started(self, where: Where) -> None:
         done = run(where, "--timeout", "2", "--", "sh", "-c", "echo begun; setsid sleep 7001 & sleep 7001")
         assert (done.returncode, done.stdout) == (124, b"begun\n")
         assert b"the command was killed after" in done.stderr
         assert where.running("sleep 7001") == 0
 
-    def test_output_beyond_the_limit_is_thrown_away(self, where: Where) -> None:
+    def test_output_beyond_the_limit_is_discarded(self, where: Where) -> None:
         script = "head -c 1000000 /dev/zero; echo end >&2; exit 4"
         done = run(where, "--output-limit", "1000", "--", "sh", "-c", script)
         assert (done.returncode, done.stdout) == (4, bytes(1000))
         assert done.stderr.startswith(b"end\n")
         assert b"--output-limit" in done.stderr
 
-    def test_a_client_that_takes_nothing_holds_the_command_up_and_nobody_else(self, where: Where) -> None:
+    def test_a_client_that_reads_nothing_blocks_only_its_own_command(self, where: Where) -> None:
         call = ExecCall(where.socket, ExecParams(argv=["yes"]))
         try:
             taken = 0
@@ -220,7 +220,7 @@ class ExecSuite:
 
     # -- signals, and clients that go away ---------------------------------------------------------------
     @pytest.mark.parametrize("flags", [(), ("-i",)], ids=["without input", "with input"])
-    def test_an_interrupt_is_the_commands(self, where: Where, flags: tuple[str, ...]) -> None:
+    def test_an_interrupt_goes_to_the_command(self, where: Where, flags: tuple[str, ...]) -> None:
         script = "trap 'echo got; exit 7' INT; echo ready; while :; do sleep 0.1; done"
         with started(where, *flags, "--", "sh", "-c", script) as client:
             assert line_of(client) == b"ready\n"
@@ -228,7 +228,7 @@ class ExecSuite:
             assert line_of(client) == b"got\n"
             assert client.wait(WAIT_S) == 7
 
-    def test_who_asks_three_times_means_it(self, where: Where) -> None:
+    def test_a_third_interrupt_kills_the_command(self, where: Where) -> None:
         script = "trap 'echo no' INT; echo ready; while :; do sleep 0.17; done"
         with started(where, "--", "sh", "-c", script) as client:
             assert line_of(client) == b"ready\n"
@@ -245,7 +245,7 @@ class ExecSuite:
             client.kill()
         wait_until_none_runs(where, "sleep 7002")
 
-    def test_when_nobody_reads_its_output_any_more_a_command_ends(self, where: Where) -> None:
+    def test_a_command_ends_when_its_output_is_closed(self, where: Where) -> None:
         with started(where, "--", "sh", "-c", "while echo y7003; do :; done") as client:
             assert client.stdout is not None
             line_of(client)

@@ -51,8 +51,8 @@ class ContainerCommandRunner:
         self._workdir = workdir
         self._owned = owned
         self._running = 0
-        self._tidied = ""  # the container in which commands of dead daemons were killed
-        self._with_shell: dict[str, bool] = {}  # by container id
+        self._cleaned_container = ""  # the container in which commands of dead daemons were killed
+        self._shell_exists: dict[str, bool] = {}  # by container id
 
     where: Final = "in its container"
 
@@ -63,7 +63,7 @@ class ContainerCommandRunner:
         FileNotFoundError: the container is gone; OSError (ENOTCONN): it is not running; see `ContainerProcess.wait`.
         """
         check_command(command)
-        container = await trio.to_thread.run_sync(self._found, abandon_on_cancel=True)
+        container = await trio.to_thread.run_sync(self._find_container, abandon_on_cancel=True)
         self._running += 1
         try:
             process = await self._start(container, command)
@@ -78,10 +78,10 @@ class ContainerCommandRunner:
         finally:
             self._running -= 1
 
-    def _found(self) -> Container:
+    def _find_container(self) -> Container:
         container = self._find()
-        if container.id != self._tidied:
-            self._tidied = container.id
+        if container.id != self._cleaned_container:
+            self._cleaned_container = container.id
             with contextlib.suppress(OSError):  # it is not running
                 kill_abandoned(container)
         return container
@@ -90,18 +90,18 @@ class ContainerCommandRunner:
         terminal = command.terminal
         processes = CommandProcesses(container, owned=self._owned)
         directory = posixpath.normpath(posixpath.join(self._workdir, command.cwd))
-        with_input = None
+        wrapper = None
         with _advising(container):
             request = await self._request(container, command, directory)
             if command.has_input and terminal is None and await self._has_shell(container):
-                with_input = StdinWrapper(request.argv)
+                wrapper = StdinWrapper(request.argv)
         # Shielded: a command that was started must be returned, so that it is ended.  `open_exec` times out by itself.
         with trio.CancelScope(shield=True), _advising(container):
             try:
                 stream = await open_exec(
                     container.service,
                     container.id,
-                    request.argv if with_input is None else with_input.argv,
+                    request.argv if wrapper is None else wrapper.argv,
                     env={**request.env, **processes.env},
                     cwd=request.cwd,
                     tty=terminal is not None,
@@ -118,7 +118,7 @@ class ContainerCommandRunner:
             command,
             directory,
             processes,
-            with_input,
+            wrapper,
             lambda: self._running == 1,
             is_local=container.service.is_local,
         )
@@ -139,15 +139,15 @@ class ContainerCommandRunner:
 
     async def _has_shell(self, container: Container) -> bool:
         """Whether the container has a /bin/sh."""
-        if container.id not in self._with_shell:
+        if container.id not in self._shell_exists:
             probe = await open_exec(container.service, container.id, ["/bin/sh", "-c", ":"], stdin=False)
             try:
                 while await probe.receive():
                     pass
-                self._with_shell = {container.id: await probe.wait() == 0}
+                self._shell_exists = {container.id: await probe.wait() == 0}
             finally:
                 await probe.aclose()
-        return self._with_shell[container.id]
+        return self._shell_exists[container.id]
 
 
 class ContainerProcess:
@@ -159,7 +159,7 @@ class ContainerProcess:
         command: Command,
         directory: str,
         processes: CommandProcesses,
-        with_input: StdinWrapper | None,
+        wrapper: StdinWrapper | None,
         is_alone: Callable[[], bool],
         *,
         is_local: bool,
@@ -168,14 +168,14 @@ class ContainerProcess:
         self._command = command
         self._directory = directory
         self._processes = processes
-        self._with_input = with_input
+        self._wrapper = wrapper
         self._is_alone = is_alone
         self._is_local = is_local
         self._killed = False
         self._is_given_up = False
         self._sending = trio.Lock()
         self._refusal = b""  # the possible start of the runtime's message that it could not start the program
-        self._has_begun = False
+        self._has_output = False
         self._channel, self.output = trio.open_memory_channel[tuple[Stream, bytes]](0)
 
     # -- output ----------------------------------------------------------------------------------------
@@ -188,18 +188,18 @@ class ContainerProcess:
                 else:
                     await self._flush()
                     await self._channel.send(("stdout", received.data))
-            if self._with_input is not None and (rest := self._with_input.rest()):
+            if self._wrapper is not None and (rest := self._wrapper.rest()):
                 await self._channel.send(("stderr", rest))
             if self._refusal and not await self._is_refused():
                 await self._flush()
 
     async def _pass_error(self, data: bytes) -> None:
-        if self._with_input is not None:
-            had_ended = self._with_input.has_ended
-            data = self._with_input.errors(data)
-            if self._with_input.has_ended and not had_ended:
+        if self._wrapper is not None:
+            had_ended = self._wrapper.has_ended
+            data = self._wrapper.errors(data)
+            if self._wrapper.has_ended and not had_ended:
                 await self.end_input()
-        if not self._has_begun and self._may_be_refusal(data):
+        if not self._has_output and self._may_be_refusal(data):
             self._refusal += data
         elif data:
             await self._flush()
@@ -209,7 +209,7 @@ class ContainerProcess:
         return data.startswith(_REFUSAL) and b"OCI " in (self._refusal or data) and len(self._refusal) < _REFUSAL_BYTES
 
     async def _flush(self) -> None:
-        refusal, self._refusal, self._has_begun = self._refusal, b"", True
+        refusal, self._refusal, self._has_output = self._refusal, b"", True
         if refusal:
             await self._channel.send(("stderr", refusal))
 
@@ -221,7 +221,7 @@ class ContainerProcess:
         """Write to standard input.  BrokenPipeError once the command no longer reads it."""
         for start in range(0, len(data), _PIECE_BYTES):
             async with self._sending:
-                if self._with_input is not None and self._with_input.has_ended:
+                if self._wrapper is not None and self._wrapper.has_ended:
                     raise BrokenPipeError(errno.EPIPE, "the command has ended")
                 await self._stream.send(data[start : start + _PIECE_BYTES])
 
@@ -264,7 +264,7 @@ class ContainerProcess:
         status = await self._status()
         if self._refusal:
             raise _start_error(self._refusal.decode(errors="replace"), self._command.argv[0], self._directory)
-        if self._with_input is not None and self._with_input.is_missing:
+        if self._wrapper is not None and self._wrapper.is_missing:
             raise os_error(errno.ENOENT, self._command.argv[0])
         return -int(signal.SIGKILL) if self._killed and status == _KILLED else status
 

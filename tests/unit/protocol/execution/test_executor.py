@@ -1,4 +1,4 @@
-"""HostExecutor: commands on the host, which end with all that they started."""
+"""HostExecutor: commands on this host, which end with everything that they started."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_output_of_just_the_limit_is_whole(executor: HostExecutor) -> None:
     assert not done.truncated
 
 
-def test_a_signal_that_ends_a_command_is_told(executor: HostExecutor) -> None:
+def test_a_fatal_signal_is_in_the_exit_status(executor: HostExecutor) -> None:
     assert executor.run(["sh", "-c", "kill -TERM $$"]).exit_status == -signal.SIGTERM
 
 
@@ -112,7 +112,7 @@ def test_a_command_that_cannot_be_started_raises(
 
 
 @pytest.mark.parametrize(("name", "value"), [("", "x"), ("A=B", "x"), ("A", "x\0y"), ("A\0", "x")])
-def test_a_variable_that_there_cannot_be_is_refused(executor: HostExecutor, name: str, value: str) -> None:
+def test_an_impossible_variable_is_refused(executor: HostExecutor, name: str, value: str) -> None:
     with pytest.raises(OSError, check=lambda error: error.errno == errno.EINVAL):
         executor.run(["true"], env={name: value})
 
@@ -161,7 +161,7 @@ def test_killing_from_another_thread_ends_the_wait(executor: HostExecutor, tmp_p
     assert not is_running(pid_in(tmp_path / "pid"))
 
 
-def test_when_whoever_started_it_dies_the_command_dies_too(tmp_path: Path) -> None:
+def test_a_command_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     code = (
         "from protocol.execution.host import HostExecutor\n"

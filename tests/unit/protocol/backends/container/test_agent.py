@@ -1,4 +1,4 @@
-"""A helper that lies, floods, or says nothing costs an EIO and its link, never memory, and never the daemon."""
+"""A helper that sends wrong replies, too much, or nothing costs an EIO and its link, but no memory and no daemon."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_when_the_helper_ends_everybody_who_waits_gets_eio_at_once() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
-def test_who_runs_vfsd_is_the_containers_root_and_the_other_way_round(tmp_path: Path) -> None:
+def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) -> None:
     """As in a rootless container: the helper is 0 there and its user 1000 here."""
     owners = Owners((0, 1000), (0, 100))
     (tmp_path / "of root").write_text("x")
