@@ -177,3 +177,25 @@ def inside(container: Container, *argv: str, **options: Any) -> bytes:
     status, out, error = attempt(container, *command, **options)
     assert status == 0, (argv, status, out, error)
     return out
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+
+
+def check_git_works(root: Path, workdir: Path, container: Container) -> None:
+    """git clones into the mount `root` of /workspace and commits there, and the container sees the result."""
+    origin = workdir / "origin"
+    git("init", "-q", "-b", "main", str(origin))
+    for number in range(30):
+        (origin / f"f{number}").write_text("line\n" * number)
+    git("-C", str(origin), "add", ".")
+    git("-C", str(origin), "commit", "-q", "-m", "first")
+
+    git("clone", "-q", str(origin), str(root / "clone"))
+    (root / "clone" / "f1").write_text("changed\n")
+    git("-C", str(root / "clone"), "commit", "-q", "-a", "-m", "second")
+
+    assert git("-C", str(root / "clone"), "status", "--porcelain") == ""
+    git("-C", str(root / "clone"), "fsck", "--strict")
+    assert inside(container, "cat /workspace/clone/f1; ls /workspace/clone | wc -l").split() == [b"changed", b"30"]

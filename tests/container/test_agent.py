@@ -23,7 +23,7 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, check_git_works, inside
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
@@ -55,10 +55,6 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def git(*args: str) -> str:
-    return subprocess.run(["git", *args], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
-
-
 # -- inside and outside ------------------------------------------------------------------------------
 @pytest.mark.both_engines
 def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_outside(
@@ -84,20 +80,7 @@ def test_what_is_edited_outside_runs_inside_and_what_is_written_inside_is_read_o
 
 @pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
-    origin = workdir / "origin"
-    git("init", "-q", "-b", "main", str(origin))
-    for number in range(30):
-        (origin / f"f{number}").write_text("line\n" * number)
-    git("-C", str(origin), "add", ".")
-    git("-C", str(origin), "commit", "-q", "-m", "first")
-
-    git("clone", "-q", str(origin), str(root / "clone"))
-    (root / "clone" / "f1").write_text("changed\n")
-    git("-C", str(root / "clone"), "commit", "-q", "-a", "-m", "second")
-
-    assert git("-C", str(root / "clone"), "status", "--porcelain") == ""
-    git("-C", str(root / "clone"), "fsck", "--strict")
-    assert inside(container, "cat /workspace/clone/f1; ls /workspace/clone | wc -l").split() == [b"changed", b"30"]
+    check_git_works(root, workdir, container)
     shutil.rmtree(root / "clone")
     assert os.listdir(root) == []
 

@@ -17,7 +17,7 @@ from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.state import ContainerMount
 from protocol.backends.container.transports.init_process import ContainerInit
 from protocol.backends.container.workspace import open_container
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -73,24 +73,7 @@ def test_a_working_directory_of_ones_own_choice_is_made_when_missing(
 
 @pytest.mark.both_engines
 def test_git_clones_into_it_and_commits_in_it(root: Path, workdir: Path, container: Container) -> None:
-    origin = workdir / "origin"
-    git("init", "-q", "-b", "main", str(origin))
-    for number in range(30):
-        (origin / f"f{number}").write_text("line\n" * number)
-    git("-C", str(origin), "add", ".")
-    git("-C", str(origin), "commit", "-q", "-m", "first")
-
-    git("clone", "-q", str(origin), str(root / "clone"))
-    (root / "clone" / "f1").write_text("changed\n")
-    git("-C", str(root / "clone"), "commit", "-q", "-a", "-m", "second")
-
-    assert git("-C", str(root / "clone"), "status", "--porcelain") == ""
-    git("-C", str(root / "clone"), "fsck", "--strict")
-    assert inside(container, "cat /workspace/clone/f1; ls /workspace/clone | wc -l").split() == [b"changed", b"30"]
-
-
-def git(*args: str) -> str:
-    return subprocess.run(["git", *args], check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    check_git_works(root, workdir, container)
 
 
 # -- the container changes beside the mount ----------------------------------------------------------
