@@ -53,10 +53,10 @@ class Backend:
     """An opened backend: the volume to mount, and the functions that maintain and close it.
 
     `volume` declares what it can do in `volume.capabilities`.
-    `cache_timeout_s`: how long the kernel may use cached names and attributes; infinite if nothing but vfsd changes
+    `cache_timeout_s`: how long the kernel may use cached names and attributes; infinite if no other program can change
     the volume.
     `tidy`: called on the daemon's loop about once a second.
-    `close`: called once, in the daemon's main thread, after the volume was unmounted or the mount failed.
+    `close`: called once, on the daemon's loop, after the unmount or a failed mount.
     `container`: the container that holds the volume; the daemon watches its connection.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
