@@ -1,4 +1,4 @@
-"""StoreTree: the live files of a `PathFiles` as a read-only tree.
+"""PathFilesTree: the live files of a `PathFiles` as a read-only tree.
 
 A walk sees changes made meanwhile.  Each call looks its path up from the root, without following any symlink, and holds
 at most two nodes.
@@ -18,7 +18,7 @@ from protocol.errors import os_error
 from protocol.paths import decode, located
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["StoreTree"]
+__all__ = ["PathFilesTree"]
 
 
 class _Found(NamedTuple):
@@ -29,7 +29,7 @@ class _Found(NamedTuple):
     size: int
 
 
-class StoreTree:
+class PathFilesTree:
     """Implements `protocol.tree.Tree`.  `with_xattrs=False` omits xattrs from entries, for a search."""
 
     def __init__(self, store: PathFiles, *, with_xattrs: bool = True) -> None:

@@ -13,7 +13,7 @@ __all__ = ["InMemoryFilesystem"]
 
 
 class InMemoryFilesystem(VolumeFilesystem):
-    """A filesystem in memory, which begins with `mounts`.  See `MemoryVolume` for the quotas."""
+    """A filesystem in memory that starts with the files of `mounts`.  See `MemoryVolume` for the quotas."""
 
     def __init__(
         self,

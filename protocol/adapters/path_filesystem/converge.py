@@ -14,7 +14,7 @@ from typing import Final
 from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status, held
 from protocol.adapters.path_filesystem.resolve import enter
 from protocol.adapters.path_filesystem.writing import remove, temporary_name
-from protocol.adapters.tree import StoreTree
+from protocol.adapters.tree import PathFilesTree
 from protocol.diff.plan import Step, execute, plan
 from protocol.paths import decode, located
 from protocol.tree import Tree, TreeEntry
@@ -27,7 +27,7 @@ _USER_ALL: Final = stat.S_IRWXU
 
 def converge(store: PathFiles, tree: Tree) -> None:
     """Make the state of `store` equal to `tree`.  Owners are set where that is allowed."""
-    steps = plan(StoreTree(store), tree, whole_directories=True)
+    steps = plan(PathFilesTree(store), tree, whole_directories=True)
     if steps:
         _Target(store, tree).run(steps)
 

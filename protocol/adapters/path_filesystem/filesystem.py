@@ -16,7 +16,7 @@ from protocol.adapters.path_filesystem.files import PathFiles, held
 from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resolve
 from protocol.adapters.path_filesystem.writing import make_directories, open_writer, remove
-from protocol.adapters.tree import StoreTree
+from protocol.adapters.tree import PathFilesTree
 from protocol.archive import export_archive
 from protocol.errors import os_error
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits, decode, encode, located, normalise
@@ -261,10 +261,10 @@ class PathFilesystem:
     # -- helpers -----------------------------------------------------------------------------
     def _state(self) -> AbstractContextManager[Tree]:
         """The state as a tree, for as long as the context lasts."""
-        return nullcontext(StoreTree(self._store))
+        return nullcontext(PathFilesTree(self._store))
 
     def _search_tree(self) -> AbstractContextManager[Tree]:
-        return nullcontext(StoreTree(self._store, with_xattrs=False))
+        return nullcontext(PathFilesTree(self._store, with_xattrs=False))
 
     @contextmanager
     def _place(self, normal: str) -> Iterator[ResolvedPath]:

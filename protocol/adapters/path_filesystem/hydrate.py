@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from protocol.adapters.path_filesystem.host_files import HostFiles
-from protocol.adapters.tree import StoreTree
+from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import decode, encode, normalise
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
@@ -66,7 +66,7 @@ class _MountTree:
                 raise os_error(errno.EISDIR, host_path)
             host_path, name = os.path.split(host_path)
             start = os.fsencode(name)
-        self._host = StoreTree(HostFiles(host_path))
+        self._host = PathFilesTree(HostFiles(host_path))
         self._entries: dict[bytes, TreeEntry] = {}
         self._sources: dict[bytes, bytes] = {}  # path here to path there
         self._children: dict[bytes, list[bytes]] = {}
@@ -117,7 +117,7 @@ class _MountTree:
         return None
 
 
-def _chosen(host: StoreTree, start: bytes, mount: HostMount) -> Iterator[TreeEntry]:
+def _chosen(host: PathFilesTree, start: bytes, mount: HostMount) -> Iterator[TreeEntry]:
     """Yield the entries to copy, parents first.  With `include`, only directories that contain something to copy."""
     waiting = [start]
     above: list[TreeEntry] = []  # directories not yielded yet

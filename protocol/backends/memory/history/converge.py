@@ -1,10 +1,14 @@
-"""Converger: makes the live state like a tree, touching only what differs.
+"""Converger: makes the live state equal to a tree, changing only what differs.
 
-Used for restoring single paths of a snapshot and for putting an archive in place.  Where the tree is a
-view of a memory volume blocks are shared, and where it is of this one inodes keep their numbers; else
-content is compared, and written where it differs.  Trees may be deep: nothing here recurses.
+Used to restore single paths of a snapshot and to import an archive.  If the tree is a view of a memory volume, blocks
+are shared, and if it is a view of this one, inodes keep their numbers; otherwise content is compared, and written where
+it differs.  Trees may be deep: nothing here recurses.
 
-Threading: the serving loop only; the caller's transaction undoes what was done when this raises.
+It does not use `protocol.diff.plan`, which decides by paths.  Here an inode of the same volume is the same file even if
+it was renamed since, or is revived with its old number; and the plan's second walk over the live state, in one step of
+the serving loop, would double the time in which the loop answers nobody (see `prepare`).
+
+Threading: the serving loop only; the caller's transaction undoes all changes if this raises.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ _PERMISSIONS: Final = 0o7777
 class Converger:
     """One run over one tree.
 
-    `check_quota(pages, inodes, memory)` raises ENOSPC where so many pages and inodes in all are too much, or `memory`
-    more bytes.  What a view of the same volume shares takes no memory.
+    `check_quota(pages, inodes, memory)` raises ENOSPC if so many pages and inodes in total, or `memory` more bytes,
+    exceed the quota.  Blocks shared with a view of the same volume take no memory.
 
-    The quota is for the state at the end, since room may be made as late as room is taken; on the way
-    only that stops which cannot fit any more, whatever is removed yet.
+    The quota applies to the state at the end, because space may be freed after it is used; on the way only changes that
+    cannot fit, whatever is removed later, are refused.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Converger:
         self._tree = tree
         self._replace = replace
         self._check_quota = check_quota
-        self._pages, self._inodes = state.pages, len(state.inodes)  # before
+        self._pages, self._inodes = state.pages, len(state.inodes)  # before the run
         self._scopes: Sequence[bytes] = ()
         self._view = tree if isinstance(tree, SnapshotTree) else None
         self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
@@ -58,18 +62,18 @@ class Converger:
         self._directories: dict[bytes, int] = {}  # path -> live inode of the directories of this run
 
     def run(self, paths: Sequence[bytes]) -> None:
-        """Make each of `paths`, and what is below it, as it is in the tree.  ENOENT: one is in neither; ENOSPC."""
+        """Make each of `paths`, with everything below it, equal to the tree.  ENOENT for a path in neither; ENOSPC."""
         self._scopes = paths
         for path in paths:
             self._run(path)
         pages, inodes = self._state.pages, len(self._state.inodes)
-        # A state over its quota (a restored one may be) is no reason to refuse what does not add to it.
+        # a state over its quota (a restored one may be) does not refuse changes that add nothing
         self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)
 
     def _check_growth(self, pages: int, inodes: int = 0, memory: int = 0) -> None:
-        """ENOSPC where `pages` and `inodes` more cannot fit even if all that was there before goes.
+        """Raise ENOSPC if `pages` and `inodes` more cannot fit even if everything that was there before is removed.
 
-        Or where `memory` more bytes do not fit now: what is replaced stays until the end.
+        Also if `memory` more bytes do not fit now, because replaced content stays until the end.
         """
         state = self._state
         if self._own_view is not None:
@@ -97,7 +101,7 @@ class Converger:
             self._set_metadata(self._state.inodes[number], each)
 
     def _walk(self, path: bytes) -> Iterator[TreeEntry]:
-        """The entries to work on: each directory before what is in it."""
+        """Yield the entries to work on: each directory before its entries."""
         return self._tree.walk(path)
 
     # -- paths -----------------------------------------------------------------------------------
@@ -108,7 +112,7 @@ class Converger:
             return None
 
     def _live(self, path: bytes) -> tuple[Inode, Inode]:
-        """The live directory that `path` is in, and what it stands for.  ENOENT, ENOTDIR."""
+        """The live directory that contains `path`, and the inode at `path`.  ENOENT, ENOTDIR."""
         directory = node = self._state.root_inode
         for name in path.split(b"/"):
             directory = node
@@ -126,7 +130,7 @@ class Converger:
             self._remove(directory, path.rpartition(b"/")[2])
 
     def _parents(self, path: bytes) -> Inode | None:
-        """The live directory that `path` is to be in, made where it is missing; None for the root itself."""
+        """The live directory that will contain `path`, made if it is missing; None for the root itself."""
         if not path:
             return None
         directory = self._state.root_inode
@@ -147,7 +151,7 @@ class Converger:
 
     # -- one entry ---------------------------------------------------------------------------------
     def _directory(self, above: Inode | None, entry: TreeEntry) -> Inode:
-        """The live directory for `entry`, without what the tree lacks; its metadata comes when it is full."""
+        """The live directory for `entry`, without entries that the tree lacks; `run` sets its metadata at the end."""
         if above is None:
             node = self._state.root_inode
         else:
@@ -164,7 +168,7 @@ class Converger:
         return self._state.inodes[node.inode]
 
     def _leaf(self, above: Inode, entry: TreeEntry) -> None:
-        """Make a file, symlink or special file as `entry` says."""
+        """Make the file, symlink or special file `entry`."""
         name = entry.name
         node = self._child(above, name)
         wanted = self._wanted(entry, node)
@@ -180,26 +184,26 @@ class Converger:
         self._set_metadata(self._inode(node.inode), entry)
 
     def _wanted(self, entry: TreeEntry, node: Inode | None) -> int | None:
-        """The live inode that `entry` is to be, `node` being the one there now; None: it must be made."""
+        """The live inode that becomes `entry`, given the present one `node`; None if a new one must be made."""
         if entry.nlink > 1 and entry.inode in self._linked:
             return self._linked[entry.inode]
         if self._own_view is not None and entry.inode:
             live = self._state.inodes.get(entry.inode)
             if live is None or not live.nlink:
-                return None  # it is to be revived
+                return None  # it will be revived
             if self._is_same_file(live, entry):
                 return live.inode
         return node.inode if node is not None and self._serves(node, entry) else None
 
     def _is_same_file(self, live: Inode, entry: TreeEntry) -> bool:
-        """Whether `live` still is the file of `entry`, and was not moved away: one of its paths is one it had."""
+        """Whether `live` still is the file of `entry` and was not moved away: it still has one of its paths."""
         assert self._own_view is not None
         now = {self._state.link_path(link) for link in live.links}
         return entry.path in now or (entry.nlink > 1 and not now.isdisjoint(self._own_view.paths_of(entry.inode)))
 
     def _serves(self, node: Inode, entry: TreeEntry) -> bool:
-        """Whether `node` can be changed in place to be `entry`: no name that is to stay apart shares it."""
-        # A kernel never asks again for the device number of an inode that it knows.
+        """Whether `node` can be changed in place to become `entry`: no name that must stay unchanged shares it."""
+        # The kernel never asks again for the device number of an inode that it knows.
         if stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode) or node.rdev != entry.rdev:
             return False
         return node.nlink == 1 or all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
@@ -224,13 +228,13 @@ class Converger:
 
     # -- making and removing -------------------------------------------------------------------------
     def _make(self, directory: Inode, name: bytes, entry: TreeEntry) -> Inode:
-        """A new entry for what `entry` says: its old inode where that is free, else a new one."""
+        """Make the entry: with its old inode if that is free, else with a new one."""
         if len(name) > NAME_MAX:
             raise os_error(errno.ENAMETOOLONG, _show(entry.path))
         return self._link(directory, name, self._revived(entry) or self._new(entry))
 
     def _new(self, entry: TreeEntry) -> Inode:
-        """A new inode for `entry`, without a name."""
+        """Make a new inode for `entry`, without a name."""
         state = self._state
         self._check_growth(0, 1, SLACK_BYTES)
         node = state.create(entry.mode, entry.uid, entry.gid)
@@ -293,7 +297,8 @@ class Converger:
             return
         needed = version.content.allocated if version.content is not None else 0
         if self._own_view is None:
-            self._view.ledger.repay(needed)  # charged here from now on; the rest of a loan stays until the end
+            # Charged to this volume from now on; the rest of a loan is repaid at the end.
+            self._view.ledger.repay(needed)
         self._check_growth(version.pages - node.pages, memory=needed + SLACK_BYTES)
         content = version.content.share() if version.content else None
         if content is not None and self._own_view is None:
