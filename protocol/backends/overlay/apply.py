@@ -79,7 +79,7 @@ def apply(
     live: SnapshotTree,
     paths: Sequence[bytes] = (),
     *,
-    known: _Identities,
+    identities: _Identities,
     force: bool = False,
     dry_run: bool = False,
     keep_going: Callable[[], None] = lambda: None,
@@ -87,7 +87,7 @@ def apply(
 ) -> Applied:
     """Make the directory of `lower`, at and below `paths` or everywhere, equal to `live`; `base` is its state before.
 
-    `known` has the identities that an earlier run left, by path.  With conflicts and without `force` nothing is
+    `identities` are those that an earlier run left, by path.  With conflicts and without `force` nothing is
     written.  `Applied.error` is the error that stopped the run; each path then has its old or its new state.
     `keep_going` is called now and then until the steps are committed; if it raises, nothing is written.  `before` is
     called before each change on the disk.
@@ -95,7 +95,7 @@ def apply(
     First finishes or undoes an apply that was killed (`Applied.recovered`); a dry run does not.  EBUSY while another
     apply into the same directory runs.
     """
-    run = _Run(lower, base, live, known, force=force, keep_going=keep_going)
+    run = _Run(lower, base, live, identities, force=force, keep_going=keep_going)
     found = list(changes(base, live, paths=paths))
     result = Applied(found)
     if dry_run:
@@ -133,7 +133,7 @@ class _Run:
         lower: Lower,
         base: SnapshotTree,
         live: SnapshotTree,
-        known: _Identities,
+        identities: _Identities,
         *,
         force: bool,
         keep_going: Callable[[], None],
@@ -143,7 +143,7 @@ class _Run:
         self._device = os.fstat(self._root).st_dev
         self._base = base
         self._live = live
-        self._known = known
+        self._identities = identities
         self._force = force
         self._keep_going = keep_going
         self._changed: set[bytes] = set()
@@ -170,8 +170,8 @@ class _Run:
         return self._expectations[path]
 
     def _identity_in_base(self, path: bytes) -> Identity | None:
-        if path in self._known:
-            return self._known[path]
+        if path in self._identities:
+            return self._identities[path]
         try:
             version = self._base.find(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +190,7 @@ class _Run:
             self.done.add(change.path)
             return None
         expected = self._expected(change.path)
-        if expected is None and (change.old is None or change.path in self._known):
+        if expected is None and (change.old is None or change.path in self._identities):
             if there is None:
                 return None
             if change.new is not None and change.new.is_dir and stat.S_ISDIR(there.st_mode):
@@ -215,7 +215,7 @@ class _Run:
         except (FileNotFoundError, NotADirectoryError):
             shown = set()
         found = (path + b"/" + entry.name for entry in self._lower.scan(path)[1] if entry.name not in shown)
-        return sorted(each for each in found if self._known.get(each) is None)
+        return sorted(each for each in found if self._identities.get(each) is None)
 
     def _is_unchanged(self, change: Change, there: os.stat_result) -> bool:
         now = identity(there)
@@ -224,7 +224,7 @@ class _Run:
             return False
         if stat.S_ISDIR(there.st_mode):
             # The inode number of a removed file may be given to a new directory.
-            was_directory = change.old is None or change.old.is_dir or change.path in self._known
+            was_directory = change.old is None or change.old.is_dir or change.path in self._identities
             return was_directory and now[:2] == expected[:2]
         return now == expected or (now[:2] in self._touched and now[:4] == expected[:4])
 

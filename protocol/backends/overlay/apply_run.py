@@ -33,7 +33,7 @@ class OverlayApply:
         self._paths = paths
         self._force = force
         self._dry_run = dry_run
-        self._known = dict(volume.identities)
+        self._identities = dict(volume.identities)
 
     def write(self, keep_going: Callable[[], None]) -> Applied:
         """See `protocol.volume.ApplyRun`, as for `finish`."""
@@ -42,7 +42,7 @@ class OverlayApply:
             self._base,
             self._live,
             self._paths,
-            known=self._known,
+            identities=self._identities,
             force=self._force,
             dry_run=self._dry_run,
             keep_going=keep_going,

@@ -122,6 +122,6 @@ class InodeTable(dict[int, "Inode"]):
         except (KeyError, FileNotFoundError):
             return default
 
-    def known(self, number: int) -> Inode | None:
+    def loaded(self, number: int) -> Inode | None:
         """The inode, if it was loaded."""
         return dict.get(self, number)

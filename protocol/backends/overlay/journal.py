@@ -75,7 +75,7 @@ class Recovered:
         )
         if self.rejected:
             said += f"; {len(self.rejected)} paths that others changed meanwhile are left as they are"
-            said += f"{_named(self.rejected)}, with what was to be there beside them as *.vfsd-new"
+            said += f"{_named(self.rejected)}, with the new version next to them as *.vfsd-new"
         return said
 
 
@@ -244,12 +244,12 @@ class ApplyJournal:
                 raise
             path = path.rpartition(b"/")[2]
             directory, name = place(self.root, path)
-        beside = _REJECTED
+        suffix = _REJECTED
         number = 1
-        while _stat_at(self.root, path + beside) is not None:
+        while _stat_at(self.root, path + suffix) is not None:
             number += 1
-            beside = _REJECTED + b".%d" % number
-        os.rename(staged, name + beside, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
+            suffix = _REJECTED + b".%d" % number
+        os.rename(staged, name + suffix, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
 
     def clear(self) -> None:
         """Remove everything staged: first the plan, if it was abandoned; last the mark that all steps are done."""

@@ -93,7 +93,7 @@ class OverlayState(MemoryState):
                 raise
             device, found = 0, []  # removed below since its inode was loaded
         with self.lock:
-            directory = self.table.known(number)
+            directory = self.table.loaded(number)
             if directory is None or not isinstance(directory.children, UnfilledChildren):
                 return  # another thread was faster
             entries = {}
@@ -138,7 +138,7 @@ class OverlayState(MemoryState):
         if waiting is not None:
             self._waiting[number] = (*waiting, place)
             return True
-        live = self.table.known(number)
+        live = self.table.loaded(number)
         if live is None or live.nlink <= len(live.links):
             return False  # another file has reused the inode number
         for version in self.versions(number):
@@ -152,7 +152,7 @@ class OverlayState(MemoryState):
     def _make(self, number: int) -> Inode:
         """Create the inode of an assigned number.  KeyError; FileNotFoundError if it no longer exists below."""
         with self.lock:
-            made = self.table.known(number)
+            made = self.table.loaded(number)
             if made is not None:
                 return made
             places = self._waiting[number]
@@ -202,7 +202,7 @@ class OverlayState(MemoryState):
 
     def kind(self, number: int) -> int:
         """The type bits of an inode, loaded or not."""
-        known = self.table.known(number)
+        known = self.table.loaded(number)
         if known is not None:
             return known.mode
         try:
@@ -213,10 +213,6 @@ class OverlayState(MemoryState):
     def modes(self, numbers: list[int]) -> list[int]:
         """See `MemoryState.modes`; looks at nothing below."""
         return list(map(self.kind, numbers))
-
-    def known_kind(self, number: int) -> Inode | None:
-        """The inode, if it was loaded."""
-        return self.table.known(number)
 
     def _correct_kind(self, number: int, directory: int, kind: int) -> None:
         """Correct the link counts above a name that has become, or is no longer, a directory since it was listed."""
@@ -230,7 +226,7 @@ class OverlayState(MemoryState):
         is_directory = self._kinds.pop(number) == stat.S_IFDIR
         del self._waiting[number]
         for directory, name in places:
-            live = self.table.known(directory)
+            live = self.table.loaded(directory)
             if live is None or live.children is None or live.children.get(name) != number:
                 continue
             counted = _counted_size(live.children)
@@ -244,7 +240,7 @@ class OverlayState(MemoryState):
 
     def versions(self, number: int) -> Iterator[Inode]:
         """Yield all versions of a loaded inode: the live one, and those that snapshots hold."""
-        live = self.table.known(number)
+        live = self.table.loaded(number)
         if live is not None:
             yield live
         for epoch in self.log.epochs():
@@ -287,7 +283,7 @@ class OverlayState(MemoryState):
         showed when it first changed the file, and `apply` compares with that.
         """
         with self.lock:
-            live = self.table.known(number)
+            live = self.table.loaded(number)
             if not isinstance(live, OverlayInode):
                 return False, False
             old = live.lower
@@ -372,7 +368,7 @@ class OverlayState(MemoryState):
 
     def revive(self, version: Inode) -> Inode:
         """See `MemoryState.revive`."""
-        if isinstance(version, OverlayInode) and self.table.known(version.inode) is None:
+        if isinstance(version, OverlayInode) and self.table.loaded(version.inode) is None:
             self.table.below += 1
         return super().revive(version)
 

@@ -103,7 +103,7 @@ class OverlayVolume(MemoryVolume):
         self.on_change: Callable[[CacheInvalidation], None] | None = None
         self.changed_below = 0
         self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
-        self._untold: set[int] = set()
+        self._not_invalidated: set[int] = set()
         self._lost: set[int] = set()  # inodes whose remaining content is lost, and for which that was logged
         self._round: Iterator[int] = iter(())
 
@@ -183,7 +183,7 @@ class OverlayVolume(MemoryVolume):
             state.forget_revived()
             # The kernel has seen none of this: its inodes keep their generation.
             for number, generation in generations.items():
-                inode = state.table.known(number)
+                inode = state.table.loaded(number)
                 if inode is not None:
                     inode.generation = generation
             state.changed_at = changed_at
@@ -195,7 +195,7 @@ class OverlayVolume(MemoryVolume):
     def _find(self, parent: int, name: bytes) -> Inode | None:
         number = self._children(parent).get(name)
         if number is not None:
-            known = self._overlay.table.known(number)
+            known = self._overlay.table.loaded(number)
             # The kernel holds no reference, so the file can follow without an invalidation.
             if (
                 known is not None
@@ -213,7 +213,7 @@ class OverlayVolume(MemoryVolume):
 
     # -- content -----------------------------------------------------------------------------------
     def _read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
-        if inode in self._untold:
+        if inode in self._not_invalidated:
             raise ChangedBelowError(b"")
         try:
             return self._memory_read_pieces(inode, offset, size)
@@ -262,8 +262,8 @@ class OverlayVolume(MemoryVolume):
             told = "following it" if follows else "held above in part: reading the rest fails, until it is discarded"
             _logger.warning("a file changed below the overlay; %s", told, extra={"path": path})
         if follows and changed and self.on_change is not None:
-            self._untold.add(inode)
-            self.on_change(self._coherence_of(inode))
+            self._not_invalidated.add(inode)
+            self.on_change(self._invalidation_of(inode))
         return follows, changed
 
     def tidy(self) -> None:
@@ -279,7 +279,7 @@ class OverlayVolume(MemoryVolume):
                 self._look_below(number)
 
     def _look_below(self, number: int) -> None:
-        inode = self._overlay.table.known(number)
+        inode = self._overlay.table.loaded(number)
         if not isinstance(inode, OverlayInode) or inode.content is None or not inode.lookups:
             return
         file = inode.lower
@@ -294,15 +294,15 @@ class OverlayVolume(MemoryVolume):
         elif number not in self._lost:
             self.look_again(number, file.path)
 
-    def _coherence_of(self, number: int) -> CacheInvalidation:
+    def _invalidation_of(self, number: int) -> CacheInvalidation:
         node = self._overlay.inodes[number]
         path = self._state.path(node)
         paths = {} if path is None else {number: path}
         return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
 
-    def invalidation_done(self, coherence: CacheInvalidation) -> None:
+    def invalidation_done(self, invalidation: CacheInvalidation) -> None:
         """See `protocol.volume.OverlaidVolume`."""
-        self._untold.difference_update(change.inode for change in coherence.inodes)
+        self._not_invalidated.difference_update(change.inode for change in invalidation.inodes)
 
     # -- names ---------------------------------------------------------------------------------------
     def _rename(

@@ -95,7 +95,7 @@ def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
     else:
         work(fs, volume)
     with volume.base_tree() as base, volume.tree() as live:
-        done = apply(volume.lower, base, live, known={}, before=before)
+        done = apply(volume.lower, base, live, identities={}, before=before)
     assert not done.conflicts, done.conflicts
     if done.error is not None:
         raise done.error

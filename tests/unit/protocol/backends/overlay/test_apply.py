@@ -51,7 +51,7 @@ def run(
             base,
             live,
             paths,
-            known=dict(volume.identities),
+            identities=dict(volume.identities),
             force=force,
             dry_run=dry_run,
             keep_going=keep_going,

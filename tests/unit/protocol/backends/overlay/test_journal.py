@@ -244,10 +244,10 @@ def test_an_apply_finishes_first_what_another_was_killed_in(copies: Callable[[],
     assert b".vfsd-apply" not in Driver(volume).names(b"")
     Driver(volume).file(b"more", b"more")
     with volume.base_tree() as base, volume.tree() as live:
-        dry = apply(volume.lower, base, live, known={}, dry_run=True)
+        dry = apply(volume.lower, base, live, identities={}, dry_run=True)
         assert dry.recovered is None
         assert not (place / "more").exists()
-        done = apply(volume.lower, base, live, known={})
+        done = apply(volume.lower, base, live, identities={})
     assert done.error is None
     assert isinstance(done.recovered, Recovered)
     (place / "more").unlink()
@@ -265,12 +265,12 @@ def test_two_applies_at_once_into_one_directory_are_refused(below: Path) -> None
             journal(top),
             pytest.raises(OSError, match="another apply") as caught,
         ):
-            apply(volume.lower, base, live, known={})
+            apply(volume.lower, base, live, identities={})
     finally:
         os.close(top)
     assert caught.value.errno == errno.EBUSY
     with volume.base_tree() as base, volume.tree() as live:
-        assert apply(volume.lower, base, live, known={}).error is None
+        assert apply(volume.lower, base, live, identities={}).error is None
         assert (below / "more").read_bytes() == b"more"
         assert not (below / ".vfsd-apply").exists()
 
@@ -279,7 +279,7 @@ def test_the_journals_name_is_not_there_and_cannot_be_applied(below: Path) -> No
     volume = OverlayVolume(str(below))
     Driver(volume).directory(b".vfsd-apply")
     with volume.base_tree() as base, volume.tree() as live:
-        done = apply(volume.lower, base, live, known={})
+        done = apply(volume.lower, base, live, identities={})
         assert [conflict.path for conflict in done.conflicts] == [b".vfsd-apply"]
         assert [change.path for change in changes(base, live)] == [b".vfsd-apply"]
 
@@ -296,7 +296,7 @@ def test_what_goes_into_another_mount_is_staged_there(below: Path) -> None:
         fs.directory(b"other/d")
         fs.file(b"other/d/g", b"g")
         with volume.base_tree() as base, volume.tree() as live:
-            done = apply(volume.lower, base, live, known={})
+            done = apply(volume.lower, base, live, identities={})
         if done.error is not None:
             raise done.error
         assert (below / "other" / "f").read_bytes() == b"new"
