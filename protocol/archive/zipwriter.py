@@ -15,7 +15,7 @@ from typing import BinaryIO, Final, NamedTuple
 from zlib_ng import zlib_ng
 
 from protocol.archive import records as zr
-from protocol.linux.scheduling import give_way
+from protocol.linux.scheduling import lower_priority
 
 __all__ = ["SMALL_BYTES", "Item", "Packer", "ZipWriter"]
 
@@ -83,7 +83,7 @@ class Packer:
         workers = min(len(os.sched_getaffinity(0)), _WORKERS_MAX)
         self._writer = writer
         self._level = level
-        self._pool = ThreadPoolExecutor(workers, "vfsd-archive", initializer=give_way)
+        self._pool = ThreadPoolExecutor(workers, "vfsd-archive", initializer=lower_priority)
         self._in_flight: deque[Future[list[_Packed]]] = deque()
         self._in_flight_max = 2 * workers
         self._batch: list[Item] = []

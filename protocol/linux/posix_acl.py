@@ -1,7 +1,7 @@
-"""POSIX ACLs as their xattrs hold them: what a file system does with them when it makes, chmods or is given one.
+"""POSIX ACLs in the format of their xattrs: what a file system does on setxattr, chmod and creation.
 
-The kernel checks permissions by them; what is left to the file system is the mode that goes with an access
-ACL, and what a new inode inherits from its directory's default ACL.
+The kernel checks permissions by ACLs.  The file system computes the mode that belongs to an access ACL, and what a
+new inode inherits from the default ACL of its directory.
 
 Source: include/uapi/linux/posix_acl_xattr.h (the format), fs/posix_acl.c (posix_acl_equiv_mode,
 posix_acl_create_masq, posix_acl_chmod), acl(5).
@@ -34,7 +34,7 @@ _RWX: Final = 0o777
 
 
 class AclEntry(NamedTuple):
-    """One entry of an ACL: `tag` says of whom, `permission` is three bits, `owner` a uid or gid where it has one."""
+    """One entry of an ACL: `tag` is its type, `permission` has three bits, `owner` is a uid or gid for some tags."""
 
     tag: int
     permission: int
@@ -42,7 +42,7 @@ class AclEntry(NamedTuple):
 
 
 class Inherited(NamedTuple):
-    """What a new inode gets: its mode, and its ACLs as xattr values, where it has any."""
+    """The mode of a new inode, and its ACLs as xattr values (None: none)."""
 
     mode: int
     access: bytes | None
@@ -50,9 +50,9 @@ class Inherited(NamedTuple):
 
 
 def _parse(value: bytes) -> list[AclEntry]:
-    """The entries of an xattr's value.  EINVAL, EOPNOTSUPP (another version) where it is none."""
+    """Decode an xattr value.  EINVAL; EOPNOTSUPP for another version."""
     if not value:
-        return []  # setxattr(2) of nothing at all removes an ACL
+        return []  # setxattr(2) with an empty value removes an ACL
     if len(value) < len(_VERSION) or (len(value) - len(_VERSION)) % _ENTRY.size:
         raise os_error(errno.EINVAL)
     if not value.startswith(_VERSION):
@@ -65,12 +65,12 @@ def _parse(value: bytes) -> list[AclEntry]:
 
 
 def check(value: bytes) -> None:
-    """EINVAL or EOPNOTSUPP for what is no ACL."""
+    """EINVAL or EOPNOTSUPP if `value` is not a valid ACL."""
     _parse(value)
 
 
 def is_empty(value: bytes) -> bool:
-    """Whether an xattr's value has no entries, which stands for no ACL.  EINVAL, EOPNOTSUPP."""
+    """Whether an xattr value has no entries, which means that there is no ACL.  EINVAL, EOPNOTSUPP."""
     return not _parse(value)
 
 
@@ -79,17 +79,17 @@ def _pack(entries: list[AclEntry]) -> bytes:
 
 
 def _group_tag(entries: list[AclEntry]) -> int:
-    """The entry that the group bits of the mode stand for: the mask where there is one."""
+    """The tag whose permission is the mode's group bits: the mask if there is one."""
     return _MASK if any(entry.tag == _MASK for entry in entries) else _GROUP_OBJ
 
 
 def _shift(tag: int, group_tag: int) -> int | None:
-    """How far left in the mode the permission of `tag` stands; None where it does not."""
+    """The position in the mode of the permission of `tag`; None if it is not in the mode."""
     return {_USER_OBJ: 6, group_tag: 3, _OTHER: 0}.get(tag)
 
 
 def access_acl(mode: int, value: bytes) -> tuple[int, bytes | None]:
-    """The mode after an access ACL was set, and the value to keep: None where the mode says it all.  EINVAL."""
+    """The mode after an access ACL was set, and the value to store: None if the mode is equivalent.  EINVAL."""
     entries = _parse(value)
     if not entries:
         return mode, None
@@ -115,7 +115,7 @@ def chmod(value: bytes, mode: int) -> bytes:
 
 
 def inherit(default: bytes | None, mode: int, umask: int) -> Inherited:
-    """What a new inode gets in a directory whose default ACL is `default`: that takes the umask's place."""
+    """The mode and ACLs of a new inode in a directory with the ACL `default`, which replaces the umask."""
     if stat.S_ISLNK(mode):
         return Inherited(mode, None, None)
     if default is None:

@@ -56,7 +56,7 @@ _hows: Final[dict[tuple[int, int], bytes]] = {}
 
 
 def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:
-    """openat2(2) of what is there already: a descriptor.  ENOSYS before Linux 5.6 and in some sandboxes EPERM."""
+    """Open an existing path with openat2(2).  ENOSYS before Linux 5.6; EPERM in some sandboxes."""
     how = _hows.get((flags, resolve))
     if how is None:
         how = _hows[flags, resolve] = _OPEN_HOW.pack(flags, 0, resolve)
@@ -67,19 +67,19 @@ def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:
 
 
 def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int) -> None:
-    """renameat2(2), all of whose flags the file system must know (EINVAL)."""
+    """renameat2(2).  EINVAL if the file system does not support one of the flags."""
     _check(_LIBC.renameat2(source, name, target, new_name, flags))
 
 
 def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2).  (os.posix_fallocate has no mode, and writes zeros where the file system cannot do it.)"""
+    """fallocate(2).  (os.posix_fallocate has no mode, and writes zeros if the file system lacks the call.)"""
     _check(_fallocate(descriptor, mode, offset, length))
 
 
 def seek_hole(descriptor: int, offset: int) -> int:
-    """lseek(2) with SEEK_HOLE, also where it answers 2**63, which an off_t does not hold: then 2**63 - 1.
+    """lseek(2) with SEEK_HOLE.  Returns 2**63 - 1 for the result 2**63, which off_t cannot represent.
 
-    (os.lseek returns that with an exception set, which comes up anywhere later.)
+    (os.lseek returns in that case with an exception set, which is then raised at an unrelated place.)
     """
     found: int = _lseek(descriptor, offset, os.SEEK_HOLE)
     if found == -1:
@@ -88,7 +88,7 @@ def seek_hole(descriptor: int, offset: int) -> int:
 
 
 def syncfs(descriptor: int) -> None:
-    """syncfs(2): have all that was written to the file system of a descriptor on its disk."""
+    """syncfs(2): write all data of the file system of a descriptor to its disk."""
     _check(_LIBC.syncfs(descriptor))
 
 

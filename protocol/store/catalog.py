@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
-from protocol.store.format.layout import read_regular, write_atomically
+from protocol.store.format.layout import read_prefix, write_atomically
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.records import Record, pack_name, read_record, workspace_and_serial
 
@@ -89,7 +89,7 @@ class SnapshotCatalog:
         prefix = self._prefix(workspace)
         serial = 0
         with contextlib.suppress(FileNotFoundError, ValueError):
-            serial = int(read_regular(path, 100))
+            serial = int(read_prefix(path))
         for name in os.listdir(self._layout.packs):
             if name.startswith(prefix):
                 serial = max(serial, int(name[len(prefix) :].partition(".")[0]))

@@ -1,4 +1,4 @@
-"""RestoreJournal: what says, after a death, that a restore was under way, and how to end it."""
+"""RestoreJournal: records the restore that is running, so that it can be completed after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.store.format.layout import read_regular, write_atomically
+from protocol.linux.regular_file import read_regular
+from protocol.store.format.layout import write_atomically
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
@@ -19,10 +20,10 @@ __all__ = ["Interrupted", "RestoreEntry", "RestoreJournal"]
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A restore that did not come to its end: each path is what it was or what it was to be.
+    """An incomplete restore: each path has its old or its new state.
 
-    To finish it, restore `snapshot` (and `paths`) again.  To undo it, restore `safety`, which has the state before;
-    None where none was wanted.
+    To complete it, restore `snapshot` (and `paths`) again.  To undo it, restore `safety`, the state before; None if
+    the restore took no safety snapshot.
     """
 
     snapshot: str
@@ -32,19 +33,19 @@ class Interrupted:
 
 
 class RestoreEntry(msgspec.Struct, frozen=True):
-    """As it is written down.  `previous` is an earlier one that this restore does not end."""
+    """A restore in the journal file.  `previous` is an earlier incomplete restore that this one does not complete."""
 
     snapshot: str
     paths: tuple[bytes, ...]
     remove: bool
     safety: str | None
     token: str
-    tokens: tuple[str, ...]  # of earlier tries, whose temporary files may be there too
+    tokens: tuple[str, ...]  # of earlier attempts, whose temporary files may still exist
     started_ns: int
     previous: RestoreEntry | None = None
 
     def ends(self, other: RestoreEntry) -> bool:
-        """Whether the state that `other` left half done is whole once this one is done."""
+        """Whether this restore, once complete, also completes `other`."""
         return not self.paths or (self.snapshot, self.paths) == (other.snapshot, other.paths)
 
 
@@ -53,33 +54,33 @@ _decoder: Final = msgspec.msgpack.Decoder(RestoreEntry)
 
 
 class RestoreJournal:
-    """The journal of a workspace."""
+    """The journal file of a workspace."""
 
     def __init__(self, layout: Layout, workspace: str) -> None:
         self._path = os.path.join(layout.workspace(workspace), "journal")
 
     def read(self) -> RestoreEntry | None:
-        """What is under way, or was when somebody died."""
+        """The running or interrupted restore, if any."""
         try:
             return _decoder.decode(read_regular(self._path))
-        except (FileNotFoundError, msgspec.DecodeError):  # cut short by a power failure
+        except (FileNotFoundError, msgspec.DecodeError):  # cut off by a power failure
             return None
 
     def write(self, entry: RestoreEntry) -> None:
-        """Before the first change.  Durable, since a power failure may leave some of the changes on the disk."""
+        """Record a restore before its first change; durable, as a power failure may leave some changes on disk."""
         write_atomically(self._path, _encoder.encode(entry), durable=True)
 
     def close(self, entry: RestoreEntry) -> None:
-        """After the last change, when all of them are durable."""
+        """Remove the record of a restore, after all of its changes are durable."""
         if entry.previous is not None and not entry.ends(entry.previous):
             write_atomically(self._path, _encoder.encode(entry.previous), durable=True)
         else:
             self.forget()
 
     def forget(self) -> None:
-        """Let the state be as it is.
+        """Remove the journal.
 
-        Not synced: a journal that a power failure brings back asks for a restore that has nothing to do.
+        Not synced: if a power failure brings the journal back, the restore that it asks for finds nothing to change.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -22,14 +22,14 @@ from protocol.store import upkeep
 from protocol.store.catalog import SnapshotCatalog
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
 from protocol.store.directory.statcache import StatCache
-from protocol.store.format.blobs import Blobs, Digesting, Storing
+from protocol.store.format.blobs import Blobs, DigestSink, StoreSink
 from protocol.store.format.layout import (
     GENERATION,
     NO_SPACE,
     Layout,
     default_directory,
     is_inside,
-    read_regular,
+    read_prefix,
     sync_directory,
 )
 from protocol.store.format.objects import NewObjects
@@ -43,6 +43,7 @@ from protocol.store.upkeep import CheckReport, GarbageReport
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
     from protocol.store.directory.target import DirectoryTarget
+    from protocol.store.format.blobs import Sink
     from protocol.store.trees import ReadRows
 
 __all__ = ["Store"]
@@ -138,7 +139,7 @@ class Store:
         objects = NewObjects(layout, blobs.objects)
         try:
             with self._naming_full_disk(), PackWriter(temporary) as pack:
-                sink = Storing(blobs, pack, objects)
+                sink = StoreSink(blobs, pack, objects)
                 with self._scanned(workspace, source, sink, unreadable, progress) as scanned:
                     objects.publish()
                     record = self._commit(workspace, name, tag, kind, created_ns, scanned, pack)
@@ -313,13 +314,13 @@ class Store:
     ) -> tuple[Scanned, ReadRows]:
         """Scan the live state without storing it; and the function that reads its listings."""
         self.blobs.packs.refresh()
-        sink = Digesting(self.blobs)
+        sink = DigestSink(self.blobs)
         with self._scanned(workspace, source, sink, unreadable, progress) as scanned:
             return scanned, sink.rows
 
     @contextlib.contextmanager
     def _scanned(
-        self, workspace: str, source: Source, sink: Digesting | Storing, unreadable: Unreadable, progress: FileProgress
+        self, workspace: str, source: Source, sink: Sink, unreadable: Unreadable, progress: FileProgress
     ) -> Iterator[Scanned]:
         """Scan `source` into `sink`; the stat cache learns the result unless the block fails."""
         cache = self._caches.get(workspace)
@@ -337,7 +338,7 @@ class Store:
     def _generation(self) -> int:
         """The number of garbage collections; -1, which is no generation, if the file is damaged."""
         try:
-            return int(read_regular(os.path.join(self.directory, GENERATION), 100))
+            return int(read_prefix(os.path.join(self.directory, GENERATION)))
         except FileNotFoundError:
             return 0
         except ValueError:

@@ -1,8 +1,8 @@
-"""Trees of the store: a snapshot, and the live state as the stat cache knows it.
+"""MerkleTree: a snapshot, or the scanned live state, as a tree.
 
-Two of them are compared by their listings' digests: what is equal is not looked at.
+A comparison of two such trees skips subtrees whose listings have the same digest.
 
-Threading: as `protocol.tree`: any one thread at a time.
+Threading: as for `protocol.tree`, one thread at a time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MerkleTree:
         return self._read_listing(digest)
 
     def _listed(self, path: bytes, digest: bytes) -> list[Row]:
-        """The rows of the directory at `path`.  DamagedError, which names it."""
+        """The rows of the directory at `path`.  DamagedError, which names the directory."""
         try:
             return self._read_listing(digest)
         except DamagedError as error:
@@ -155,7 +155,7 @@ class MerkleTree:
 
 
 def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """`chunks`, whose DamagedError names `path`."""
+    """Yield `chunks`; a DamagedError names `path`."""
     try:
         yield from chunks
     except DamagedError as error:
@@ -170,8 +170,8 @@ def merkle_changes(
 ) -> Iterator[tuple[bytes, Row | None, Row | None]]:
     """Each path whose row differs, parents first, with both rows (None: not there).
 
-    Of a directory that only one side has, the directory alone is named.  A directory is named too when nothing but its
-    mtime differs.
+    Of a directory that only one side has, only the directory itself is yielded.  A directory is also yielded if only
+    its mtime differs.
     """
     if _own(old) != _own(new):
         yield b"", old, new
@@ -200,7 +200,7 @@ def merkle_changes(
 
 
 def _own(row: Row) -> tuple[object, ...]:
-    """What of a directory's row is its own, and not of what is below."""
+    """The fields of a directory's row that do not depend on the entries below it."""
     return row.mode, row.uid, row.gid, row.mtime_ns, row.more.xattrs, row.more.state
 
 

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from protocol.linux.regular_file import read_regular
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.layout import GENERATION, NO_SPACE, read_regular, sync_directory, write_atomically
+from protocol.store.format.layout import GENERATION, NO_SPACE, read_prefix, sync_directory, write_atomically
 from protocol.store.format.objects import fed_from_file
 from protocol.store.format.packs import MORE, DamagedError, PackWriter
 from protocol.store.format.records import Record, read_record, workspace_and_serial
@@ -278,13 +279,13 @@ def _take_out_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> No
                     writer.add(digest, blobs.packs.read(place))
             writer.finish(os.path.join(layout.packs, pack.name), pack.record)
     sync_directory(layout.packs)
-    blobs.packs.read_anew()
+    blobs.packs.reread()
 
 
 def _new_generation(layout: Layout) -> None:
     path = os.path.join(layout.directory, GENERATION)
     try:
-        number = int(read_regular(path, 100))
+        number = int(read_prefix(path))
     except FileNotFoundError:
         number = 0
     except ValueError:  # damaged: it must become a number that no stat cache has

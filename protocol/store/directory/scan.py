@@ -82,7 +82,7 @@ class Scanned:
     unreadable: tuple[bytes, ...] = ()
     leftovers: tuple[bytes, ...] = ()  # temporary files of restores, which are not part of the state
     directory: CachedDirectory | None = None
-    changed: list[tuple[bytes, CachedDirectory]] = field(default_factory=list)  # for the stat cache
+    changed: list[CachedDirectory] = field(default_factory=list)  # for the stat cache
 
 
 def scan(
@@ -123,7 +123,7 @@ class _Scanner:
         self.unreadable: list[bytes] = []
         self.leftovers: list[bytes] = []
         self.links: dict[int, int] = {}  # size of each file with several names, by inode number
-        self.changed: list[tuple[bytes, CachedDirectory]] = []
+        self.changed: list[CachedDirectory] = []
         self._unreported = 0
         self.leaves = LeafReader(sink, self._deny, self._count_bytes)
 
@@ -374,12 +374,12 @@ class _DirectoryScan:
                 kept = (at for at, name in enumerate(self._names) if self._rows.get(name, self) is not None)
                 self._names, self._records = _selected(self._names, self._records, kept)
         made = CachedDirectory(
-            own, self._names, self._records, frozenset(self._racy), listing, digest, counts, links,
-            listed_racy=listed_racy, is_stored=scanner.is_stored(digest, cached),
+            self._path, own, listed_racy, self._names, self._records, frozenset(self._racy), listing, digest, counts,
+            links, scanner.is_stored(digest, cached),
         )  # fmt: skip
         made.children = self._children
         if not is_same:
-            scanner.changed.append((self._path, made))
+            scanner.changed.append(made)
         return made
 
     def _has_same_children(self, cached: CachedDirectory) -> bool:

@@ -1,4 +1,4 @@
-"""Sources: what a snapshot can be taken of: a host directory, or any tree."""
+"""Sources of snapshots: a host directory, or any tree."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class Source(Protocol):
-    """A state that can be taken in."""
+    """A live state that can be scanned."""
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """(st_dev, st_ino) of the host directory that it is; None where it is none."""
+        """(st_dev, st_ino) of the host directory; None if the source is not one."""
         ...
 
     def scan(
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
         progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
-        """Give the state to `sink`; see `protocol.store.directory.scan.scan`."""
+        """Give the state to `sink`, as `protocol.store.directory.scan.scan` does."""
         ...
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of the regular file at `path`, as it is now."""
+        """Up to `size` bytes of the present content of the regular file at `path`."""
         ...
 
     def chunks(self, path: bytes, size: int) -> Iterator[bytes]:
-        """The content of the regular file at `path`, as it is now."""
+        """The present content of the regular file at `path`."""
         ...
 
 
 class DirectorySource:
-    """A directory of the host: a path, or a descriptor (also an O_PATH one) that stays the caller's."""
+    """A host directory, given by a path or by a descriptor (also an O_PATH one) that stays the caller's."""
 
     def __init__(self, place: DirectoryReference) -> None:
         self._place = place
@@ -96,7 +96,7 @@ class DirectorySource:
 
 
 class TreeSource:
-    """Any tree: of a container, of an archive, of another volume.  All of it is read."""
+    """Any tree: of a container, an archive or another volume.  Every scan reads all of it."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -109,8 +109,8 @@ class TreeSource:
         self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
         progress: FileProgress = no_progress,
     ) -> Scanned:  # fmt: skip
-        del cache, trusted, unreadable  # a tree's entries have no identity that would tell what is unchanged
-        return _TreeWalk(self._tree, sink, progress).take()
+        del cache, trusted, unreadable  # a tree's entries have no stat data that shows what is unchanged
+        return _TreeScan(self._tree, sink, progress).run()
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._tree.read(path, offset, size)
@@ -119,8 +119,8 @@ class TreeSource:
         return self._tree.chunks(path, size)
 
 
-class _TreeWalk:
-    """A tree being taken in, from the order of `Tree.walk`: a directory is done when a path is not below it."""
+class _TreeScan:
+    """The scan of a tree in the order of `Tree.walk`, in which a directory ends at the first path outside it."""
 
     def __init__(self, tree: Tree, sink: Sink, progress: FileProgress) -> None:
         self._tree = tree
@@ -131,7 +131,7 @@ class _TreeWalk:
         self._files = 0
         self._read_bytes = 0
 
-    def take(self) -> Scanned:
+    def run(self) -> Scanned:
         root: Row | None = None
         for entry in self._tree.walk():
             while self._open and not _is_in(entry.path, self._open[-1][0].path):
@@ -165,7 +165,7 @@ class _TreeWalk:
     def _leaf(self, entry: TreeEntry) -> Row:
         self._files += 1
         self._progress(self._files, self._read_bytes)
-        # With one name an inode number says nothing that a snapshot needs.
+        # A snapshot needs the inode number only to tell which names are hard links of one file.
         link = entry.inode if entry.nlink > 1 else 0
         content, size = entry.target, entry.size
         if entry.is_file:

@@ -1,12 +1,12 @@
 """StatCache: the directories of the previous scan, so that unchanged files are not read again.
 
-A file counts as unchanged when its inode number, size, mode, owner, links, ctime and mtime are what they were.
-But a file that changed again within the same tick of the clock as before would look the same: so one whose ctime was
-not safely in the past when it was looked at is "racy", and is read again the next time (as git does with its index).
+A file counts as unchanged if its inode number, size, mode, owner, link count, ctime and mtime are the same.  But a file
+that changes twice within one tick of the file system's clock would look unchanged.  So a file whose ctime was not
+safely in the past when it was scanned is "racy": the next scan reads it again (git does the same with its index).
 
-On disk it is a log of directories, each with a checksum; the last word on a path counts.  It is written without sync:
-what is torn is not used.  It is bound to the store's generation, which a garbage collection ends: what it
-says about a file stays true, but whether the store still has the content has to be asked.
+On disk the cache is a log of directories, each with a checksum; the last entry of a path is valid.  The log is not
+synced; a torn entry and all after it are ignored.  The cache names the store's generation, which ends with a garbage
+collection: what the cache says about a file stays true, but the store may no longer have the content.
 
 Threading: one thread at a time.
 """
@@ -24,8 +24,9 @@ from typing import Final
 
 import msgspec
 
+from protocol.linux.regular_file import open_regular, read_regular
 from protocol.linux.statx import RECORD_BYTES, change_key
-from protocol.store.format.layout import open_regular, read_regular, write_atomically
+from protocol.store.format.layout import write_atomically
 from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
 __all__ = ["CachedDirectory", "StatCache"]
@@ -35,52 +36,34 @@ _FRAME: Final = struct.Struct("<II")  # length, crc32
 _SLACK_BYTES: Final = 1 << 20
 
 
-class CachedDirectory:
-    """A directory as it was.  `records` has RECORD_BYTES for each of `names`; `racy` names those to read again.
+class CachedDirectory(msgspec.Struct, array_like=True, dict=True, eq=False):
+    """A scanned directory, as it is in the log.  `children` and `row` are not written; they follow from the others."""
 
-    `is_stored`: whether a snapshot was taken of it.  Who only looked at it knows its digest, and not whether the store
-    has all below: it may have the listing still, and no longer the contents, which nothing needed.
-    """
+    path: bytes
+    own: bytes  # `change_key` of the directory itself
+    listed_racy: bool  # entries may have changed without a change of the directory's times
+    names: list[bytes]
+    records: bytes  # RECORD_BYTES for each name
+    racy: frozenset[bytes]  # names to read again
+    listing: bytes
+    digest: bytes  # of the listing
+    counts: TreeCounts
+    links: dict[int, int]  # size of each file with several names, by inode number
+    is_stored: bool
+    """Whether a snapshot was taken of it.  A directory that was only scanned has a digest, but the store may lack the
+    contents, even if it has the same listing from an earlier snapshot."""
 
-    __slots__ = (
-        "children", "counts", "digest", "is_stored", "links", "listed_racy", "listing", "names", "own", "racy",
-        "records", "row",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        own: bytes,
-        names: list[bytes],
-        records: bytes,
-        racy: frozenset[bytes],
-        listing: bytes,
-        digest: bytes,
-        counts: TreeCounts,
-        links: dict[int, int],
-        *,
-        listed_racy: bool,
-        is_stored: bool,
-    ) -> None:
-        self.own = own
-        self.listed_racy = listed_racy
-        self.is_stored = is_stored
-        self.names = names
-        self.records = records
-        self.racy = racy
-        self.listing = listing
-        self.digest = digest
-        self.counts = counts
-        self.links = links
+    def __post_init__(self) -> None:
         self.children: dict[bytes, CachedDirectory] = {}
         self.row: Row | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing in it to look at but its names' records."""
+        """Whether an unchanged `records` means that nothing in the directory changed."""
         return not self.children and not self.racy
 
     def key_at(self, path: bytes) -> bytes | None:
-        """What `change_key` gave for the entry at `path`, below this directory; None where there was none."""
+        """The `change_key` of the entry at `path`, below this directory; None if there was none."""
         directory, rest = self, path
         while b"/" in rest:
             name, _, rest = rest.partition(b"/")
@@ -98,40 +81,24 @@ class CachedDirectory:
         return {row.name: row for row in decode_listing(self.listing)}
 
 
-class _Stored(msgspec.Struct, array_like=True, gc=False):
-    """A directory in the log."""
-
-    path: bytes
-    own: bytes
-    listed_racy: bool
-    names: list[bytes]
-    records: bytes
-    racy: list[bytes]
-    listing: bytes
-    digest: bytes
-    counts: TreeCounts
-    links: dict[int, int]
-    is_stored: bool
-
-
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(_Stored)
+_decoder: Final = msgspec.msgpack.Decoder(CachedDirectory)
 
 
 class StatCache:
-    """What is known of a workspace's directories.  `changed` collects what a walk has learnt."""
+    """The directories of a workspace, in the file `path` (None: in memory only)."""
 
     def __init__(self, path: str | None = None, generation: int = 0) -> None:
         self._path = path
         self._loaded = path is None
         self._generation = generation
         self._log_bytes = 0
-        self._base_bytes = 0
+        self._base_bytes = 0  # size of the log when it was last rewritten
         self._root: CachedDirectory | None = None
 
     @property
     def root(self) -> CachedDirectory | None:
-        """The root directory as it was, and all below it; None where nothing is known."""
+        """The root directory with everything below it; None if nothing is cached."""
         if not self._loaded:
             self._loaded = True
             self._load()
@@ -139,20 +106,20 @@ class StatCache:
 
     @property
     def generation(self) -> int:
-        """The store's generation in which all contents named here were in the store."""
+        """The store's generation in which the store had every content that is named here."""
         return self._generation
 
-    def learn(self, root: CachedDirectory, changed: list[tuple[bytes, CachedDirectory]], generation: int) -> None:
-        """Remember what a walk has found; `changed` are the directories that are not as they were."""
+    def learn(self, root: CachedDirectory, changed: list[CachedDirectory], generation: int) -> None:
+        """Keep the result of a scan; `changed` are the directories that differ from the cached ones."""
         is_new = self._generation != generation or self._root is None
         self._root, self._generation, self._loaded = root, generation, True
         if self._path is None:
             return
-        # Each before what is below it.  A log that ends between the two then says of a directory less than is true now:
-        # what it was earlier, which no longer fits.
-        frames = [_frame(_encoder.encode(_stored(path, directory))) for path, directory in reversed(changed)]
+        # Each directory before those below it.  A log that is cut off then has an outdated entry for a lower
+        # directory, which no longer matches the stat data and is scanned again.
+        frames = [_frame(_encoder.encode(directory)) for directory in reversed(changed)]
         size = sum(map(len, frames))
-        with contextlib.suppress(OSError):  # without it the next walk takes longer, and that is all
+        with contextlib.suppress(OSError):  # without the cache the next scan only takes longer
             if is_new or not self._append(frames) or self._log_bytes + size > 2 * self._base_bytes + _SLACK_BYTES:
                 self._rewrite()
             else:
@@ -176,12 +143,11 @@ class StatCache:
         assert self._path is not None
         assert self._root is not None
         parts = [_MAGIC, _frame(_encoder.encode((self._generation, time.time_ns())))]
-        pending = [(b"", self._root)]
+        pending = [self._root]
         while pending:
-            path, directory = pending.pop()
-            parts.append(_frame(_encoder.encode(_stored(path, directory))))
-            prefix = path + b"/" if path else b""
-            pending += ((prefix + name, child) for name, child in directory.children.items())
+            directory = pending.pop()
+            parts.append(_frame(_encoder.encode(directory)))
+            pending += directory.children.values()
         data = b"".join(parts)
         write_atomically(self._path, data, durable=False)
         self._base_bytes = self._log_bytes = len(data)
@@ -195,7 +161,7 @@ class StatCache:
         if not data.startswith(_MAGIC):
             return
         frames = _frames(data, len(_MAGIC))
-        found: dict[bytes, _Stored] = {}
+        found: dict[bytes, CachedDirectory] = {}
         read_bytes = len(_MAGIC)
         try:
             head = next(frames, None)
@@ -205,12 +171,12 @@ class StatCache:
             read_bytes += _FRAME.size + len(head)
             for frame in frames:
                 read_bytes += _FRAME.size + len(frame)
-                stored = _decoder.decode(frame)
-                found[stored.path] = stored
+                directory = _decoder.decode(frame)
+                found[directory.path] = directory
         except (ValueError, TypeError, IndexError):
             return
         self._base_bytes = len(data)
-        # What is appended behind a torn frame is not read: written anew the next time.
+        # Entries that were appended after a torn one are never read, so rewrite the log the next time.
         self._log_bytes = len(data) if read_bytes == len(data) else 3 * len(data) + _SLACK_BYTES
         self._root = _linked(found)
 
@@ -224,40 +190,26 @@ def _frames(data: bytes, at: int) -> Iterator[bytes]:
         length, checksum = _FRAME.unpack_from(data, at)
         payload = data[at + _FRAME.size : at + _FRAME.size + length]
         if len(payload) < length or zlib.crc32(payload) != checksum:
-            return  # torn; what comes after it cannot be found
+            return  # torn; the entries after it cannot be found
         yield payload
         at += _FRAME.size + length
 
 
-def _stored(path: bytes, directory: CachedDirectory) -> _Stored:
-    return _Stored(
-        path, directory.own, directory.listed_racy, directory.names, directory.records, list(directory.racy),
-        directory.listing, directory.digest, directory.counts, directory.links, directory.is_stored,
-    )  # fmt: skip
-
-
-def _linked(found: dict[bytes, _Stored]) -> CachedDirectory | None:
-    """The directories of a log, each below its parent; those whose parent no longer has them are left out."""
-    made: dict[bytes, CachedDirectory] = {}
-    for path, stored in found.items():
-        if len(stored.records) != RECORD_BYTES * len(stored.names):
-            return None
-        directory = CachedDirectory(
-            stored.own, stored.names, stored.records, frozenset(stored.racy), stored.listing, stored.digest,
-            stored.counts, stored.links, listed_racy=stored.listed_racy, is_stored=stored.is_stored,
-        )  # fmt: skip
-        made[path] = directory
+def _linked(found: dict[bytes, CachedDirectory]) -> CachedDirectory | None:
+    """The root, with each directory of a log below its parent; a directory that its parent does not name is dropped."""
+    if any(len(directory.records) != RECORD_BYTES * len(directory.names) for directory in found.values()):
+        return None
     try:
-        for path, directory in made.items():
+        for path, directory in found.items():
             prefix = path + b"/" if path else b""
             for row in decode_listing(directory.listing):
-                child = made.get(prefix + row.name) if row.is_dir else None
+                child = found.get(prefix + row.name) if row.is_dir else None
                 if child is not None:
-                    # The row as this listing has it: the log may end between the two, and several write to it.
+                    # Use this listing's row: the log may be cut off between the two, and several processes write it.
                     child.row = row
                     if row.content != child.digest:
-                        child.own = b""  # nothing is what it was, so it is looked through
+                        child.own = b""  # scan its entries again
                     directory.children[row.name] = child
     except ValueError:
         return None
-    return made.get(b"")
+    return found.get(b"")

@@ -1,13 +1,13 @@
-"""Blobs: reading what a store holds by its digest; and the two sinks that take a state in.
+"""Blobs: reads what a store holds, by digest.  And the sinks of a scan: `StoreSink` stores, `DigestSink` only computes.
 
-`Storing` keeps what a snapshot needs.  `Digesting` only names it, for a look at the live state.
+A blob is a file's content or a listing.  Every byte is verified against the blob's digest before the caller gets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.store.format.digests import ContentDigest, digest_of
 from protocol.store.format.objects import NewObjects, Objects, fed_from_file, put
@@ -19,23 +19,14 @@ if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["LARGE_BYTES", "Blobs", "Digesting", "Listings", "Sink", "Storing"]
+__all__ = ["LARGE_BYTES", "Blobs", "DigestSink", "Sink", "StoreSink"]
 
-LARGE_BYTES: Final = 256 << 10  # from here on a content has a file of its own
-_LISTINGS_KEPT_BYTES: Final = 8 << 20
-Done = Callable[[int], object]
-
-
-class Listings(Protocol):
-    """Where listings are read."""
-
-    def listing(self, digest: bytes) -> list[Row]:
-        """The rows of one.  DamagedError."""
-        ...
+LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smaller ones are in packs
+Done = Callable[[int], object]  # called with the number of bytes of each read
 
 
 class Blobs:
-    """What the store holds.  May be used by several threads."""
+    """The blobs of a store.  Any thread."""
 
     def __init__(self, layout: Layout) -> None:
         self.packs = Packs(layout.packs)
@@ -50,11 +41,11 @@ class Blobs:
         self._recent = b"", b""
 
     def has(self, digest: bytes) -> bool:
-        """Whether a content or a listing is there."""
+        """Whether the store has a blob."""
         return self.packs.find(digest) is not None or self.objects.has(digest)
 
     def small(self, digest: bytes) -> bytes | None:
-        """A content or listing that is in a pack, compared with its digest.  DamagedError where it differs."""
+        """A blob that is in a pack, else None.  DamagedError."""
         place = self.packs.find(digest)
         if place is None:
             return None
@@ -64,7 +55,7 @@ class Blobs:
         return data
 
     def listing(self, digest: bytes) -> list[Row]:
-        """The rows of a listing."""
+        """The rows of a listing.  DamagedError."""
         data = self.small(digest)
         if data is None:
             raise DamagedError(f"the listing {digest.hex()[:16]} is gone from the store; {MORE}")
@@ -74,7 +65,7 @@ class Blobs:
             raise DamagedError(f"the listing {digest.hex()[:16]} is damaged; {MORE}") from None
 
     def read(self, digest: bytes, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a content, all of which was compared with its digest.  DamagedError."""
+        """Up to `size` bytes of a content.  DamagedError."""
         if not digest:
             return b""
         recent, data = self._recent
@@ -87,7 +78,7 @@ class Blobs:
         return data[offset : offset + size]
 
     def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
-        """A content, in chunks of at most `size` bytes; compared with its digest before the first.  DamagedError."""
+        """A content, in chunks of at most `size` bytes.  DamagedError."""
         if not digest:
             return
         data = self.small(digest)
@@ -98,9 +89,9 @@ class Blobs:
             yield data[at : at + size]
 
     def copy(self, digest: bytes, size: int, target: int) -> None:
-        """Write a content of `size` bytes, compared with its digest, to an empty file.  DamagedError.
+        """Write a content of `size` bytes to an empty file, which is open for reading and writing.
 
-        `target` is open for reading and writing.  After DamagedError its content is undefined.
+        After DamagedError the file's content is undefined.
         """
         data = self.small(digest) if digest else b""
         if data is None:
@@ -114,82 +105,59 @@ class Blobs:
             self.large.verify(digest)
 
 
-class Sink(Protocol):
-    """What takes a state in.  Contents of up to LARGE_BYTES are `small`."""
+class DigestSink:
+    """Computes digests and stores nothing.  Keeps the listings that the store lacks in memory.
 
-    @property
-    def stores(self) -> bool:
-        """Whether what it is given is in the store afterwards."""
-        ...
-
-    def has(self, digest: bytes) -> bool:
-        """Whether a content or listing need not be brought again."""
-        ...
-
-    def keeps(self, digest: bytes) -> bool:
-        """Whether a listing can be read, here or in the store."""
-        ...
-
-    def small(self, data: bytes) -> bytes:
-        """A content; its digest."""
-        ...
-
-    def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
-        """The first `size` bytes of a file; their digest, and how many there were."""
-        ...
-
-    def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
-        """A content of any size, in pieces; its digest and length."""
-        ...
-
-    def listing(self, data: bytes) -> bytes:
-        """A listing; its digest."""
-        ...
-
-
-class Digesting:
-    """Names contents, and keeps listings (in memory) of which the store has none."""
+    A sink takes the contents and listings of a scan.  Contents of up to LARGE_BYTES are `small`.
+    """
 
     stores: Final = False
+    """Whether the store has everything that the sink was given, once the scan is complete."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self._listings: dict[bytes, bytes] = {}
 
-    def has(self, digest: bytes) -> bool:  # noqa: ARG002 -- nothing is brought, so nothing is lacking
+    def has(self, digest: bytes) -> bool:  # noqa: ARG002
+        """Whether the sink does not need a blob again."""
         return True
 
     def keeps(self, digest: bytes) -> bool:
+        """Whether a listing can be read from the sink or the store."""
         return digest in self._listings or self._blobs.packs.find(digest) is not None
 
     def small(self, data: bytes) -> bytes:
+        """Take a content; return its digest."""
         return digest_of(data)
 
     def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
+        """Take the first `size` bytes of a file; return their digest and number."""
         digest = ContentDigest()
-        return (_named(digest, fed_from_file(descriptor, size, digest, None, done)), digest.size)
+        return _digest_or_empty(digest, fed_from_file(descriptor, size, digest, None, done)), digest.size
 
     def stream(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
+        """Take a content of any size in pieces; return its digest and length."""
         digest = ContentDigest()
         for chunk in chunks:
             digest.feed(chunk)
             done(len(chunk))
-        return _named(digest, digest.size), digest.size
+        return _digest_or_empty(digest, digest.size), digest.size
 
     def listing(self, data: bytes) -> bytes:
+        """Take a listing; return its digest."""
         digest = digest_of(data)
         if self._blobs.packs.find(digest) is None:
             self._listings[digest] = data
         return digest
 
     def rows(self, digest: bytes) -> list[Row]:
-        """The rows of a listing of this state or of the store."""
+        """The rows of a listing of this scan or of the store."""
         data = self._listings.get(digest)
         return self._blobs.listing(digest) if data is None else decode_listing(data)
 
 
-class Storing:
-    """Keeps what the store lacks in a new pack, and in new objects."""
+class StoreSink:
+    """Stores what the store lacks in a new pack and in new objects.  Methods as of `DigestSink`."""
 
     stores: Final = True
 
@@ -206,9 +174,11 @@ class Storing:
 
     def small(self, data: bytes) -> bytes:
         digest = digest_of(data)
-        if digest not in self._pack and self._blobs.packs.find(digest) is None:
+        if not self.keeps(digest):
             self._pack.add(digest, data)
         return digest
+
+    listing = small
 
     def large(self, descriptor: int, size: int, done: Done) -> tuple[bytes, int]:
         return self._objects.from_file(descriptor, size, done)
@@ -223,14 +193,9 @@ class Storing:
         done(len(head))
         return (self.small(bytes(head)) if head else b""), len(head)
 
-    def listing(self, data: bytes) -> bytes:
-        return self.small(data)
 
-    def rows(self, digest: bytes) -> list[Row]:
-        """The rows of a listing of this state."""
-        data = self._pack.read(digest)
-        return self._blobs.listing(digest) if data is None else decode_listing(data)
+Sink: TypeAlias = DigestSink | StoreSink
 
 
-def _named(digest: ContentDigest, size: int) -> bytes:
+def _digest_or_empty(digest: ContentDigest, size: int) -> bytes:
     return digest.digest() if size else b""

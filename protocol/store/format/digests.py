@@ -1,10 +1,10 @@
-"""Digests: the name of a content, by which the store keeps it once.
+"""Digests identify contents, so that the store keeps each content once.
 
-SHA-256, since it is the fastest of hashlib where a processor has instructions for it, as those of servers and laptops
-have since about 2019 (measured: 2.0 GB/s and 0.77 us for 1 KB, against 1.4 GB/s and 0.93 us of BLAKE2b).
+SHA-256 is the fastest hash of hashlib on processors with instructions for it, which servers and laptops have since
+about 2019 (measured: 2.0 GB/s and 0.77 us for 1 KB, against 1.4 GB/s and 0.93 us for BLAKE2b).
 
-A content of more than CHUNK_BYTES is named by the digests of its chunks, in which a run of chunks that are all zeros
-is one number.  So a hole costs nothing, however long, and the name does not depend on where the holes are.
+The digest of a content of more than CHUNK_BYTES covers the digests of its chunks; a run of chunks that are all zeros
+counts as one number.  So a hole of any length costs nothing, and the digest does not depend on where the holes are.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["CHUNK_BYTES", "DIGEST_BYTES", "ContentDigest", "digest_of"]
 DIGEST_BYTES: Final = 32
 CHUNK_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 16)
-_LONG: Final = b"vfsd content in chunks\0"  # so that no short content has the name of a long one
+_LONG: Final = b"vfsd content in chunks\0"  # so that no short content has the digest of a long one
 
 
 def digest_of(data: Buffer) -> bytes:
-    """The name of what is in a pack: a content of at most CHUNK_BYTES, or a listing of any length."""
+    """The digest of a content of at most CHUNK_BYTES, or of a listing of any length."""
     return hashlib.sha256(data).digest()
 
 
@@ -36,31 +36,31 @@ def _zero_chunk() -> bytes:
 
 
 class ContentDigest:
-    """The name of a content that comes in pieces.
+    """Computes the digest of a content that comes in pieces.
 
-    `chunks` maps the number of each chunk of CHUNK_BYTES that is not all zeros to its digest, where `keeps_chunks`.
+    With `keeps_chunks`, `chunks` has the digest of each chunk that is not all zeros, by the chunk's number.
     """
 
     def __init__(self, *, keeps_chunks: bool = False) -> None:
         self.chunks: dict[int, bytes] = {}
         self._keeps_chunks = keeps_chunks
-        self._number = 0  # of the chunk that is being filled
+        self._number = 0  # of the current chunk
         self._size = 0
         self._only = b""
         self._chunk = hashlib.sha256()
         self._filled = 0
-        self._lazy = True  # all of this chunk so far is zeros that were not fed to `_chunk`
+        self._lazy = True  # the current chunk is all zeros so far, and they were not fed to `_chunk`
         self._whole = hashlib.sha256(_LONG)
         self._zero_run = 0
         self._zero_chunk = b""
 
     @property
     def size(self) -> int:
-        """How many bytes there were so far."""
+        """The number of bytes so far."""
         return self._size
 
     def feed(self, data: Buffer) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         view = memoryview(data)
         self._size += len(view)
         while view:
@@ -73,7 +73,7 @@ class ContentDigest:
                 self._end_chunk()
 
     def feed_hole(self, length: int) -> None:
-        """The next `length` bytes are zeros."""
+        """Add `length` zeros."""
         self._size += length
         if not self._lazy or self._filled:
             rest = min(length, CHUNK_BYTES - self._filled)
@@ -89,9 +89,9 @@ class ContentDigest:
         self._filled += rest
 
     def digest(self) -> bytes:
-        """The name of all that was fed; nothing may be fed any more."""
+        """The digest of everything that was fed.  Do not feed more after this call."""
         if self._size <= CHUNK_BYTES:
-            if self._zero_run:  # exactly one chunk, and all of it a hole
+            if self._zero_run:  # exactly one chunk, which is a hole
                 return self._zero_digest()
             if not self._filled and self._size:
                 return self._only

@@ -1,15 +1,16 @@
-"""Layout: where a store is, what lies where in it, and its locks.
+"""Layout: the paths of a store, and its locks.
 
     format               "vfsd store 1"
-    lock                 shared while a state is taken, read or restored; exclusive while garbage is collected
-    gate                 passed before the lock is shared; closed while a collection waits for the lock
-    packs/               <workspace>-<serial>.snap: a snapshot, with what it was the first to hold
-                         <id>.pack: contents of which a dropped snapshot was the first holder
+    generation           the number of garbage collections
+    lock                 shared while a snapshot is taken, read or restored; exclusive for a garbage collection
+    gate                 taken before the shared lock; a collection that waits for `lock` holds it
+    packs/               <workspace>-<serial>.snap: a snapshot, and the contents that it was the first to need
+                         <id>.pack: contents of dropped snapshots
     objects/ab/cdef...   large contents, a file each
     workspaces/<id>/     key, serial, lock, cache, journal
-    tmp/                 what is being written
+    tmp/                 files that are being written
 
-Locks are flock(2): a process that dies leaves none behind.
+Locks are flock(2), so a process that dies leaves no lock behind.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import errno
 import fcntl
 import hashlib
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from protocol.errors import os_error
+from protocol.linux.regular_file import open_regular
 
 __all__ = [
     "FORMAT",
@@ -35,8 +36,7 @@ __all__ = [
     "Layout",
     "default_directory",
     "is_inside",
-    "open_regular",
-    "read_regular",
+    "read_prefix",
     "sync_directory",
     "write_atomically",
 ]
@@ -65,9 +65,9 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_inside(directory: str, identity: tuple[int, int]) -> bool:
-    """Whether `directory`, or what of its path there is, is the directory (st_dev, st_ino) or lies below it.
+    """Whether `directory`, or its closest existing parent, is or lies below the directory (st_dev, st_ino).
 
-    Symlinks and bind mounts do not hide it: each directory on the real way up is looked at.
+    Checks each directory on the way up from the real path, so symlinks and bind mounts do not hide it.
     """
     path = os.path.realpath(directory)
     while not os.path.isdir(path):
@@ -88,23 +88,14 @@ def is_inside(directory: str, identity: tuple[int, int]) -> bool:
         os.close(descriptor)
 
 
-def open_regular(path: str, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file at `path`.  EINVAL, ELOOP: something else is there, which was not waited for."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file, which the snapshot store needs here; remove it", path)
-    return descriptor
-
-
-def read_regular(path: str, most: int = -1) -> bytes:
-    """What the regular file at `path` has, up to `most` bytes.  As `open_regular`."""
-    with open(open_regular(path), "rb") as file:
-        return file.read(most)
+def read_prefix(path: str) -> bytes:
+    """The first 100 bytes of a regular file.  EINVAL as `open_regular`."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        return file.read(100)
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
+    """Make the entries of a directory durable."""
     descriptor = os.open(path, _O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -113,7 +104,7 @@ def sync_directory(path: str) -> None:
 
 
 def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
-    """Replace or make a file: at any moment it is what it was, or what it is to be."""
+    """Replace or create a file in one step: readers see the old or the new content."""
     temporary = f"{path}.{os.getpid():x}-{time.monotonic_ns():x}.new"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -145,7 +136,7 @@ class Layout:
         self.tmp = os.path.join(self.directory, "tmp")
         self._format = os.path.join(self.directory, "format")
         self._checked = False
-        self._sharing = 0  # how many times this layout holds the shared lock
+        self._shared_count = 0  # how many times this layout holds the shared lock
         self._counting = threading.Lock()
 
     def exists(self) -> bool:
@@ -160,21 +151,21 @@ class Layout:
                 )
             return True
         try:
-            found = read_regular(self._format, 100).decode("utf-8", "replace")
+            found = read_prefix(self._format).decode("utf-8", "replace")
         except FileNotFoundError:
             return False
         if found != FORMAT:
             raise OSError(
                 errno.EINVAL,
-                f"a store of another format ({found.strip()!r}, known here is {FORMAT.strip()!r}): use the vfsd that "
-                "made it, or name another directory with $VFSD_STORE_DIR",
+                f"the store has an unknown format ({found.strip()!r}; this vfsd knows {FORMAT.strip()!r}): use the "
+                "vfsd that made it, or choose another directory with $VFSD_STORE_DIR",
                 self.directory,
             )
         self._checked = True
         return True
 
     def create(self) -> None:
-        """Make the store where there is none."""
+        """Create the store if there is none."""
         if self.exists():
             return
         _make_durably(self.directory)
@@ -182,26 +173,26 @@ class Layout:
         if there - {"packs", "objects", "workspaces", "tmp", "lock", "gate"} and not any(
             n.startswith("format") for n in there
         ):
-            raise OSError(errno.EEXIST, "is no store and not empty: name another directory", self.directory)
+            raise OSError(errno.EEXIST, "not a snapshot store and not empty: choose another directory", self.directory)
         os.chmod(self.directory, 0o700)
         for path in (self.packs, self.objects, self.workspaces, self.tmp):
             os.makedirs(path, mode=0o700, exist_ok=True)
-        # Last: what has no format is not yet a store.
+        # Last: a directory without this file is not a store.
         write_atomically(self._format, FORMAT.encode(), durable=True)
         self._checked = True
 
     # -- workspaces ----------------------------------------------------------------------------
     @staticmethod
     def workspace_id(key: str) -> str:
-        """The name that a workspace has in the store."""
+        """The name of a workspace in the store."""
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:_WORKSPACE_ID_DIGITS]
 
     def workspace(self, key: str) -> str:
-        """The directory of a workspace, which need not be there."""
+        """The path of a workspace's directory, which may not exist."""
         return os.path.join(self.workspaces, self.workspace_id(key))
 
     def make_workspace(self, key: str) -> str:
-        """The directory of a workspace."""
+        """Create a workspace's directory if there is none, and return its path."""
         path = self.workspace(key)
         if not os.path.isdir(path):
             os.makedirs(path, mode=0o700, exist_ok=True)
@@ -213,29 +204,29 @@ class Layout:
     # -- locks ---------------------------------------------------------------------------------
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """While a state is taken, read or restored: nothing that the store holds goes away.
+        """Hold the store's lock shared: no garbage collection removes anything inside the block.
 
-        Passes the gate first, so that a collection which waits gets its turn.  Not where this layout is shared already:
-        a collection would wait for that, and that for the gate.
+        Takes the gate first, so that a waiting collection gets its turn; but not if this layout already holds the lock,
+        because the collection would wait for that holder, and the holder for the gate.
         """
         gate = os.path.join(self.directory, "gate")
         with contextlib.ExitStack() as stack:
-            with contextlib.nullcontext() if self._sharing else _locked(gate, fcntl.LOCK_SH):
+            with contextlib.nullcontext() if self._shared_count else _locked(gate, fcntl.LOCK_SH):
                 stack.enter_context(_locked(os.path.join(self.directory, "lock"), fcntl.LOCK_SH))
             with self._counting:
-                self._sharing += 1
+                self._shared_count += 1
             try:
                 yield
             finally:
                 with self._counting:
-                    self._sharing -= 1
+                    self._shared_count -= 1
 
     @contextlib.contextmanager
     def exclusive(self, wait_s: float) -> Iterator[None]:
-        """While garbage is collected.  EBUSY when others work with the store for longer than `wait_s`.
+        """Hold the store's lock exclusively.  EBUSY if others hold it for longer than `wait_s`.
 
-        Closes the gate while it waits, so that those at work end and no others begin.  Now and then it opens the gate:
-        a process that already works with the store may itself wait at the gate.  It waits twice as long each time.
+        Holds the gate while it waits, so that no new work begins.  It opens the gate from time to time, because a
+        process that already holds the lock may itself wait at the gate.  Each wait is twice as long as the one before.
         """
         deadline = time.monotonic() + wait_s
         closed_s = _FIRST_CLOSED_S
@@ -250,25 +241,25 @@ class Layout:
                 if time.monotonic() >= deadline:
                     raise os_error(errno.EBUSY, "the store is in use: try again when snapshots and restores are done")
                 closed_s *= 2
-                time.sleep(_POLL_S)  # those who wait at the gate were woken and need a moment to pass
+                time.sleep(_POLL_S)  # processes that wait at the gate need a moment to take it
             yield
 
     @contextlib.contextmanager
     def naming(self, key: str) -> Iterator[None]:
-        """While the name of a snapshot is given or taken away."""
+        """Hold the lock for adding and removing names of a workspace's snapshots."""
         with _locked(os.path.join(self.make_workspace(key), "lock"), fcntl.LOCK_EX):
             yield
 
     @contextlib.contextmanager
     def changing(self, key: str, *, exclusive: bool) -> Iterator[None]:
-        """While a workspace is restored (`exclusive`), or its state is taken."""
+        """Hold the lock for restoring a workspace (`exclusive`) or for taking its state (shared)."""
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         with _locked(os.path.join(self.make_workspace(key), "restoring"), kind):
             yield
 
     @contextlib.contextmanager
     def if_nobody_changes(self, key: str) -> Iterator[bool]:
-        """Whether no restore is at work in a workspace; if so, none begins before the block ends."""
+        """Whether no restore of the workspace is running; then none begins before the block ends."""
         try:
             with _locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0):
                 yield True
@@ -279,19 +270,19 @@ class Layout:
 
 
 def _make_durably(path: str) -> None:
-    """Make a directory and those above it, and have their names on the disk."""
+    """Create a directory and its missing parents, and make their entries durable."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
     _make_durably(above)
     os.makedirs(path, mode=0o700, exist_ok=True)
-    with contextlib.suppress(PermissionError):  # a directory that we may write to and not read
+    with contextlib.suppress(PermissionError):  # a directory that is writable but not readable
         sync_directory(above)
 
 
 @contextlib.contextmanager
 def _locked(path: str, kind: int, deadline: float | None = None, poll_s: float = _POLL_S) -> Iterator[None]:
-    """Hold a lock.  BlockingIOError where it is not free before `deadline`, on the clock of time.monotonic()."""
+    """Hold a lock.  BlockingIOError if it is not free before `deadline` (of time.monotonic())."""
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         if deadline is None:
@@ -304,7 +295,7 @@ def _locked(path: str, kind: int, deadline: float | None = None, poll_s: float =
 
 
 def _wait_for(lock: Callable[[], None], deadline: float, poll_s: float) -> None:
-    # flock(2) has no time limit, and a signal to interrupt it is not a thread's to send.
+    # flock(2) has no timeout, and a thread cannot send itself a signal to interrupt it.
     while True:
         try:
             return lock()

@@ -1,7 +1,6 @@
-"""Objects: large contents, each a file of its own, cloned from the original where the file system can do that.
+"""Objects: large contents, each in a file of its own, cloned from the original if the file system supports that.
 
-An object is written under a name of its own in tmp/, and gets its digest as its name when the snapshot that needs it
-is written: after it was synced.
+An object is written in tmp/ and synced.  It gets its digest as its name when the snapshot that needs it is written.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
+from protocol.linux.regular_file import open_regular
 from protocol.store.format.digests import ContentDigest
-from protocol.store.format.layout import open_regular, sync_directory
+from protocol.store.format.layout import sync_directory
 from protocol.store.format.packs import MORE, DamagedError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _CANNOT_CLONE: Final = frozenset({
 
 
 def clone(source: int, target: int) -> bool:
-    """Let `target`, an empty file, share the blocks of `source`; False where the file system cannot."""
+    """Make the empty file `target` share the blocks of `source`; False if the file system does not support that."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
@@ -45,7 +45,7 @@ def clone(source: int, target: int) -> bool:
 
 
 def data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data, as (start, end); between them are holes.  lseek(2)."""
+    """The (start, end) of each run of data in a file; the rest are holes.  lseek(2)."""
     at = 0
     while at < size:
         try:
@@ -53,7 +53,7 @@ def data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return
-            if error.errno == errno.EINVAL:  # a file system that knows of no holes
+            if error.errno == errno.EINVAL:  # the file system does not support holes
                 yield at, size
                 return
             raise
@@ -61,7 +61,7 @@ def data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             return
         at = min(os.lseek(descriptor, start, os.SEEK_HOLE), size)
         if at <= start:
-            return  # it shrinks as we look
+            return  # the file shrinks meanwhile
         yield start, at
 
 
@@ -72,9 +72,9 @@ def fed_from_file(
     put: Callable[[memoryview, int], object] | None = None,
     done: Callable[[int], object] = lambda _: None,
 ) -> int:
-    """Feed `digest` with the first `size` bytes of a file, and give each piece with its offset to `put`.
+    """Feed the first `size` bytes of a file to `digest`, and pass each piece with its offset to `put`.
 
-    Returns how many there were: fewer where the file has shrunk.  `done` hears of the bytes read.
+    Returns the number of bytes, which is smaller if the file has shrunk.  `done` is called with the bytes of each read.
     """
     buffer = bytearray(min(_COPY_BYTES, max(size, 1)))
     view = memoryview(buffer)
@@ -105,12 +105,12 @@ class Objects:
         self._directory = layout.objects
 
     def path(self, digest: bytes) -> str:
-        """Where a content is, or would be."""
+        """The path of a content, whether or not it exists."""
         name = digest.hex()
         return os.path.join(self._directory, name[:2], name[2:])
 
     def has(self, digest: bytes, size: int | None = None) -> bool:
-        """Whether it is there: a regular file, of `size` bytes where that is known."""
+        """Whether a content is there: a regular file, of `size` bytes if that is known."""
         try:
             seen = os.lstat(self.path(digest))
         except (FileNotFoundError, NotADirectoryError):
@@ -118,7 +118,7 @@ class Objects:
         return stat.S_ISREG(seen.st_mode) and size in {None, seen.st_size}
 
     def open(self, digest: bytes) -> int:
-        """A descriptor to read it.  DamagedError where it is gone, or something else is there."""
+        """Open a content to read it.  DamagedError if it is gone or not a regular file."""
         try:
             return open_regular(self.path(digest))
         except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ class Objects:
             raise DamagedError(f"the stored content {digest.hex()[:16]} cannot be read ({error.strerror})") from None
 
     def all(self) -> Iterator[bytes]:
-        """The digests of all of them."""
+        """The digests of all objects."""
         with contextlib.suppress(FileNotFoundError):
             for part in sorted(os.listdir(self._directory)):
                 for name in sorted(os.listdir(os.path.join(self._directory, part))):
@@ -138,7 +138,7 @@ class Objects:
 
 
 class NewObjects:
-    """The large contents of a snapshot that is being taken; `publish` gives them their names."""
+    """The large contents of a new snapshot; `publish` makes them part of the store."""
 
     def __init__(self, layout: Layout, objects: Objects) -> None:
         self._tmp = layout.tmp
@@ -149,38 +149,24 @@ class NewObjects:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._written
 
-    def __len__(self) -> int:
-        return len(self._written)
-
-    def path(self, digest: bytes) -> str | None:
-        """Where a content is that was not yet published."""
-        return self._written.get(digest)
-
     def from_file(self, source: int, size: int, done: Callable[[int], object]) -> tuple[bytes, int]:
-        """Keep the first `size` bytes of a file; their digest and how many there were."""
-        temporary, target = self._new()
-        digest = ContentDigest()
-        try:
+        """Store the first `size` bytes of a file; return their digest and number."""
+        with self._temporary() as (temporary, target):
+            digest = ContentDigest()
             if clone(source, target):
-                # What is read is the clone: whoever writes to the original meanwhile does not reach it.
+                # Read the clone: writes to the original do not change it.
                 os.ftruncate(target, min(size, os.fstat(target).st_size))
                 count = fed_from_file(target, size, digest, None, done)
             else:
                 count = fed_from_file(source, size, digest, lambda data, at: put(target, data, at), done)
                 os.ftruncate(target, count)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        finally:
-            os.close(target)
         return self._keep(digest.digest(), temporary, count), count
 
     def from_chunks(self, chunks: Iterable[Buffer], done: Callable[[int], object]) -> tuple[bytes, int]:
-        """Keep a content that comes in pieces; its digest and length.  Pieces of zeros become holes."""
-        temporary, target = self._new()
-        digest = ContentDigest()
-        at = 0
-        try:
+        """Store a content that comes in pieces; return its digest and length.  Pieces of zeros become holes."""
+        with self._temporary() as (temporary, target):
+            digest = ContentDigest()
+            at = 0
             for chunk in chunks:
                 digest.feed(chunk)
                 if any(chunk):
@@ -188,19 +174,23 @@ class NewObjects:
                 at += len(chunk)
                 done(len(chunk))
             os.ftruncate(target, at)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        finally:
-            os.close(target)
         return self._keep(digest.digest(), temporary, at), at
 
-    def _new(self) -> tuple[str, int]:
-        temporary = os.path.join(self._tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.object")
-        return temporary, os.open(temporary, _O_WRITE, 0o600)
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[tuple[str, int]]:
+        """The path and descriptor of a new file, which is removed if the block fails."""
+        path = os.path.join(self._tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.object")
+        descriptor = os.open(path, _O_WRITE, 0o600)
+        try:
+            yield path, descriptor
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
 
     def _keep(self, digest: bytes, temporary: str, size: int) -> bytes:
-        # An object of another size was cut short or appended to: this one replaces it.
+        # An object of another size is damaged; this one replaces it.
         if digest in self._written or self._objects.has(digest, size):
             os.unlink(temporary)
         else:
@@ -208,14 +198,14 @@ class NewObjects:
         return digest
 
     def discard(self) -> None:
-        """They are not needed."""
+        """Remove what was not published."""
         for temporary in self._written.values():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         self._written.clear()
 
     def publish(self) -> None:
-        """Make them durable, and part of the store."""
+        """Make the contents durable and part of the store."""
         for temporary in self._written.values():
             descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -236,7 +226,7 @@ class NewObjects:
 
 
 def put(target: int, data: memoryview, at: int) -> None:
-    """Write all of `data` to a file, from offset `at`."""
+    """Write all of `data` to a file at offset `at`."""
     while data:
         count = os.pwrite(target, data, at)
         data, at = data[count:], at + count

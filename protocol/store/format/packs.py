@@ -1,12 +1,13 @@
-"""Packs: small contents and listings, many in a file; a snapshot is a pack with a record at its end.
+"""Packs: files that hold many small contents and listings (blobs).  A snapshot is a pack with a record at its end.
 
     "vfsdpak1"
     the blobs, one after the other
     the index: (digest, offset, length) of each, sorted by digest
     the record: MessagePack, or nothing
-    the footer: where index and record are, the digest of both, "vfsdend1"
+    the footer: the offsets of index and record, the digest of both, "vfsdend1"
 
-A pack is written under another name, synced, and renamed: what is in `packs/` is whole, or was damaged since.
+A pack is written under a temporary name, synced, and renamed.  So a pack in `packs/` is complete, unless it was
+damaged later.
 
 Threading: a `Packs` may be used by several threads.
 """
@@ -25,10 +26,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from protocol.linux.regular_file import open_regular
 from protocol.linux.statx import is_racy
 from protocol.store.format.digests import DIGEST_BYTES
 from protocol.store.format.fanout import FanOut
-from protocol.store.format.layout import GENERATION, open_regular, read_regular
+from protocol.store.format.layout import GENERATION, read_prefix
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -41,8 +43,8 @@ _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
 _END: Final = b"vfsdend1"
 _BUFFER_BYTES: Final = 1 << 20
-_TAIL_BYTES: Final = 16 << 10  # of a pack: index and record of most of them
-# A table is ten times as fast as the index of a pack, and takes five times the memory.
+_TAIL_BYTES: Final = 16 << 10  # holds the index and the record of most packs
+# A table is ten times as fast as the index of a pack and needs five times the memory.
 _SMALL_PACK: Final = 16 << 10  # entries
 _MOST_IN_TABLE: Final = 64 << 10
 _OPEN_FILES: Final = 64
@@ -50,18 +52,18 @@ _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class DamagedError(OSError):
-    """Something in the store is not what was written there, or is gone (EIO)."""
+    """Something in the store differs from what was written, or is gone (EIO)."""
 
     def __init__(self, what: str, path: str | None = None) -> None:
         super().__init__(errno.EIO, what, path)
 
     def at(self, path: str) -> DamagedError:
-        """The same error, which names the path in the workspace."""
+        """The same error with the path in the workspace."""
         return DamagedError(str(self.strerror), path)
 
 
 class BlobLocation(NamedTuple):
-    """Where a blob is; `pack` is without the suffix, which changes when a snapshot is dropped."""
+    """The position of a blob.  `pack` has no suffix, because the suffix changes when a snapshot is dropped."""
 
     pack: str
     offset: int
@@ -69,7 +71,7 @@ class BlobLocation(NamedTuple):
 
 
 class PackWriter:
-    """Writes a pack; nobody sees it until `finish`.  Leave the `with` block without that, and it is gone."""
+    """Writes a pack, which becomes visible with `finish`.  Without `finish`, the end of the `with` block removes it."""
 
     def __init__(self, temporary: str) -> None:
         self._temporary = temporary
@@ -94,31 +96,19 @@ class PackWriter:
 
     @property
     def size_bytes(self) -> int:
-        """How long it is so far."""
+        """The size so far."""
         return self._at
 
     def add(self, digest: bytes, data: Buffer) -> None:
-        """A further blob."""
+        """Add a blob."""
         self._index[digest] = (self._at, len(data))
         self._at += len(data)
         self._buffer += data
         if len(self._buffer) >= _BUFFER_BYTES:
             self._flush()
 
-    def read(self, digest: bytes) -> bytes | None:
-        """A blob that was added, if it was."""
-        place = self._index.get(digest)
-        if place is None:
-            return None
-        offset, length = place
-        written = self._at - len(self._buffer)
-        if offset >= written:
-            return bytes(self._buffer[offset - written : offset - written + length])
-        self._flush()
-        return os.pread(self._fd, length, offset)
-
     def finish(self, path: str, record: bytes = b"") -> None:
-        """Make it durable and give it its name.  The directory is the caller's to sync."""
+        """Make the pack durable and rename it to `path`.  The caller syncs the directory."""
         index = b"".join(
             _ENTRY.pack(digest, offset, length) for digest, (offset, length) in sorted(self._index.items())
         )
@@ -147,7 +137,7 @@ class PackWriter:
 
 
 class Pack:
-    """What a pack holds, from its index; DamagedError where that is not whole."""
+    """The index and the record of a pack.  DamagedError."""
 
     __slots__ = ("entries", "index", "name", "record", "size_bytes", "stem")
 
@@ -169,11 +159,11 @@ class Pack:
     def _read(self, descriptor: int, path: str) -> None:
         tail = os.pread(descriptor, _TAIL_BYTES, max(0, self.size_bytes - _TAIL_BYTES))
         if len(tail) < _FOOTER.size:
-            raise DamagedError("the pack is cut short", path)
+            raise DamagedError("the pack is truncated", path)
         at, self.entries, record_at, record_length, digest, end = _FOOTER.unpack(tail[-_FOOTER.size :])
         whole = record_at + record_length + _FOOTER.size == self.size_bytes
         if end != _END or not whole or record_at - at != self.entries * _ENTRY.size:
-            raise DamagedError("the pack is cut short, or its end was overwritten", path)
+            raise DamagedError("the pack is truncated, or its end was overwritten", path)
         length = self.size_bytes - _FOOTER.size - at
         stored = tail[-length - _FOOTER.size : -_FOOTER.size]
         if len(stored) < length:
@@ -184,12 +174,12 @@ class Pack:
         self.record = stored[self.entries * _ENTRY.size :]
 
     def places(self) -> Iterator[tuple[bytes, BlobLocation]]:
-        """Every blob, and where it is."""
+        """The digest and the position of every blob."""
         for digest, offset, length in _ENTRY.iter_unpack(self.index):
             yield digest, BlobLocation(self.stem, offset, length)
 
     def find(self, digest: bytes) -> BlobLocation | None:
-        """Where a blob is.  Digests are spread evenly, so a guess is close."""
+        """The position of a blob.  Interpolates, because digests are spread evenly."""
         low, high = 0, self.entries
         wanted = int.from_bytes(digest[:8], "big")
         first, last = 0, 1 << 64
@@ -212,34 +202,34 @@ class Pack:
 
 
 class _Lookup:
-    """Finds blobs: those of the first small packs in a table, all others through a fan-out."""
+    """Finds blobs: those of the first small packs in a table, all others in a fan-out."""
 
     def __init__(self) -> None:
         self._table: dict[bytes, BlobLocation] = {}
         self._others = FanOut()
 
     def add(self, pack: Pack) -> None:
-        """Make the blobs of a pack findable."""
+        """Add the blobs of a pack."""
         if pack.entries > _SMALL_PACK or len(self._table) + pack.entries > _MOST_IN_TABLE:
             self._others.add(pack)
         else:
             self._table.update(pack.places())
 
     def find(self, digest: bytes) -> BlobLocation | None:
-        """Where a blob is, if in any pack."""
+        """The position of a blob in any pack."""
         return self._table.get(digest) or self._others.find(digest)
 
 
 class Packs:
-    """All packs of a store, as they are at the last `refresh`."""
+    """All packs of a store, as of the last `refresh`."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._packs: dict[str, Pack] = {}
         self._lookup = _Lookup()
-        self._listed: tuple[int, int, int] | None = None  # the directory's identity and times, when it was listed
+        self._listed: tuple[int, int, int] | None = None  # inode and times of the directory when it was listed
         self._generation = b""
-        self.version = 0  # another number whenever packs, or their names, are others
+        self.version = 0  # changes whenever the packs or their names change
         self._files: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close_files, self._files)
         self._lock = threading.RLock()
@@ -251,7 +241,7 @@ class Packs:
             _close_files(self._files)
 
     def refresh(self) -> None:
-        """See what others have added and removed, and, when a new generation has begun, what they have replaced."""
+        """Read which packs other processes added and removed; and, in a new generation, which ones they replaced."""
         with self._lock:
             generation = self._read_generation()
             if generation != self._generation:
@@ -261,11 +251,11 @@ class Packs:
             stamp = self._stamp()
             if stamp is not None and stamp == before:
                 return
-            self._take_in(self._names())
+            self._update(self._names())
             self._listed = stamp
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes when a name in the directory does; None where a further change might not show in its times."""
+        """Changes when an entry of the directory changes; None if another change might not change its times."""
         now_ns = time.time_ns()
         try:
             seen = os.stat(self._directory)
@@ -279,8 +269,8 @@ class Packs:
         except FileNotFoundError:
             return []
 
-    def _take_in(self, listed: list[str]) -> None:
-        # A snapshot that is dropped becomes a pack, and stays the same file.
+    def _update(self, listed: list[str]) -> None:
+        # A dropped snapshot gets another suffix and stays the same file.
         names = {_stem(name): name for name in listed}
         gone = self._packs.keys() - names.keys()
         if gone:
@@ -289,18 +279,18 @@ class Packs:
         for stem, name in names.items():
             known = self._packs.get(stem)
             if known is None:
-                self._enter(name)
+                self._add(name)
             elif known.name != name:
                 known.name = name
                 self.version += 1
 
     def _read_generation(self) -> bytes:
         try:
-            return read_regular(os.path.join(os.path.dirname(self._directory), GENERATION), 100)
+            return read_prefix(os.path.join(os.path.dirname(self._directory), GENERATION))
         except FileNotFoundError:
             return b""
 
-    def _enter(self, name: str) -> None:
+    def _add(self, name: str) -> None:
         try:
             pack = self._opened(name)
         except FileNotFoundError:
@@ -316,7 +306,7 @@ class Packs:
     def _opened(self, name: str) -> Pack:
         try:
             return Pack(os.path.join(self._directory, name))
-        except FileNotFoundError:  # dropped since it was listed: then it has the other suffix
+        except FileNotFoundError:  # dropped since it was listed, so it has the other suffix
             return Pack(os.path.join(self._directory, _stem(name) + ".pack"))
 
     def _forget(self, stems: set[str]) -> None:
@@ -328,27 +318,27 @@ class Packs:
         lookup = _Lookup()
         for pack in self._packs.values():
             lookup.add(pack)
-        self._lookup = lookup  # at once: another thread may be looking
+        self._lookup = lookup  # in one step: another thread may be searching
         self._listed = None
         self.version += 1
 
-    def read_anew(self) -> None:
-        """See also what was replaced under its name."""
+    def reread(self) -> None:
+        """Read all packs again, including those that were replaced under the same name."""
         with self._lock:
             self._forget(set(self._packs))
             self.refresh()
 
     def all(self) -> list[Pack]:
-        """The packs that are whole."""
+        """The packs that are not damaged."""
         with self._lock:
             return list(self._packs.values())
 
     def find(self, digest: bytes) -> BlobLocation | None:
-        """Where a blob is, if in any."""
+        """The position of a blob in any pack."""
         return self._lookup.find(digest)
 
     def read(self, place: BlobLocation, offset: int = 0, size: int | None = None) -> bytes:
-        """Bytes of a blob, up to `size` of them.  DamagedError."""
+        """Up to `size` bytes of a blob, from `offset`; not compared with its digest.  DamagedError."""
         length = place.length - offset if size is None else min(size, place.length - offset)
         if length <= 0:
             return b""
@@ -356,7 +346,7 @@ class Packs:
             descriptor = self._file(place.pack)
             data = os.pread(descriptor, length, place.offset + offset)
         if len(data) < length:
-            raise DamagedError("the pack is cut short", os.path.join(self._directory, place.pack))
+            raise DamagedError("the pack is truncated", os.path.join(self._directory, place.pack))
         return data
 
     def _file(self, stem: str) -> int:

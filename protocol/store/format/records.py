@@ -1,9 +1,9 @@
-"""Records: what the store keeps of a snapshot beside its state, at the end of the snapshot's pack."""
+"""Records: the name, time and root of a snapshot, at the end of its pack."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ _NAME: Final = re.compile(r"([0-9a-f]+)-(\d+)\.snap")
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """A snapshot as it is written down."""
+    """A snapshot's record as it is stored."""
 
     version: int
     workspace: str
@@ -49,12 +49,12 @@ _decoder: Final = msgspec.msgpack.Decoder(Record)
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as bytes."""
+    """Encode a record."""
     return _encoder.encode(record)
 
 
 def read_record(pack: Pack) -> Record:
-    """The record of a snapshot's pack.  DamagedError."""
+    """Read the record of a snapshot's pack.  DamagedError."""
     try:
         record = _decoder.decode(pack.record)
     except ValueError:
@@ -65,27 +65,16 @@ def read_record(pack: Pack) -> Record:
 
 
 def info_of(record: Record) -> StoredSnapshot:
-    """A record as callers see it."""
-    return StoredSnapshot(
-        name=record.name,
-        serial=record.serial,
-        created_ns=record.created_ns,
-        files=record.files,
-        directories=record.directories,
-        size_bytes=record.size_bytes,
-        tag=record.tag,
-        kind=record.kind,
-        unstable=record.unstable,
-        unreadable=record.unreadable,
-    )
+    """The public form of a record."""
+    return StoredSnapshot(**{field.name: getattr(record, field.name) for field in fields(StoredSnapshot)})
 
 
 def pack_name(workspace_id: str, serial: int) -> str:
-    """The name of a snapshot's pack."""
+    """The file name of a snapshot's pack."""
     return f"{workspace_id}-{serial:010d}.snap"
 
 
 def workspace_and_serial(name: str) -> tuple[str, int] | None:
-    """What `pack_name` was made of; None for a pack that is no snapshot."""
+    """The arguments of `pack_name`; None for a pack that is not a snapshot."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))

@@ -1,8 +1,7 @@
-"""Rows: how a directory is written down, and with it everything below.
+"""Rows and listings: the stored form of a tree.
 
-A listing is the rows of one directory, sorted by name, as MessagePack; its digest is its name.  The row of a
-subdirectory holds the name of that one's listing, so the row of the root names a whole state, and what two
-states have in common is one listing, however large.
+A listing is the rows of one directory, sorted by name, as MessagePack.  The row of a subdirectory has the digest of its
+listing, so the root's row identifies a whole state, and a subtree that two states share is stored once.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ __all__ = [
 ]
 
 Xattrs = tuple[tuple[bytes, bytes], ...]
-UNREADABLE: Final = 1  # a file or directory that could not be read: its content is not known
-ELSEWHERE: Final = 2  # a directory on which something else is mounted, or a file of that kind: not part of this tree
-_DIRECTORY_NUMBERS: Final = 1 << 63  # apart from the inode numbers of files, which are link groups
+UNREADABLE: Final = 1  # a file or directory that could not be read; its content is unknown
+ELSEWHERE: Final = 2  # a mount point; its content is not part of this tree
+_DIRECTORY_NUMBERS: Final = 1 << 63  # the range of directories, apart from the inode numbers of files
 
 
 class TreeCounts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is below a directory, the directory itself not counted; files of several names are not among them."""
+    """Counts of what is below a directory, without the directory itself and without files with several names."""
 
     files: int = 0
     directories: int = 0
@@ -49,7 +48,7 @@ class TreeCounts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class More(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What few files have.  `link` is the same for all names of one file, and 0 for a file of one name."""
+    """Fields that few files have.  `link` is equal for all names of one file, and 0 for a file with one name."""
 
     link: int = 0
     nlink: int = 1
@@ -63,7 +62,7 @@ PLAIN: Final = More()
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One name.  `content` is the digest of a file's content (b"": empty) or of a directory's listing, or a target."""
+    """An entry.  `content`: the digest of a file (b"": empty) or of a directory's listing, or a symlink's target."""
 
     name: bytes
     mode: int
@@ -96,22 +95,22 @@ _decoder: Final = msgspec.msgpack.Decoder(list[Row])
 
 
 def encode_listing(rows: Sequence[Row]) -> bytes:
-    """Rows, sorted by name, as bytes."""
+    """Encode rows that are sorted by name."""
     return _encoder.encode(rows)
 
 
 def decode_listing(data: bytes) -> list[Row]:
-    """The rows of a listing.  ValueError (msgspec.DecodeError)."""
+    """Decode a listing.  ValueError (msgspec.DecodeError)."""
     return _decoder.decode(data)
 
 
 def size_of(row: Row) -> int:
-    """What a row adds to the sum of sizes, in bytes."""
+    """The bytes that a row adds to the sum of sizes."""
     return row.size if row.is_file else 0
 
 
 def counts_of(row: Row) -> tuple[int, int, int]:
-    """What a row adds to its directory's counts: files, directories, bytes."""
+    """The files, directories and bytes that a row adds to its directory's counts."""
     if stat.S_ISDIR(row.mode):
         below = row.more.counts or TreeCounts()
         return below.files, below.directories + 1, below.size_bytes
@@ -121,7 +120,7 @@ def counts_of(row: Row) -> tuple[int, int, int]:
 
 
 def sum_counts(several: Iterable[tuple[int, int, int]]) -> TreeCounts:
-    """The sum of what `counts_of` gave."""
+    """The sum of several results of `counts_of`."""
     files = directories = size_bytes = 0
     for more_files, more_directories, more_bytes in several:
         files += more_files
@@ -131,12 +130,12 @@ def sum_counts(several: Iterable[tuple[int, int, int]]) -> TreeCounts:
 
 
 def directory_number(path: bytes) -> int:
-    """A number for a directory, so that two trees can tell that it is in both."""
+    """A number for a directory, equal in two trees that both have the directory."""
     return _DIRECTORY_NUMBERS | (hash(path) & (_DIRECTORY_NUMBERS - 1))
 
 
 def entry_of(row: Row, path: bytes) -> TreeEntry:
-    """A row as trees show it."""
+    """The `TreeEntry` of a row."""
     more = row.more
     is_dir, is_link = stat.S_ISDIR(row.mode), stat.S_ISLNK(row.mode)
     return TreeEntry(

@@ -1,8 +1,8 @@
-"""Verified reading of large contents: every byte is compared with the content's digest before a caller gets it.
+"""Verified reads of large contents: every byte is compared with the content's digest before the caller gets it.
 
 The digest of a content of more than CHUNK_BYTES covers the digests of its chunks, which are not stored.  So the first
-read of such a content reads the whole object once and remembers the chunks' digests; after that, each read verifies
-the chunks it touches.  Chunks that are all zeros are not read at all.
+read of such a content reads the whole object once and keeps the digests of its chunks; each later read verifies the
+chunks it touches.  Chunks that are all zeros are not read.
 
 Threading: any thread.
 """
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["VerifiedObjects"]
 
-_MOST_CHUNKS_KNOWN: Final = 1 << 14  # chunk digests that are remembered: of 64 GiB, in 2 MB
+_MOST_CHUNKS_KNOWN: Final = 1 << 14  # chunk digests that are kept: those of 64 GiB, in 2 MB
 _CHUNKS_CACHED: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks of a content whose digest was compared: `digests` lacks those that are all zeros."""
+    """The chunk digests of a verified content, without those of chunks that are all zeros."""
 
     size: int
     digests: dict[int, bytes]
 
 
 class VerifiedObjects:
-    """Reads objects and compares what it reads with their digests.  DamagedError where they differ."""
+    """Reads objects and verifies them.  Every method may raise DamagedError."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -47,7 +47,7 @@ class VerifiedObjects:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Free the memory of the chunks that were read last."""
+        """Free the cached chunks."""
         with self._lock:
             self._recent.clear()
 
@@ -56,7 +56,7 @@ class VerifiedObjects:
         descriptor = self._objects.open(digest)
         try:
             chunks = self._chunks(digest, descriptor)
-            if chunks.size <= CHUNK_BYTES:  # also where the read begins behind the end, which may be the damage
+            if chunks.size <= CHUNK_BYTES:  # also for a read beyond the end: the object may be truncated
                 return self._recent_chunk(digest, descriptor, chunks, 0)[offset : offset + size]
             end = min(offset + size, chunks.size)
             parts = []
@@ -70,7 +70,7 @@ class VerifiedObjects:
             os.close(descriptor)
 
     def chunks(self, digest: bytes, size: int) -> Iterator[bytes]:
-        """A content, in pieces of at most `size` bytes."""
+        """A content, in chunks of at most `size` bytes."""
         descriptor = self._objects.open(digest)
         try:
             chunks = self._chunks(digest, descriptor)
@@ -82,7 +82,7 @@ class VerifiedObjects:
             os.close(descriptor)
 
     def verify(self, digest: bytes) -> None:
-        """Read all of a content and compare it."""
+        """Read and compare a whole content."""
         descriptor = self._objects.open(digest)
         try:
             self._compare(digest, descriptor, os.fstat(descriptor).st_size)
@@ -90,9 +90,9 @@ class VerifiedObjects:
             os.close(descriptor)
 
     def copy(self, digest: bytes, size: int, target: int) -> None:
-        """Make `target`, an empty file open for reading and writing, this content of `size` bytes; holes stay holes.
+        """Write a content of `size` bytes to the empty file `target`, open for reading and writing; holes stay holes.
 
-        The blocks are shared where the file system can do that.  After DamagedError, `target` has no defined content.
+        Shares the blocks if the file system supports that.  After DamagedError the content of `target` is undefined.
         """
         source = self._objects.open(digest)
         try:
@@ -107,7 +107,7 @@ class VerifiedObjects:
             os.close(source)
 
     def _compare(self, digest: bytes, descriptor: int, size: int, target: int | None = None) -> ContentDigest:
-        """Read the first `size` bytes, which go to `target` if there is one, and compare them."""
+        """Read the first `size` bytes, write them to `target` if there is one, and compare them with the digest."""
         content = ContentDigest(keeps_chunks=True)
         failed: list[OSError] = []
 
@@ -115,7 +115,7 @@ class VerifiedObjects:
             assert target is not None
             try:
                 put(target, data, at)
-            except OSError as error:  # the target's, and not the store's
+            except OSError as error:  # an error of the target, not of the store
                 failed.append(error)
                 raise
 
@@ -138,7 +138,7 @@ class VerifiedObjects:
         size = os.fstat(descriptor).st_size
         if not size:
             raise self._damaged(digest)
-        if size <= CHUNK_BYTES:  # the only chunk has the content's own digest
+        if size <= CHUNK_BYTES:  # the only chunk has the digest of the content
             return _Chunks(size, {0: digest})
         chunks = _Chunks(size, self._compare(digest, descriptor, size).chunks)
         with self._lock:

@@ -42,7 +42,7 @@ def test_a_thread_that_gives_way_is_nicer_than_those_beside_it() -> None:
     before = nice_of_this_thread()
 
     def giving_way() -> int:
-        scheduling.give_way()
+        scheduling.lower_priority()
         return nice_of_this_thread()
 
     assert in_a_thread(giving_way) == min(before + 10, 19)
@@ -54,7 +54,7 @@ def test_a_thread_that_gives_way_is_nicer_than_those_beside_it() -> None:
 def test_its_turns_are_longer_where_the_kernel_knows_turns() -> None:
     def giving_way() -> tuple[int, int]:
         before = turn_ns_of_this_thread()
-        scheduling.give_way()
+        scheduling.lower_priority()
         return before, turn_ns_of_this_thread()
 
     before, after = in_a_thread(giving_way)
@@ -64,7 +64,7 @@ def test_its_turns_are_longer_where_the_kernel_knows_turns() -> None:
 def test_a_policy_that_was_chosen_stays() -> None:
     def idle() -> tuple[int, int]:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        scheduling.give_way()
+        scheduling.lower_priority()
         return os.sched_getscheduler(0), nice_of_this_thread()
 
     assert in_a_thread(idle) == (os.SCHED_IDLE, min(nice_of_this_thread() + 10, 19))
@@ -77,7 +77,7 @@ def test_where_it_is_forbidden_things_go_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scheduling, "_SCHED_SETATTR", {})
     monkeypatch.setattr(os, "setpriority", refuse)
     before = nice_of_this_thread()
-    in_a_thread(scheduling.give_way)
+    in_a_thread(scheduling.lower_priority)
     assert in_a_thread(nice_of_this_thread) == before
 
 
@@ -86,8 +86,8 @@ def test_without_the_system_call_it_is_nicer_all_the_same(monkeypatch: pytest.Mo
     before = nice_of_this_thread()
 
     def twice() -> int:
-        scheduling.give_way()
-        scheduling.give_way()  # never past the nicest
+        scheduling.lower_priority()
+        scheduling.lower_priority()  # never past the nicest
         return nice_of_this_thread()
 
     assert in_a_thread(twice) == min(before + 20, 19)

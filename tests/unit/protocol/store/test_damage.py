@@ -266,7 +266,7 @@ def test_a_fifo_in_the_place_of_a_lock_is_an_error(scene: Scene, tmp_path: Path)
     (place / "lock").unlink()
     os.mkfifo(place / "lock")
 
-    with Store(place) as store, pytest.raises(OSError, match="no regular file"), store.tree("w", "early"):
+    with Store(place) as store, pytest.raises(OSError, match="not a regular file"), store.tree("w", "early"):
         pass
 
 

@@ -12,7 +12,7 @@ from protocol.linux.statx import StatxResult, result_at, statx_names
 from protocol.store.directory.leaves import LeafReader, VanishedError
 from protocol.store.directory.scan import scan
 from protocol.store.directory.statcache import StatCache
-from protocol.store.format.blobs import LARGE_BYTES, Blobs, Digesting
+from protocol.store.format.blobs import LARGE_BYTES, Blobs, DigestSink
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest
 from protocol.store.format.layout import Layout
 
@@ -25,7 +25,7 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.path = root
         self.descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        self.sink = Digesting(Blobs(Layout(os.fspath(root.parent / "store"))))
+        self.sink = DigestSink(Blobs(Layout(os.fspath(root.parent / "store"))))
 
     def seen(self, name: bytes) -> StatxResult:
         return result_at(statx_names(self.descriptor, [name])[0], 0)
@@ -89,7 +89,7 @@ def test_a_name_that_becomes_something_else_meanwhile_is_kept_as_that(directory:
     for name in ("1-first", "2-link", "3-directory"):
         (root / name).write_bytes(b"file " + name.encode())
 
-    class Swapping(Digesting):
+    class Swapping(DigestSink):
         def small(self, data: bytes) -> bytes:
             if data == b"file 1-first":
                 os.symlink("elsewhere", root / "new")

@@ -88,7 +88,7 @@ def test_a_pack_that_is_cut_short_is_found(kept: Store) -> None:
 
     (damage,) = Store(kept.directory).check().damages
 
-    assert "cut short" in damage.what
+    assert "truncated" in damage.what
     assert damage.snapshots == (("host:/w", "number 2"),)
 
 
