@@ -1,10 +1,11 @@
-"""Upkeep: `check` reads everything and says what is damaged; `collect_garbage` frees what no snapshot needs.
+"""Upkeep of a store: `check` reports what is damaged; `collect_garbage` frees what no snapshot needs.
 
-The collection keeps, at every moment, a store that is whole: what is still needed is written to a new pack, and is
-durable, before the packs it comes from go.  It first begins a new generation, so that no stat cache is believed
-that names what is gone.
+Invariant of a collection: the store is complete at every moment.  Contents that are still needed are written to a new
+pack, which is durable before the packs that they come from are removed.  Before it removes anything, a collection
+begins a new generation, so that no stat cache relies on contents that are gone.
 
-Threading: any thread.  A check goes on beside snapshots and restores; a collection waits until nobody uses the store.
+Threading: any thread.  A check runs in parallel with snapshots and restores; a collection waits until the store is
+not in use.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckReport", "Damage", "FileProgress", "GarbageReport", "check", "collect_garbage"]
 
-# Called with (done, of how much), in bytes.  What it raises ends the work.
+# Called with (bytes done, all bytes).  An exception that it raises ends the work.
 FileProgress = Callable[[int, int], None]
 _SMALL_PACK_BYTES: Final = 4 << 20
 _LOST_PATHS_SHOWN: Final = 20
@@ -41,9 +42,10 @@ _LOST_PATHS_SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not what it was.  `snapshots` are (workspace, name) of those that cannot be restored whole.
+    """Damage in the store.
 
-    `paths` are paths in these that are lost, some of them when there are many.
+    `snapshots` are the (workspace, name) of snapshots that cannot be restored completely; `paths` are lost paths in
+    them, at most 20.
     """
 
     what: str
@@ -53,24 +55,24 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check has read and found.  `interrupted` are the workspaces with a restore that is half done."""
+    """The result of a check.  `interrupted` are the workspaces with an incomplete restore."""
 
     snapshots: int
     contents: int
     size_bytes: int
     damages: tuple[Damage, ...] = ()
     interrupted: tuple[str, ...] = ()
-    leftover_bytes: int = 0  # of work that died; `collect_garbage` frees it
+    leftover_bytes: int = 0  # of processes that died; `collect_garbage` frees them
 
     @property
     def ok(self) -> bool:
-        """Whether every snapshot can be restored whole."""
+        """Whether every snapshot can be restored completely."""
         return not self.damages
 
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What a collection has freed, and what the store holds now."""
+    """What a collection freed, and what the store has now."""
 
     freed_bytes: int
     freed_contents: int
@@ -81,14 +83,16 @@ class GarbageReport:
 # -- check -----------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Found:
-    bad: dict[bytes, str] = field(default_factory=dict)  # digest -> what is wrong
-    packs: dict[str, str] = field(default_factory=dict)
+    """The contents that were read, and the damaged ones."""
+
+    bad: dict[bytes, str] = field(default_factory=dict)  # the damage, by digest
+    packs: dict[str, str] = field(default_factory=dict)  # the damage, by name of the pack
     contents: int = 0
     size_bytes: int = 0
 
 
 def check(layout: Layout, blobs: Blobs, progress: FileProgress) -> CheckReport:
-    """Read all of the store, compare each content with its digest, and follow each snapshot to its last file."""
+    """Read the whole store, compare each content with its digest, and walk each snapshot."""
     if not layout.exists():
         return CheckReport(0, 0, 0)
     with layout.shared():
@@ -111,7 +115,7 @@ def check(layout: Layout, blobs: Blobs, progress: FileProgress) -> CheckReport:
 
 
 def _snapshot_of(layout: Layout, name: str) -> tuple[tuple[str, str], ...]:
-    """Which workspace's snapshot a pack is that cannot say so itself."""
+    """The workspace and number of a snapshot whose pack cannot be read, from the pack's name."""
     found = workspace_and_serial(name)
     if found is None:
         return ()
@@ -164,12 +168,12 @@ def _check_object(blobs: Blobs, digest: bytes, found: _Found, tell: Callable[[],
 
 
 def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
-    """What snapshots need and the store does not have, or has wrong: by what is wrong."""
+    """The contents that snapshots need and that are missing or damaged; one `Damage` for each reason."""
     lost: dict[str, tuple[dict[tuple[str, str], None], dict[bytes, None]]] = {}
-    whole: set[bytes] = set()  # listings below which nothing is wrong
+    whole: set[bytes] = set()  # listings below which nothing is damaged
     for record in records:
         key = (record.workspace, record.name)
-        for path, why in _follow(blobs, record.root, found, whole):
+        for path, why in _damaged_paths(blobs, record.root, found, whole):
             snapshots, paths = lost.setdefault(why, ({}, {}))
             snapshots[key] = None
             if len(paths) < _LOST_PATHS_SHOWN:
@@ -177,10 +181,10 @@ def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
     return [Damage(why, tuple(snapshots), tuple(paths)) for why, (snapshots, paths) in lost.items()]
 
 
-def _follow(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) -> list[tuple[bytes, str]]:
-    """What is wrong below a directory, depth first; what is whole is looked at once only."""
+def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) -> list[tuple[bytes, str]]:
+    """The damaged paths below a directory, with the reason; depth first.  Skips listings in `whole`, and adds to it."""
     wrong: list[tuple[bytes, str]] = []
-    opened: list[tuple[bytes, int]] = []  # listings on the way, and how much was wrong before them
+    opened: list[tuple[bytes, int]] = []  # listings above, and the number of damaged paths before each
     pending: list[tuple[bytes, Row] | None] = [(b"", root)]
     while pending:
         item = pending.pop()
@@ -227,27 +231,27 @@ def _interrupted(layout: Layout) -> list[str]:
 def collect_garbage(
     layout: Layout, blobs: Blobs, progress: FileProgress, *, wait_s: float, repair: bool
 ) -> GarbageReport:
-    """Free what no snapshot needs.  EBUSY when the store is in use for longer than `wait_s`; EIO where it is damaged.
+    """Free what no snapshot needs.  EBUSY if the store is in use for longer than `wait_s`; EIO if it is damaged.
 
-    With `repair` what is damaged is taken out, and the next snapshot of a directory brings anew what it still has.
+    `repair` first removes what is damaged; the next snapshot of a directory stores again what the directory still has.
     """
     if not layout.exists():
         return GarbageReport(0, 0, 0, 0)
     with layout.exclusive(wait_s):
         blobs.packs.refresh()
         if repair:
-            _take_out_damage(layout, blobs, progress)
+            _remove_damage(layout, blobs, progress)
         elif blobs.packs.damaged:
-            # What a damaged pack needs is not known, so nothing can be said to be unneeded.
+            # A damaged snapshot may need any content.
             raise next(iter(blobs.packs.damaged.values()))
         packs = blobs.packs.all()
         snapshots = [pack for pack in packs if workspace_and_serial(pack.name) is not None]
         needed = _needed(blobs, [read_record(pack).root for pack in snapshots], tolerant=repair)
         run = _Collection(layout, blobs, needed, progress)
-        # What is in a snapshot's own pack is needed, by that snapshot.
-        # First what needs no space, since the disk may be full.
+        # First the steps that need no space, because the disk may be full.
         run.remove_temporaries()
         run.remove_objects()
+        # The contents of a snapshot's own pack are needed by that snapshot.
         run.repack([pack for pack in packs if workspace_and_serial(pack.name) is None])
         blobs.packs.refresh()
         kept = blobs.packs.all()
@@ -258,8 +262,8 @@ def collect_garbage(
         )  # fmt: skip
 
 
-def _take_out_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None:
-    """Remove packs that cannot be read, and contents that are not what their digest says."""
+def _remove_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None:
+    """Remove packs that cannot be read, and contents that do not match their digest."""
     found = _Found()
     _check_contents(blobs, found, progress)
     _new_generation(layout)
@@ -273,7 +277,7 @@ def _take_out_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> No
         places = dict(pack.places())
         if not places.keys() & found.bad.keys():
             continue
-        with PackWriter(os.path.join(layout.tmp, f"{os.getpid():x}-{secrets.token_hex(8)}.pack")) as writer:
+        with PackWriter(_new_pack(layout)[1]) as writer:
             for digest, place in places.items():
                 if digest not in found.bad:
                     writer.add(digest, blobs.packs.read(place))
@@ -282,19 +286,25 @@ def _take_out_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> No
     blobs.packs.reread()
 
 
+def _new_pack(layout: Layout) -> tuple[str, str]:
+    """A name for a new pack, and the path at which it is written."""
+    name = secrets.token_hex(8)
+    return name, os.path.join(layout.tmp, f"{os.getpid():x}-{name}.pack")
+
+
 def _new_generation(layout: Layout) -> None:
     path = os.path.join(layout.directory, GENERATION)
     try:
         number = int(read_prefix(path))
     except FileNotFoundError:
         number = 0
-    except ValueError:  # damaged: it must become a number that no stat cache has
+    except ValueError:  # damaged: choose a number that no stat cache has
         number = time.time_ns()
     write_atomically(path, b"%d" % (number + 1), durable=True)
 
 
 def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]:
-    """The digests of all that can be reached."""
+    """The digests of everything that `roots` need; `tolerant` skips missing listings."""
     needed: set[bytes] = set()
     pending = [root.content for root in roots]
     while pending:
@@ -306,7 +316,7 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
         if data is None:
             if tolerant:
                 continue
-            raise DamagedError(f"the listing {digest.hex()} is gone from the store: `vfsd store check` says more")
+            raise DamagedError(f"the listing {digest.hex()} is gone from the store; {MORE}")
         for row in decode_listing(data):
             if stat.S_ISDIR(row.mode):
                 pending.append(row.content)
@@ -316,6 +326,8 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
 
 
 class _Collection:
+    """The steps of a garbage collection, and what they freed."""
+
     def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: FileProgress) -> None:
         self._layout = layout
         self._blobs = blobs
@@ -326,7 +338,7 @@ class _Collection:
         self.freed_contents = 0
 
     def _begin(self) -> None:
-        """Before the first thing goes."""
+        """Begin a new generation, before the first removal."""
         if not self._begun:
             try:
                 _new_generation(self._layout)
@@ -338,57 +350,61 @@ class _Collection:
             self._begun = True
 
     def _remove_caches(self) -> None:
-        """Make room by removing the stat caches, without which the next snapshots only take longer."""
+        """Free space by removing the stat caches; without them the next snapshots only take longer."""
         for directory in _subdirectories(self._layout.workspaces):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, "cache"))
 
     def repack(self, packs: list[Pack]) -> None:
-        """Put what is needed of the packs of dropped snapshots into one, where that is worth it."""
-        worth = self._worth_it(packs)
+        """Move the needed contents of dropped snapshots' packs into one pack, if that frees enough."""
+        worth = self._worth_repacking(packs)
         if not worth:
             return
         self._begin()
-        unneeded = [pack for pack in worth if not any(digest in self._needed for digest, _ in pack.places())]
-        for pack in unneeded:
-            os.unlink(os.path.join(self._layout.packs, pack.name))
-            self.freed_bytes += pack.size_bytes
-            self.freed_contents += pack.entries
-        worth = [pack for pack in worth if pack not in unneeded]
-        if not worth:
-            return
-        name = secrets.token_hex(8)
-        temporary = os.path.join(self._layout.tmp, f"{os.getpid():x}-{name}.pack")
-        held = {digest for pack in self._snapshots() for digest, _ in pack.places()}
-        total = sum(pack.size_bytes for pack in worth)
+        partly = [pack for pack in worth if any(digest in self._needed for digest, _ in pack.places())]
+        for pack in worth:
+            if pack not in partly:
+                self._remove_pack(pack)
+                self.freed_contents += pack.entries
+        if partly:
+            self._merge(partly)
+            for pack in partly:
+                self._remove_pack(pack)
+
+    def _merge(self, packs: list[Pack]) -> None:
+        """Write the needed contents of `packs` to a new, durable pack."""
+        name, temporary = _new_pack(self._layout)
+        snapshots = (pack for pack in self._blobs.packs.all() if workspace_and_serial(pack.name) is not None)
+        held = {digest for pack in snapshots for digest, _ in pack.places()}
+        total = sum(pack.size_bytes for pack in packs)
         done = 0
         with PackWriter(temporary) as writer:
-            for pack in worth:
+            for pack in packs:
                 for digest, place in pack.places():
                     if digest in self._needed and digest not in held and digest not in writer:
-                        writer.add(digest, self._whole(digest, place))
+                        writer.add(digest, self._verified(digest, place))
                     else:
                         self.freed_contents += 1
                 done += pack.size_bytes
                 self._progress(done, total)
-            kept_bytes = 0
             if len(writer):
                 writer.finish(os.path.join(self._layout.packs, f"{name}.pack"))
-                kept_bytes = writer.size_bytes
                 sync_directory(self._layout.packs)
-        for pack in worth:
-            os.unlink(os.path.join(self._layout.packs, pack.name))
-        self.freed_bytes += total - kept_bytes
+                self.freed_bytes -= writer.size_bytes
 
-    def _whole(self, digest: bytes, place: BlobLocation) -> bytes:
-        """A content that is needed, compared with its digest: what is damaged is not copied as if it were whole."""
+    def _remove_pack(self, pack: Pack) -> None:
+        os.unlink(os.path.join(self._layout.packs, pack.name))
+        self.freed_bytes += pack.size_bytes
+
+    def _verified(self, digest: bytes, place: BlobLocation) -> bytes:
+        """Read and verify a needed content, so that damage is not copied under a valid digest."""
         data = self._blobs.packs.read(place)
         if digest_of(data) != digest:
-            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}, `gc --repair` takes it out")
+            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}, `gc --repair` removes it")
         return data
 
-    def _worth_it(self, packs: list[Pack]) -> list[Pack]:
-        """Packs of which a quarter is not needed, and small ones where there are several."""
+    def _worth_repacking(self, packs: list[Pack]) -> list[Pack]:
+        """Packs of which a quarter is not needed; and small packs, if there are several."""
         wasteful = []
         for pack in packs:
             waste = sum(place.length for digest, place in pack.places() if digest not in self._needed)
@@ -397,11 +413,8 @@ class _Collection:
         small = [pack for pack in packs if pack.size_bytes < _SMALL_PACK_BYTES and pack not in wasteful]
         return wasteful + small if len(small) > 1 or wasteful else []
 
-    def _snapshots(self) -> list[Pack]:
-        return [pack for pack in self._blobs.packs.all() if workspace_and_serial(pack.name) is not None]
-
     def remove_objects(self) -> None:
-        """Remove large contents that nothing needs."""
+        """Remove large contents that no snapshot needs."""
         for digest in list(self._blobs.objects.all()):
             if digest not in self._needed:
                 self._begin()
@@ -411,7 +424,7 @@ class _Collection:
                 os.unlink(path)
 
     def remove_temporaries(self) -> None:
-        """Remove what processes that died were writing: nobody else writes now."""
+        """Remove the files of processes that died; no process writes now."""
         for path, size in _temporaries(self._layout):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -419,7 +432,7 @@ class _Collection:
 
 
 def _temporaries(layout: Layout) -> list[tuple[str, int]]:
-    """What is being written, or was when somebody died: all who write hold the lock."""
+    """The files that are being written, or were when their process died, with sizes.  All writers hold the lock."""
     found = []
     for directory in (layout.tmp, layout.directory, layout.packs, *_subdirectories(layout.workspaces)):
         with contextlib.suppress(FileNotFoundError):
@@ -439,7 +452,7 @@ def _subdirectories(path: str) -> list[str]:
 
 
 def _size(path: str) -> int:
-    """What a file takes of the disk."""
+    """The disk space of a file."""
     try:
         return os.stat(path).st_blocks * 512
     except FileNotFoundError:
