@@ -90,7 +90,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     "--max-bytes",
     type=SIZE,
     metavar="SIZE",
-    help="Limit the content: writes beyond it fail with ENOSPC.  512M, 2GiB, ...",
+    help="Limit the content; writes beyond it fail with ENOSPC: 512M, 2GiB, ...",
 )
 @_option(
     "--max-memory",
