@@ -112,7 +112,7 @@ class SnapshotCatalog:
         return sorted(found, key=lambda record: (record.workspace, record.serial))
 
     def _read(self, pack: Pack) -> Record:
-        known = self._by_pack.get(pack.name)
-        if known is None:
-            known = self._by_pack[pack.name] = read_record(pack)
-        return known
+        cached = self._by_pack.get(pack.name)
+        if cached is None:
+            cached = self._by_pack[pack.name] = read_record(pack)
+        return cached

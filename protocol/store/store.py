@@ -114,7 +114,7 @@ class Store:
         """
         self.check_apart(source.identity)
         self.layout.create()
-        with self.layout.shared(), self.layout.changing(workspace, exclusive=False):
+        with self.layout.shared(), self.layout.workspace_lock(workspace, exclusive=False):
             info, _ = self._take(workspace, name, source, tag, kind, unreadable, progress)
         return info
 
@@ -152,7 +152,7 @@ class Store:
         self, workspace: str, name: str, tag: str | None, kind: Kind, created_ns: int, scanned: Scanned,
         pack: PackWriter,
     ) -> Record:  # fmt: skip
-        with self.layout.naming(workspace):
+        with self.layout.names_lock(workspace):
             self._catalog.check_new(workspace, name)
             serial = self._catalog.next_serial(workspace)
             counts = scanned.counts
@@ -178,7 +178,7 @@ class Store:
     def drop(self, workspace: str, name: str) -> None:
         """Drop a snapshot; others are not affected.  SnapshotNotFoundError."""
         self._require(name)
-        with self.layout.shared(), self.layout.naming(workspace):
+        with self.layout.shared(), self.layout.names_lock(workspace):
             path = self._catalog.path(workspace, self._catalog.get(workspace, name).serial)
             os.rename(path, path.removesuffix(".snap") + ".pack")
             sync_directory(self.layout.packs)
@@ -231,7 +231,7 @@ class Store:
         """
         self.check_apart(target.source.identity)
         self._require(request.snapshot)
-        with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
+        with self.layout.shared(), self.layout.workspace_lock(workspace, exclusive=True):
             return self._restore(workspace, target, request, planned, progress)
 
     def _restore(
@@ -273,7 +273,7 @@ class Store:
         """The restore that failed or whose process died; None if there is none, or while a restore runs."""
         if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
             return None
-        with self.layout.shared(), self.layout.if_nobody_changes(workspace) as is_idle:
+        with self.layout.shared(), self.layout.if_idle(workspace) as is_idle:
             entry = RestoreJournal(self.layout, workspace).read() if is_idle else None
         if entry is None:
             return None
@@ -283,7 +283,7 @@ class Store:
         """Accept the state that an interrupted restore left; remove only its temporary files."""
         if not self.layout.exists():
             return
-        with self.layout.shared(), self.layout.changing(workspace, exclusive=True):
+        with self.layout.shared(), self.layout.workspace_lock(workspace, exclusive=True):
             journal = RestoreJournal(self.layout, workspace)
             entry = journal.read()
             if entry is not None:

@@ -82,14 +82,14 @@ class MerkleTree:
             raise error.at(_shown(path)) from None
 
     def _names(self, path: bytes, digest: bytes) -> dict[bytes, Row]:
-        known = self._listings.get(digest)
-        if known is not None:
+        cached = self._listings.get(digest)
+        if cached is not None:
             self._listings.move_to_end(digest)
-            return known
-        known = self._listings[digest] = {row.name: row for row in self._listed(path, digest)}
+            return cached
+        cached = self._listings[digest] = {row.name: row for row in self._listed(path, digest)}
         if len(self._listings) > _LISTINGS_KEPT:
             self._listings.popitem(last=False)
-        return known
+        return cached
 
     def row(self, path: bytes) -> Row:
         """The row at `path`.  FileNotFoundError, NotADirectoryError."""

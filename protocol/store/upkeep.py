@@ -147,12 +147,12 @@ def _check_contents(blobs: Blobs, found: _Found, progress: FileProgress) -> None
     progress(total, total)
 
 
-def _check_object(blobs: Blobs, digest: bytes, found: _Found, tell: Callable[[], None]) -> None:
+def _check_object(blobs: Blobs, digest: bytes, found: _Found, report: Callable[[], None]) -> None:
     content = ContentDigest()
 
     def done(count: int) -> None:
         found.size_bytes += count
-        tell()
+        report()
 
     try:
         descriptor = blobs.objects.open(digest)
@@ -222,7 +222,7 @@ def _interrupted(layout: Layout) -> list[str]:
         if os.path.exists(os.path.join(place, "journal")):
             with contextlib.suppress(OSError):
                 key = read_regular(os.path.join(place, "key")).decode("utf-8", "surrogateescape")
-                with layout.if_nobody_changes(key) as is_idle:
+                with layout.if_idle(key) as is_idle:
                     found += [key] * is_idle
     return found
 
@@ -404,7 +404,7 @@ class _Collection:
         return data
 
     def _worth_repacking(self, packs: list[Pack]) -> list[Pack]:
-        """Packs of which a quarter is not needed; and small packs, if there are several."""
+        """Packs with a quarter or more that is not needed; and small packs, if there are several."""
         wasteful = []
         for pack in packs:
             waste = sum(place.length for digest, place in pack.places() if digest not in self._needed)

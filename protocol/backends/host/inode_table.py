@@ -132,9 +132,9 @@ class HostInodeTable:
     def enter_unnamed(self, seen: stat_result) -> HostInode:
         """Add a node for a new inode without a name."""
         key = (seen.st_dev, seen.st_ino)
-        known = self._by_key.get(key)
-        if known is not None:
-            self.lose(known)
+        earlier = self._by_key.get(key)
+        if earlier is not None:
+            self.lose(earlier)
         node = HostInode(self._free_number(key), key, seen.st_mode & _KIND, None, b"")
         self._by_number[node.number] = self._by_key[key] = node
         self._idle[node] = None

@@ -191,9 +191,9 @@ class HostVolume:
         return self._attributes(node, seen)
 
     def _created(self, directory: HostInode, name: bytes, seen: os.stat_result) -> HostAttributes:
-        known = self._table.at(seen)
-        if known is not None:
-            self._table.lose(known)  # the host reused the number of an inode that is gone
+        earlier = self._table.at(seen)
+        if earlier is not None:
+            self._table.lose(earlier)  # the host reused the number of an inode that is gone
         node = self._table.enter(directory, name, seen)
         self._table.look_up(node)
         if directory.entries is not None:

@@ -209,7 +209,7 @@ class _Scanner:
     def _deny(self, path: bytes, error: OSError) -> None:
         if not self._skip_unreadable:
             shown = path.decode("utf-8", "backslashreplace")
-            raise OSError(error.errno, "cannot be read, and so not be kept in a snapshot", shown) from None
+            raise OSError(error.errno, "cannot be read, so a snapshot would lack it", shown) from None
         self.unreadable.append(path)
 
     def _count_files(self, files: int) -> None:

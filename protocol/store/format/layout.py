@@ -245,20 +245,20 @@ class Layout:
             yield
 
     @contextlib.contextmanager
-    def naming(self, key: str) -> Iterator[None]:
+    def names_lock(self, key: str) -> Iterator[None]:
         """Hold the lock for adding and removing names of a workspace's snapshots."""
         with _locked(os.path.join(self.make_workspace(key), "lock"), fcntl.LOCK_EX):
             yield
 
     @contextlib.contextmanager
-    def changing(self, key: str, *, exclusive: bool) -> Iterator[None]:
+    def workspace_lock(self, key: str, *, exclusive: bool) -> Iterator[None]:
         """Hold the lock for restoring a workspace (`exclusive`) or for taking its state (shared)."""
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         with _locked(os.path.join(self.make_workspace(key), "restoring"), kind):
             yield
 
     @contextlib.contextmanager
-    def if_nobody_changes(self, key: str) -> Iterator[bool]:
+    def if_idle(self, key: str) -> Iterator[bool]:
         """Whether no restore of the workspace is running; then none begins before the block ends."""
         try:
             with _locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0):

@@ -277,11 +277,11 @@ class Packs:
             self._forget(gone)
         self.damaged = {name: error for name, error in self.damaged.items() if name in names.values()}
         for stem, name in names.items():
-            known = self._packs.get(stem)
-            if known is None:
+            pack = self._packs.get(stem)
+            if pack is None:
                 self._add(name)
-            elif known.name != name:
-                known.name = name
+            elif pack.name != name:
+                pack.name = name
                 self.version += 1
 
     def _read_generation(self) -> bytes:

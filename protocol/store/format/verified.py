@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VerifiedObjects"]
 
-_MOST_CHUNKS_KNOWN: Final = 1 << 14  # chunk digests that are kept: those of 64 GiB, in 2 MB
+_MOST_DIGESTS: Final = 1 << 14  # chunk digests that are kept: those of 64 GiB, in 2 MB
 _CHUNKS_CACHED: Final = 2
 
 
@@ -42,7 +42,7 @@ class VerifiedObjects:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._known: OrderedDict[bytes, _Chunks] = OrderedDict()
+        self._verified: OrderedDict[bytes, _Chunks] = OrderedDict()
         self._recent: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -131,10 +131,10 @@ class VerifiedObjects:
 
     def _chunks(self, digest: bytes, descriptor: int) -> _Chunks:
         with self._lock:
-            known = self._known.get(digest)
-            if known is not None:
-                self._known.move_to_end(digest)
-                return known
+            cached = self._verified.get(digest)
+            if cached is not None:
+                self._verified.move_to_end(digest)
+                return cached
         size = os.fstat(descriptor).st_size
         if not size:
             raise self._damaged(digest)
@@ -142,9 +142,9 @@ class VerifiedObjects:
             return _Chunks(size, {0: digest})
         chunks = _Chunks(size, self._compare(digest, descriptor, size).chunks)
         with self._lock:
-            self._known[digest] = chunks
-            while len(self._known) > 1 and sum(len(one.digests) for one in self._known.values()) > _MOST_CHUNKS_KNOWN:
-                self._known.popitem(last=False)
+            self._verified[digest] = chunks
+            while len(self._verified) > 1 and sum(len(one.digests) for one in self._verified.values()) > _MOST_DIGESTS:
+                self._verified.popitem(last=False)
         return chunks
 
     def _recent_chunk(self, digest: bytes, descriptor: int, chunks: _Chunks, number: int) -> bytes:
