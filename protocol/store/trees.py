@@ -12,7 +12,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from protocol.errors import os_error
 from protocol.store.format.packs import DamagedError
@@ -44,14 +44,6 @@ def content_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
 def path_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
     """The key of a file in a `Source`."""
     return path
-
-
-@runtime_checkable
-class _HasRoot(Protocol):
-    @property
-    def root(self) -> Row: ...
-
-    def rows(self, digest: bytes) -> list[Row]: ...
 
 
 class MerkleTree:
@@ -132,7 +124,7 @@ class MerkleTree:
         return _naming(path, self._contents.chunks(self._key(path, self._file(path)), size))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
-        if not isinstance(other, _HasRoot):
+        if not isinstance(other, MerkleTree):
             return None
         return [path for path, _, _ in merkle_changes(other.root, other.rows, self.root, self.rows)]
 
