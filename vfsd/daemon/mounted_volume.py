@@ -25,7 +25,7 @@ from protocol.linux.syscalls import syncfs
 from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify import Replay
-from vfsd.kernel.invalidation import apart_moved_directories, invalidate_kernel_caches
+from vfsd.kernel.invalidation import invalidate_kernel_caches, split_moved_directories
 from vfsd.machine.logs import log_failure
 
 __all__ = ["ContainerStatus", "MountedVolume"]
@@ -116,7 +116,7 @@ class MountedVolume:
 
     async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes]) -> None:
         await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, invalidation))
-        moved, rest = apart_moved_directories(invalidation)
+        moved, rest = split_moved_directories(invalidation)
         # A replay makes the names of moved directories again, so it ends before the stat below looks them up.
         await _logged("replay", functools.partial(self._run_replay, moved))
         paths += [

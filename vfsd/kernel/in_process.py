@@ -1,11 +1,11 @@
-"""A Filesystem object of this process, mounted: served by a thread of this process for as long as it lives.
+"""A mount of a Filesystem object of this process, served by a thread of this process.
 
-Threading: the object's methods are called on the serving thread, one at a time.  Whoever uses the object
-itself meanwhile does so from another thread: it must bear that.  The thread takes the interpreter's lock for
-each request; a C extension that waits for the mount without letting go of that lock waits for ever.  So would
-`subprocess`, where it starts a program that is on the mount, or in a directory of it: see `_spawn_without_the_lock`.
+Threading: the object's methods are called on the serving thread, one at a time.  Code that uses the object itself while
+it is mounted runs in another thread, so the object must allow that.  The serving thread needs the interpreter's lock
+(GIL) for each request.  A C extension that waits for the mount without releasing the GIL therefore waits forever.  So
+would `subprocess` when it starts a program on the mount or in a directory of it: see `_make_subprocess_release_gil`.
 
-Nothing is cached by the kernel longer than a request, since the object may change without anybody telling.
+The kernel caches nothing beyond a request, because the object may change without notice.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["MountedFilesystem"]
 
 _logger = logging.getLogger(__name__)
 _JOIN_S: Final = 10.0
-_VFORK_LETS_GO: Final = (3, 11, 4)  # python/cpython#104372
+_VFORK_RELEASES_GIL: Final = (3, 11, 4)  # python/cpython#104372
 
 
 class MountedFilesystem:
-    """A mounted Filesystem object; a context manager that unmounts at the end of its block."""
+    """A mounted Filesystem object.  As a context manager it unmounts at the end of the block."""
 
     def __init__(self, filesystem: Filesystem, path: str, *, name: str, engine: str, allow_other: bool) -> None:
         """Mount `filesystem` at the empty directory `path`.  OSError as from `vfsd.machine.mounts.check_mountpoint`."""
-        _spawn_without_the_lock()
+        _make_subprocess_release_gil()
         if mounts.check_mountpoint(path) is not None:
             mounts.clear_dead_mount(path)
         self.filesystem = filesystem
@@ -60,12 +60,12 @@ class MountedFilesystem:
 
     @property
     def name(self) -> str:
-        """What the mount's source shows, "vfsd:<name>"."""
+        """The workspace's name; the mount's source is "vfsd:<name>"."""
         return self._name
 
     @property
     def mounted(self) -> bool:
-        """Whether it is still served."""
+        """Whether the object is still mounted and served."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:
@@ -75,16 +75,17 @@ class MountedFilesystem:
         self.unmount(lazy=True)
 
     def unmount(self, *, lazy: bool = False) -> None:
-        """Unmount; what was written is in the object when this returns.
+        """Unmount.  Everything that programs have written is in the object when this returns.
 
-        OSError(EBUSY) names who has files open; `lazy` detaches it all the same, and serves them until they are done.
+        OSError(EBUSY) names the processes that have files open.  `lazy` detaches the mount anyway, and serves those
+        processes until they close their files.
         """
         if self._thread.is_alive() and mounts.mount_at(self._path) is not None:
             try:
                 mounts.unmount(self._path, lazy=lazy)
             except OSError:
                 if mounts.mount_at(self._path) is not None:
-                    raise  # else it ended by itself, or by somebody else's hand, in this moment
+                    raise  # otherwise the mount has just ended in another way
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
@@ -94,18 +95,18 @@ class MountedFilesystem:
             _logger.exception("serving %s ended", os.fsencode(self._path))
         finally:
             self._engine.unmount()
-            with suppress(OSError):  # libfuse leaves a mount whose connection was cut
+            with suppress(OSError):  # libfuse leaves a mount behind whose connection was aborted
                 mounts.clear_dead_mount(self._path)
             for path, error in self._volume.write_back_all():
-                _logger.error("what was written to %s is lost: %s", os.fsencode(path), error)
+                _logger.error("%s could not be written back, its changes are lost: %s", os.fsencode(path), error)
 
 
-def _spawn_without_the_lock() -> None:
-    """Have `subprocess` start programs in ways that let this process's other threads run meanwhile.
+def _make_subprocess_release_gil() -> None:
+    """Make `subprocess` start programs in ways that let other threads of this process run meanwhile.
 
-    posix_spawn keeps the interpreter's lock until the program runs, and so does vfork in older versions: Debian 12
-    has 3.11.2.  Both switches are documented ("Disabling use of vfork() or posix_spawn()").
+    posix_spawn holds the GIL until the program runs, and so does vfork in older versions: Debian 12 has 3.11.2.  Both
+    switches are documented ("Disabling use of vfork() or posix_spawn()").
     """
     subprocess._USE_POSIX_SPAWN = False  # type: ignore[misc]  # noqa: SLF001
-    if sys.version_info < _VFORK_LETS_GO:
+    if sys.version_info < _VFORK_RELEASES_GIL:
         subprocess._USE_VFORK = False  # type: ignore[misc]  # noqa: SLF001

@@ -1,22 +1,23 @@
-"""invalidate_kernel_caches: makes the kernel forget what a change beside the mount (restore, import) has made untrue.
+"""Invalidation of the kernel's caches after a change that did not come through the mount (restore, import).
 
-The invariant.  The volume changes in one step on the serving loop, so every request answered from then on is
-answered from the new state.  When `invalidate_kernel_caches` returns, each name, attribute and page that the kernel had
-cached of the old state has been dropped, and no old answer can still enter a cache:
+The invariant.  The volume changes in one step on the serving loop, so the answer to every later request shows the new
+state.  When `invalidate_kernel_caches` returns, the kernel has dropped each name, attribute and page that it had cached
+of the old state, and no old answer can still enter a cache:
 
-- a lookup or readdir in flight holds its directory's lock until the answer is in the dcache, and
-  FUSE_NOTIFY_INVAL_ENTRY takes the same lock, so it comes after and finds what it has to drop;
-- FUSE_NOTIFY_INVAL_INODE raises the inode's attribute version, so that the kernel throws away attributes
-  asked for before it; a page being read is locked, and is dropped once it is there.
+- A lookup or readdir in flight holds its directory's lock until the answer is in the dcache.
+  FUSE_NOTIFY_INVAL_ENTRY takes the same lock, so it runs after that and finds the entry to drop.
+- FUSE_NOTIFY_INVAL_INODE increments the inode's attribute version, so the kernel discards attributes that it requested
+  before.  A page that is being read is locked, and is dropped when the read ends.
 
-Until it returns a concurrent reader may see any mixture of both states, name by name, as beside any other
-writer; a reader that starts afterwards sees the new state only.  Names go before inodes: once the names
-are right, nobody new reaches an inode that is gone, and what is already open has its attributes and pages put
-right last.  Names that are gone go before those that are new, so that the dcache, in which a directory has one
-place, never holds it at the old place when it is asked for at the new one.
+Until it returns, a concurrent reader may see any mixture of both states, name by name, as with any other concurrent
+writer.  A reader that starts afterwards sees only the new state.
 
-Dirty pages of a shared mapping are written back by the invalidation itself, over the new content; a
-caller empties them (syncfs, `Engine.drained`) before it changes the state.
+Names are invalidated before inodes: once the names are right, no further process can reach an inode that was removed,
+and the attributes and pages of open inodes are corrected last.  Removed names are invalidated before added ones: the
+dcache has one place for a directory, so it must not hold the old place when the new one is looked up.
+
+The invalidation itself writes back the dirty pages of a shared mapping, over the new content.  So a caller writes them
+out (syncfs, `Engine.drained`) before it changes the state.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ import trio
 from protocol.volume import CacheInvalidation
 from vfsd.kernel.engines.base import Engine
 
-__all__ = ["apart_moved_directories", "invalidate_kernel_caches"]
+__all__ = ["invalidate_kernel_caches", "split_moved_directories"]
 
 P = ParamSpec("P")
 
 log = logging.getLogger(__name__)
 
-# The kernel knew nothing of it, which is what is wanted.
-_UNKNOWN: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
-# The mount is gone: there is nobody left to tell.
+# The kernel had not cached the name or the inode.
+_NOT_CACHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
+# The mount is gone.
 _GONE: Final = frozenset({errno.ENOTCONN, errno.ENODEV, errno.EBADF, errno.ECONNABORTED})
 
 
@@ -49,69 +50,62 @@ class _MountGoneError(Exception):
     """The kernel has closed the connection."""
 
 
-async def invalidate_kernel_caches(engine: Engine, coherence: CacheInvalidation) -> None:
-    """Return when no reader can see the state before the change that `coherence` describes.
+async def invalidate_kernel_caches(engine: Engine, invalidation: CacheInvalidation) -> None:
+    """Invalidate the kernel's caches; return when no reader can see the state before the change.
 
-    Never raises for what the kernel answers: what it does not know needs no telling, other failures are
-    logged, once for each errno.  One worker thread, whatever the number of changes.
+    Raises no OSError: an error that means "not cached" is ignored, others are logged, one line for each errno.  Uses
+    one worker thread for any number of changes.
     """
-    if coherence.entries or coherence.inodes:
-        # Abandoned when cancelled: it may wait for a request that a loop on its way out answers no more.
-        await trio.to_thread.run_sync(_tell, engine, coherence, abandon_on_cancel=True)
+    if invalidation.entries or invalidation.inodes:
+        # Abandoned on cancellation: the thread may wait for a request that a loop that is ending does not answer.
+        await trio.to_thread.run_sync(_invalidate, engine, invalidation, abandon_on_cancel=True)
 
 
-def apart_moved_directories(coherence: CacheInvalidation) -> tuple[CacheInvalidation, CacheInvalidation]:
-    """The names that directories have moved to, and all else.
+def split_moved_directories(invalidation: CacheInvalidation) -> tuple[CacheInvalidation, CacheInvalidation]:
+    """Split `invalidation` into the names that directories have moved to, and the rest.
 
-    A program may stand in a directory that had a name before and has one now.  To show watchers its new name, the
-    kernel must let go of it for a moment, in which getcwd(2) fails: that may not be after the caller's answer.
+    A moved directory may be the current directory of a program.  To show its new name to inotify watchers, the kernel
+    has to drop the directory for a moment, in which getcwd(2) fails.  This must not happen after the caller's answer.
     """
-    before = {change.old for change in coherence.entries}
+    before = {change.old for change in invalidation.entries}
     moved = {
         change.new
-        for change in coherence.entries
-        if change.new in before and change.old != change.new and stat.S_ISDIR(coherence.modes.get(change.new, 0))
+        for change in invalidation.entries
+        if change.new in before and change.old != change.new and stat.S_ISDIR(invalidation.modes.get(change.new, 0))
     }
     if not moved:
-        return CacheInvalidation(), coherence
-    names = [change for change in coherence.entries if change.new in moved]
-    others = [change for change in coherence.entries if change.new not in moved]
-    in_place = [change for change in coherence.inodes if change.inode not in moved]
-    return replace(coherence, entries=names, inodes=()), replace(coherence, entries=others, inodes=in_place)
+        return CacheInvalidation(), invalidation
+    names = [change for change in invalidation.entries if change.new in moved]
+    others = [change for change in invalidation.entries if change.new not in moved]
+    in_place = [change for change in invalidation.inodes if change.inode not in moved]
+    return replace(invalidation, entries=names, inodes=()), replace(invalidation, entries=others, inodes=in_place)
 
 
-def _tell(engine: Engine, coherence: CacheInvalidation) -> None:
-    failed: dict[int, int] = {}
+def _invalidate(engine: Engine, invalidation: CacheInvalidation) -> None:
+    failed: dict[int, int] = {}  # the number of failures by errno
     try:
-        _forget_names(engine, coherence, failed)
-        _forget_inodes(engine, coherence, failed)
-    except _MountGoneError:
-        log.info("the mount went away while its kernel was being told of changes")
-    for code, count in failed.items():
-        log.warning("the kernel refused %d of its notifications: %s", count, errno.errorcode.get(code, code))
-
-
-def _forget_names(engine: Engine, coherence: CacheInvalidation, failed: dict[int, int]) -> None:
-    added = []
-    for change in coherence.entries:
-        if change.old:
+        for change in sorted(invalidation.entries, key=lambda change: not change.old):  # added names last
             _send(failed, engine.invalidate_entry, change.parent, change.name)
-        else:
-            added.append(change)
-    for change in added:
-        _send(failed, engine.invalidate_entry, change.parent, change.name)
+        _invalidate_inodes(engine, invalidation, failed)
+    except _MountGoneError:
+        log.info("the mount was removed while the kernel's caches were being invalidated")
+    for code, count in failed.items():
+        log.warning("the kernel refused %d invalidations: %s", count, errno.errorcode.get(code, code))
 
 
-def _forget_inodes(engine: Engine, coherence: CacheInvalidation, failed: dict[int, int]) -> None:
-    """Each inode once: directories with their listing, files with their pages if those changed, and the link
-    counts of what lost or gained a name."""
+def _invalidate_inodes(engine: Engine, invalidation: CacheInvalidation, failed: dict[int, int]) -> None:
+    """Invalidate each inode once.
+
+    Directories with their cached listing, files with their pages if the content changed, and the link counts of inodes
+    that lost or gained a name.
+    """
     content: dict[int, bool] = {}
-    for parent, _, old, new in coherence.entries:
+    for parent, _, old, new in invalidation.entries:
         content[parent] = True
         for inode in (old, new):
             if inode:
                 content.setdefault(inode, False)
-    for change in coherence.inodes:
+    for change in invalidation.inodes:
         content[change.inode] = change.content or content.get(change.inode, False)
     for inode, with_content in content.items():
         _send(failed, engine.invalidate_inode, inode, content=with_content)
@@ -124,5 +118,5 @@ def _send(failed: dict[int, int], notify: Callable[P, None], *args: P.args, **kw
         code = error.errno or errno.EIO
         if code in _GONE:
             raise _MountGoneError from None
-        if code not in _UNKNOWN:
+        if code not in _NOT_CACHED:
             failed[code] = failed.get(code, 0) + 1

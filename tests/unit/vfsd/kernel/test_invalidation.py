@@ -35,8 +35,8 @@ class Kernel:
             raise OSError(code, "refused")
 
 
-def tell(kernel: Kernel, coherence: CacheInvalidation) -> None:
-    trio.run(invalidate_kernel_caches, kernel, coherence)
+def tell(kernel: Kernel, invalidation: CacheInvalidation) -> None:
+    trio.run(invalidate_kernel_caches, kernel, invalidation)
 
 
 CHANGES = CacheInvalidation(
@@ -109,7 +109,7 @@ def test_a_mount_that_is_gone_is_told_no_further(caplog):
     kernel = Kernel(refuse=lambda sent: errno.ENOTCONN)
     tell(kernel, CHANGES)
     assert len(kernel.sent) == 1
-    assert "went away" in caplog.text
+    assert "mount was removed" in caplog.text
 
 
 def test_an_error_of_our_own_is_not_swallowed():
