@@ -13,9 +13,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-__all__ = ["CHUNK_BYTES", "Filtered", "Tree", "TreeEntry", "unfiltered"]
+__all__ = ["CHUNK_BYTES", "TYPE_MASK", "Filtered", "Tree", "TreeEntry", "unfiltered"]
 
 CHUNK_BYTES: Final = 64 * 1024  # of a stream
+# The file type in a mode.  A call of stat.S_IFMT takes longer than most of the checks that need it.
+TYPE_MASK: Final = 0o170000
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from protocol.archive.members import Member, read_members
 from protocol.archive.names import FILES, MANIFEST, check_path, shown, unescape
 from protocol.archive.progress import ByteProgress, no_progress
 from protocol.errors import ArchiveError
-from protocol.tree import TreeEntry
+from protocol.tree import TYPE_MASK, TreeEntry
 from protocol.volume import ROOT_INODE
 
 __all__ = ["Contents", "read_contents"]
@@ -30,7 +30,6 @@ _VALUE_BYTES: Final = 64
 # The manifest may have keys that no reader knows.  These bounds leave room for the largest xattrs of each entry.
 _MANIFEST_FREE_BYTES: Final = 64 << 20
 _MANIFEST_ENTRY_BYTES: Final = 1 << 20
-_TYPE: Final = 0o170000  # S_IFMT as a mask
 _DEFAULT_FILE: Final = stat.S_IFREG | 0o644
 _DEFAULT_DIRECTORY: Final = stat.S_IFDIR | 0o755
 
@@ -221,7 +220,7 @@ def _place_others(contents: Contents, records: Mapping[bytes, Record]) -> None:
 def _merged(path: bytes, mode: int, size: int, mtime_ns: int, record: Record, number: int) -> TreeEntry:
     """An entry with the manifest's attributes.  The manifest's mode bits take precedence; its type must agree."""
     if record.mode is not None:
-        if (record.mode ^ mode) & _TYPE:
+        if (record.mode ^ mode) & TYPE_MASK:
             raise ArchiveError("the manifest contradicts the entry's type", record.path)
         mode = record.mode
     if record.mtime_ns is not None:

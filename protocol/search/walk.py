@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from protocol.search.patterns import PatternState
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import TYPE_MASK, Tree, TreeEntry
 
 __all__ = [
     "BINARY_SNIFF_BYTES",
@@ -144,7 +144,6 @@ def is_binary(start: bytes) -> bool:
     return start.find(b"\0", 0, BINARY_SNIFF_BYTES) >= 0
 
 
-_S_IFMT: Final = 0o170000  # sys/stat.h
 _by_path = itemgetter(0)
 
 
@@ -189,7 +188,7 @@ def _children(
     accepts = place.accepts
     try:
         for name, child in nodes.child_nodes(node, place.names):
-            kind = child.mode & _S_IFMT  # inlined, because this runs for every file
+            kind = child.mode & TYPE_MASK  # inlined, because this runs for every file
             if kind == stat.S_IFREG:
                 if accepts(name):
                     files.append((prefix + name, child, None))

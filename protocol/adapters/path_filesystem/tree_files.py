@@ -12,7 +12,7 @@ from typing import Literal, NoReturn
 
 from protocol.adapters.path_filesystem.files import OpenFile, Status
 from protocol.errors import os_error
-from protocol.tree import Tree, TreeEntry
+from protocol.tree import TYPE_MASK, Tree, TreeEntry
 
 __all__ = ["TreeFile", "TreeFiles"]
 
@@ -75,7 +75,7 @@ class TreeFiles:
     def names(self, node: int) -> list[tuple[bytes, int]]:
         above = self._paths[node]
         prefix = above + b"/" if above else b""
-        return [(name, self.tree.entry(prefix + name).mode & 0o170000) for name in self.tree.children(above)]
+        return [(name, self.tree.entry(prefix + name).mode & TYPE_MASK) for name in self.tree.children(above)]
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
         return self.tree.entry(self._paths[node]).xattrs

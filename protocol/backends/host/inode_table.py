@@ -19,6 +19,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["HostDentry", "HostInode", "HostInodeTable", "Key"]
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 
 IDLE_NODES: Final = 8192
-_KIND: Final = 0o170000  # S_IFMT as a mask
 # Numbers that no file system uses: for inodes of another device, and for inodes whose number is taken.
 _FURTHER_DEVICES: Final = 1 << 56
 _DEVICE_BITS: Final = 48
@@ -75,7 +75,7 @@ class HostInode:
 
     def is_shown(self, seen: stat_result) -> bool:
         """Whether `seen` is of this inode, or of a later inode of the same type that got its number."""
-        return (seen.st_dev, seen.st_ino) == self.key and seen.st_mode & _KIND == self.kind
+        return (seen.st_dev, seen.st_ino) == self.key and seen.st_mode & TYPE_MASK == self.kind
 
     def dentries(self) -> Iterator[HostDentry]:
         """The dentries at which it was seen, the last one first."""
@@ -116,12 +116,12 @@ class HostInodeTable:
         key = (seen.st_dev, seen.st_ino)
         node = self._by_key.get(key)
         if node is not None:
-            if node.kind == seen.st_mode & _KIND:
+            if node.kind == seen.st_mode & TYPE_MASK:
                 if node.parent is not parent or node.name != name:
                     self.add_dentry(node, parent, name)
                 return node
             self.lose(node)  # the host reused the number of a removed inode
-        node = HostInode(self._free_number(key), key, seen.st_mode & _KIND, parent, name)
+        node = HostInode(self._free_number(key), key, seen.st_mode & TYPE_MASK, parent, name)
         self._by_number[node.number] = self._by_key[key] = node
         self._add_child(parent)
         self._idle[node] = None
@@ -135,7 +135,7 @@ class HostInodeTable:
         earlier = self._by_key.get(key)
         if earlier is not None:
             self.lose(earlier)
-        node = HostInode(self._free_number(key), key, seen.st_mode & _KIND, None, b"")
+        node = HostInode(self._free_number(key), key, seen.st_mode & TYPE_MASK, None, b"")
         self._by_number[node.number] = self._by_key[key] = node
         self._idle[node] = None
         return node

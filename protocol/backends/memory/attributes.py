@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.files import check_size, without_privileges
-from protocol.backends.memory.inode import KIND_MASK
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 from protocol.volume import AttributeChanges
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class InodeAttributes:
         if kill_privileges or uid is not None or gid is not None:
             self._set_owner(node, uid, gid, kill_privileges)
         if mode is not None:
-            node.mode = node.mode & KIND_MASK | mode & 0o7777
+            node.mode = node.mode & TYPE_MASK | mode & 0o7777
             if node.xattrs is not None:
                 ledger.set_xattrs(node, xattrs.after_chmod(node.xattrs, node.mode))
         if atime_ns is not None:

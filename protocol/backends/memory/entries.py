@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
-from protocol.backends.memory.inode import KIND_MASK
 from protocol.backends.memory.ledger import SLACK_BYTES, version_bytes
 from protocol.directory_cookies import DirectoryCookies
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -112,7 +112,7 @@ class DirectoryEntries:
 
     # -- making and removing -----------------------------------------------------------------------
     def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Inode:
-        kind = mode & KIND_MASK or _REGULAR
+        kind = mode & TYPE_MASK or _REGULAR
         if kind in _NOT_FOR_MKNOD:
             raise os_error(errno.EPERM)
         directory = self._room_for(parent, name)

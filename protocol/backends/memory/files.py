@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.content import BLOCK_BYTES, Content
-from protocol.backends.memory.inode import KIND_MASK
 from protocol.backends.memory.ledger import SLACK_BYTES
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -88,7 +88,7 @@ class FileContents:
         node = self._inodes.get(inode) or state.getattr(inode)
         length = len(data)
         end = offset + length
-        if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & KIND_MASK != _REGULAR:
+        if not 0 <= offset < end <= MAX_FILE_BYTES or node.mode & TYPE_MASK != _REGULAR:
             _check_write(node, offset, end)
             if not length:
                 return 0

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DIRECTORY_BASE_BYTES",
     "DIRECTORY_ENTRY_BYTES",
-    "KIND_MASK",
     "Inode",
     "Link",
     "Links",
@@ -33,7 +32,6 @@ Links = tuple[Link, ...] | dict[Link, None]  # a dict (as an ordered set) beyond
 # The size that tmpfs shows for a directory (BOGO_DIRENT_SIZE, include/linux/shmem_fs.h).
 DIRECTORY_ENTRY_BYTES: Final = 20
 DIRECTORY_BASE_BYTES: Final = 40
-KIND_MASK: Final = 0o170000  # S_IFMT as a mask
 _SECTORS_PER_PAGE: Final = PAGE_BYTES // 512
 _SHORT_SYMLINK_BYTES: Final = 128  # shorter targets take no page in tmpfs (mm/shmem.c)
 _TUPLE_LINKS: Final = 16

@@ -23,7 +23,6 @@ from protocol.backends.memory.history.undo import Epoch, UndoLog
 from protocol.backends.memory.inode import (
     DIRECTORY_BASE_BYTES,
     DIRECTORY_ENTRY_BYTES,
-    KIND_MASK,
     Inode,
     Link,
     Links,
@@ -41,6 +40,7 @@ from protocol.backends.memory.ledger import (
     version_bytes,
 )
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class MemoryState:
         number = self.next_inode
         self.next_inode += 1
         inode = Inode(number, mode, uid, gid, self.clock(), self.epoch)
-        if mode & KIND_MASK == _DIRECTORY:
+        if mode & TYPE_MASK == _DIRECTORY:
             inode.children = {}
             inode.size = DIRECTORY_BASE_BYTES
             self.ledger.metadata += DIRECTORY_BYTES
@@ -309,7 +309,7 @@ class MemoryState:
             self.directories += sign
         else:
             self.files += sign
-            if inode.mode & KIND_MASK == _REGULAR:
+            if inode.mode & TYPE_MASK == _REGULAR:
                 self.size_bytes += sign * inode.size
 
     def resize(self, inode: Inode, size: int) -> None:

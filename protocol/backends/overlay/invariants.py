@@ -13,6 +13,7 @@ from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY
 from protocol.backends.memory.invariants import check_inode, check_ledger, check_log
 from protocol.backends.overlay.children import UnfilledChildren
 from protocol.backends.overlay.inode import OverlayInode
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _check_directory(state: OverlayState, known: dict[int, Inode], directory: In
         child = known.get(number)
         if child is not None:
             assert (directory.inode, name) in child.links, f"an entry {name!r} that its inode does not know"
-        subdirectories += state.kind(number) & 0o170000 == 0o040000
+        subdirectories += state.kind(number) & TYPE_MASK == 0o040000
     if directory.nlink:
         assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"
     else:

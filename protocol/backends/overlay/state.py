@@ -35,6 +35,7 @@ from protocol.backends.overlay.content import LowerContent
 from protocol.backends.overlay.inode import OverlayInode
 from protocol.backends.overlay.lower import Identity, Lower, LowerFile, identity, is_gone
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["OverlayState"]
 
 _Place = tuple[int, bytes]  # directory, name
-_KIND: Final = 0o170000
 _TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
 _LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind
@@ -171,7 +171,7 @@ class OverlayState(MemoryState):
             inode.links = places
             if inode.children is None:
                 inode.nlink = max(seen.st_nlink, len(places))
-            self._correct_kind(number, directory, seen.st_mode & _KIND)
+            self._correct_kind(number, directory, seen.st_mode & TYPE_MASK)
             del self._waiting[number], self._kinds[number]
             self.count(inode, +1)
             self.ledger.enter_new(inode)
@@ -185,7 +185,7 @@ class OverlayState(MemoryState):
         inode.lower = LowerFile(self.lower, path, seen)
         _show(inode, seen)
         inode.xattrs = self.lower.xattrs(path)
-        kind = seen.st_mode & _KIND
+        kind = seen.st_mode & TYPE_MASK
         if kind == stat.S_IFDIR:
             inode.children = UnfilledChildren(functools.partial(self._fill, number))
             inode.nlink = seen.st_nlink  # some file systems report 1 for "not counted"
@@ -270,7 +270,7 @@ class OverlayState(MemoryState):
                 numbers = list(directory.children.copy().values())
             except PermissionError:
                 continue
-            todo += [number for number in numbers if self.kind(number) & _KIND == stat.S_IFDIR]
+            todo += [number for number in numbers if self.kind(number) & TYPE_MASK == stat.S_IFDIR]
         self._all_met = True
 
     # -- what changes below ----------------------------------------------------------------------
@@ -297,7 +297,7 @@ class OverlayState(MemoryState):
                 return False, True
             if self.lower.is_same(identity(seen), old.identity):
                 return True, False
-            if seen.st_mode & _KIND != live.mode & _KIND or not live.nlink or not _follows(live, old.identity):
+            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not _follows(live, old.identity):
                 return False, True
             new = LowerFile(self.lower, old.path, seen)
             xattrs = self.lower.xattrs(old.path)

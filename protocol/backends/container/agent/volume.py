@@ -49,6 +49,7 @@ from protocol.backends.container.helper.wire import (
     WireError,
 )
 from protocol.errors import os_error
+from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs, VolumeCapabilities
 
 __all__ = ["AgentVolume"]
@@ -140,7 +141,7 @@ class AgentVolume:
         """Send a change whose reply is a new inode, of type `kind` (0: any)."""
         with self._changed():
             seen = await self._seen(op, numbers, strings)
-        if kind and seen.mode & 0o170000 != kind:
+        if kind and seen.mode & TYPE_MASK != kind:
             self._link.lose(f"it made {seen.mode:o} for {kind:o}")
             raise os_error(errno.EIO)
         return seen
@@ -241,7 +242,7 @@ class AgentVolume:
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> AgentAttributes:
         self._check_room(name)
         numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
-        made = await self._make(Op.MKNOD, numbers, (name,), mode & 0o170000 or 0o100000)
+        made = await self._make(Op.MKNOD, numbers, (name,), mode & TYPE_MASK or 0o100000)
         self._new.pop(made.inode, None)
         self._new[made.inode] = trio.current_time() + _NEW_S
         if len(self._new) > _NEW_KEPT:
