@@ -1,1 +1,1 @@
-"""Serve a volume to the kernel, and keep the kernel's caches true."""
+"""Engines that serve a volume to the kernel, cache invalidation, and inotify events."""

@@ -1,1 +1,1 @@
-"""The engines: what serves a volume to the kernel."""
+"""The engines, which serve a volume to the kernel."""

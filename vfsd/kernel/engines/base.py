@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Creates an engine: the type of what an entry point in the group `vfsd.engines` loads.
+    """Creates an engine.  An entry point in the group `vfsd.engines` names an engine factory.
 
     The class of an engine is a factory if its constructor takes these arguments.
     """

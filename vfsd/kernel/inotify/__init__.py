@@ -1,4 +1,4 @@
-"""Inotify events for what a restore or an import has changed.
+"""Inotify events for the changes of a restore or an import.
 
 FUSE's invalidations raise no inotify events.  So a worker thread repeats the changes as ordinary system calls on the
 mount.  The volume has changed already and must not change again, so an `Impersonator` answers that thread's requests:
@@ -16,8 +16,8 @@ could hide a name from the thread.  Hence: a LOOKUP for an exclusive create alwa
 a preceding ghost returns ESTALE, on which the kernel looks the name up again; and a cached absence is ended by an
 exclusive mknod(2) of the name, which fails with EEXIST (fs/namei.c, fuse_dentry_revalidate in fs/fuse/dir.c).
 
-`replay` runs the thread, `calls` makes its system calls, `answers` answers their requests.  docs/inotify.md says what a
-watcher sees, and what is impossible.
+`replay` runs the thread, `calls` makes its system calls, `answers` answers their requests.  docs/inotify.md
+describes which events a watcher gets, and which are impossible.
 """
 
 from vfsd.kernel.inotify.replay import Replay

@@ -1,4 +1,4 @@
-"""invalidate_kernel_caches: what is sent, in what order, and what refusals do."""
+"""invalidate_kernel_caches: the notifications, their order, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 
 class Kernel:
-    """An engine's notifications, recorded; `refuse` gives the errno to refuse one with."""
+    """Records an engine's notifications; `refuse` returns the errno with which one fails, or 0."""
 
     def __init__(self, refuse: Callable[[tuple[object, ...]], int] = lambda sent: 0) -> None:
         self.sent: list[tuple[object, ...]] = []

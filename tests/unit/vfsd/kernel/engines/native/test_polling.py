@@ -1,4 +1,4 @@
-"""When the native engine waits awake for the next request, and when it sleeps: a clock and a machine of its own."""
+"""When the native engine polls for the next request and when it sleeps, with a simulated clock and machine."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from vfsd.kernel.engines.native import NativeEngine
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 
 US = 1e-6
-A_QUESTION_S = 0.5 * US  # what poll(0) takes
+A_POLL_S = 0.5 * US  # what poll(0) takes
 CPUS = 2
 
 
 class Machine:
-    """A clock that goes on with every question, and requests that come at their time."""
+    """A clock that advances with every poll, and requests that arrive at set times."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
         self.next_s = float("inf")
         self.runnable = 1
         self.slept = 0
-        self.questions = 0
-        self.looks = 0
+        self.polls = 0
+        self.counts = 0
         self.loses_cpu_at = -1  # the number of a question
         self.poller = Poller(self.poll, runnable=self.count, cpus=CPUS, clock=lambda: self.now_s)
 
     def count(self) -> int:
-        self.looks += 1
+        self.counts += 1
         return self.runnable
 
     def poll(self, milliseconds: int) -> list[object]:
         if milliseconds == 0:
-            self.questions += 1
-            self.now_s += A_QUESTION_S + (3e-3 if self.questions == self.loses_cpu_at else 0)
+            self.polls += 1
+            self.now_s += A_POLL_S + (3e-3 if self.polls == self.loses_cpu_at else 0)
         elif self.next_s > self.now_s:
             self.slept += 1
             self.now_s = min(self.now_s + milliseconds / 1000, self.next_s)
         return [object()] if self.next_s <= self.now_s else []
 
     def request_after(self, gap_s: float) -> bool:
-        """Wait for a request that comes `gap_s` after the last answer; whether it came without sleep."""
+        """Wait for a request that arrives `gap_s` after the last answer; return whether the poller did not sleep."""
         slept, answered = self.slept, self.now_s
         self.next_s = answered + gap_s
         while not self.poller.wait(answered, 1):
@@ -67,9 +67,9 @@ def test_a_burst_is_answered_without_sleep() -> None:
 def test_what_is_there_already_is_found_with_one_question() -> None:
     machine = Machine()
     machine.burst()
-    asked = machine.questions
+    polls = machine.polls
     assert machine.request_after(0)
-    assert machine.questions == asked + 1
+    assert machine.polls == polls + 1
 
 
 def test_rare_requests_are_slept_for() -> None:
@@ -77,10 +77,10 @@ def test_rare_requests_are_slept_for() -> None:
     machine.burst()
     for _ in range(10):
         machine.request_after(500 * US)
-    asked = machine.questions
+    polls = machine.polls
     for _ in range(10):
         assert not machine.request_after(500 * US)
-    assert machine.questions == asked + 10  # one before each sleep
+    assert machine.polls == polls + 10  # one before each sleep
 
 
 def test_an_occasional_pause_does_not_end_a_burst() -> None:
@@ -93,20 +93,20 @@ def test_an_occasional_pause_does_not_end_a_burst() -> None:
 
 def test_where_every_other_request_is_late_nothing_is_spun_for() -> None:
     machine = Machine()
-    asked = machine.questions
+    polls = machine.polls
     for _ in range(50):
         machine.request_after(4 * US)
         machine.request_after(200 * US)
-    assert machine.questions <= asked + 100 + 20 * US / A_QUESTION_S  # one spin, to learn it
+    assert machine.polls <= polls + 100 + 20 * US / A_POLL_S  # one spin, to learn it
 
 
 def test_silence_is_not_spun_through() -> None:
     machine = Machine()
     machine.burst()
     machine.next_s = float("inf")
-    asked, began = machine.questions, machine.now_s
+    polls, began = machine.polls, machine.now_s
     assert not machine.poller.wait(machine.now_s, 1)
-    assert machine.questions - asked <= 20 * US / A_QUESTION_S + 2
+    assert machine.polls - polls <= 20 * US / A_POLL_S + 2
     assert machine.now_s - began < 1.1e-3
 
 
@@ -126,15 +126,15 @@ def test_more_runnable_threads_than_cpus_end_the_spin_until_they_are_gone() -> N
 def test_looks_are_rare() -> None:
     machine = Machine()
     machine.burst()
-    began, looks = machine.now_s, machine.looks
+    began, looks = machine.now_s, machine.counts
     machine.burst(1000)
-    assert machine.looks - looks <= (machine.now_s - began) * 1000 + 1
+    assert machine.counts - looks <= (machine.now_s - began) * 1000 + 1
 
 
 def test_a_spin_that_loses_the_cpu_is_followed_by_a_pause() -> None:
     machine = Machine()
     machine.burst()
-    machine.loses_cpu_at = machine.questions + 3
+    machine.loses_cpu_at = machine.polls + 3
     machine.request_after(10e-3)
     machine.burst(10)
     assert not any(machine.request_after(4 * US) for _ in range(20))
@@ -154,7 +154,7 @@ def test_any_sequence_keeps_the_invariants() -> None:
     )
     for _ in range(3000):
         machine.runnable = chance.choice((0, 1, 2, 3, 9))
-        machine.loses_cpu_at = machine.questions + chance.randrange(100)
+        machine.loses_cpu_at = machine.polls + chance.randrange(100)
         machine.request_after(chance.choice(gaps)())
 
 
@@ -232,7 +232,7 @@ def test_the_loop_does_not_wait_for_requests_while_answers_are_pending(engine: N
 def test_a_wait_of_no_time_neither_spins_nor_sleeps() -> None:
     machine = Machine()
     machine.burst()
-    polls, slept = machine.questions, machine.slept
+    polls, slept = machine.polls, machine.slept
     machine.next_s = float("inf")
     assert not machine.poller.wait(machine.now_s, 0)
-    assert (machine.questions, machine.slept) == (polls + 1, slept)
+    assert (machine.polls, machine.slept) == (polls + 1, slept)

@@ -1,4 +1,4 @@
-"""The native engine's wire format and negotiation, and its loop on a socket that plays /dev/fuse."""
+"""The native engine's wire format and negotiation, and its loop on a socket in place of /dev/fuse."""
 
 from __future__ import annotations
 
@@ -151,13 +151,13 @@ def test_anything_but_init_as_the_first_request_is_refused() -> None:
 
 # -- the loop, on a socket that keeps message boundaries as /dev/fuse does ------------------------
 class Kernel:
-    """Plays the kernel: sends requests, takes replies."""
+    """Stands in for the kernel: sends requests and receives replies."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = trio.socket.from_stdlib_socket(channel)
 
     async def ask(self, message: bytes) -> tuple[int, bytes]:
-        """The error (a positive errno) and the body that answer `message`."""
+        """Send `message`; return the error (a positive errno) and the body of the reply."""
         await self.channel.send(message)
         return self._parse(await self.channel.recv(1 << 20), message)
 
@@ -369,7 +369,7 @@ def test_what_goes_wrong_while_waiting_is_answered_like_anything_else(
 
 # -- what depends on the agreement ---------------------------------------------------------------
 def perform(operations: Operations, message: bytes) -> Any:
-    """What the opcode's method answers, as the volume gave it."""
+    """Return the answer of the opcode's method, before it is packed."""
     opcode, _, node, _ = wire.IN_HEADER_ROUTE.unpack_from(message)
     return operations.table[opcode].method(node, bytearray(message), len(message))
 
