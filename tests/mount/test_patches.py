@@ -135,7 +135,7 @@ def test_what_a_patch_cannot_carry_is_named_with_status_1(place: Place) -> None:
     assert done.stderr.decode().splitlines() == [
         f"vfsd: not in this patch: {name}/empty (an empty directory)",
         f"vfsd: not in this patch: {name}/fifo (a special file)",
-        "vfsd: error: the patch lacks 1 change; `vfsd export` carries everything",
+        "vfsd: error: the patch lacks 1 change; `vfsd export` contains everything",
     ]
     assert f"# Not in this patch: {name}/fifo (a special file)\n".encode() in done.stdout
     answer = json.loads(place.vfsd("diff", "carried", "-p", "--json", "--", str(place.root), status=1).stdout)
