@@ -60,7 +60,10 @@ class _Daemon:
                     os.close(handle)
             with self._lock:
                 if self.returncode is None:
-                    self.returncode = self._ask({"reap": self.pid})
+                    try:
+                        self.returncode = self._ask({"reap": self.pid})
+                    except (OSError, ValueError):  # the session is over, and the zygote with it
+                        self.returncode = 0
         assert self.returncode is not None
         return self.returncode
 
@@ -132,7 +135,10 @@ def _serve(channel: socket.socket) -> None:
             return
         request = json.loads(message)
         if "reap" in request:
-            _, status = os.waitpid(request["reap"], 0)
+            try:
+                _, status = os.waitpid(request["reap"], 0)
+            except ChildProcessError:
+                status = 0
             channel.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
             continue
         child = os.fork()
