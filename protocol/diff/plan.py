@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, is_below
+from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, is_at_or_below, is_below
 from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Step", "StepKind", "Target", "execute", "plan", "plan_comparisons"]
@@ -155,7 +155,7 @@ class _Plan:
         self._found = found
         self._live = live
         self._wanted = wanted
-        self._paths = paths
+        self._paths = frozenset(paths)
         self._remove = remove
         self._whole_directories = whole_directories
         self._comparisons = {one.path: one for one in found}
@@ -236,18 +236,20 @@ class _Plan:
         return found
 
     def _is_planned(self, path: bytes) -> bool:
-        return not self._paths or any(is_below(path, scope) for scope in self._paths)
+        return not self._paths or is_at_or_below(path, self._paths)
 
     def _in_place(self, path: bytes) -> tuple[bytes, TreeEntry] | None:
         """`path` and its present entry, if its inode can be kept and its content is right."""
-        one: Comparison | None = self._comparisons.get(path)
-        if one is None and entry_or_none(self._live, path) is not None:  # not to be changed: usable only as it is
-            one = next(compare(self._live, self._wanted, paths=[path], every_path=True))
-            if one.kind is not None:
-                return None
-        if one is None or one.old is None or one.new is None or one.kind not in {None, "metadata"}:
+        old = entry_or_none(self._live, path)
+        if old is None:
             return None
-        return (path, one.old) if self._can_keep_inode(one, self._wanted_names[one.new.inode]) else None
+        if path not in self._comparisons:  # stays as it is; names that must not share its inode are put anew
+            one = next(compare(self._live, self._wanted, paths=[path], every_path=True))
+            return (path, old) if one.kind is None else None
+        one = self._comparisons[path]
+        if one.new is None or one.kind not in {None, "metadata"}:
+            return None
+        return (path, old) if self._can_keep_inode(one, self._wanted_names[one.new.inode]) else None
 
     def _can_keep_inode(self, one: Comparison, names: Sequence[bytes]) -> bool:
         """Whether the inode at the path can become the wanted file, whose names are `names`."""

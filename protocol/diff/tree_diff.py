@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain, islice
 from stat import S_IFMT
@@ -30,6 +31,7 @@ __all__ = [
     "compare",
     "count",
     "entry_or_none",
+    "is_at_or_below",
     "is_below",
     "outermost",
     "summary",
@@ -186,6 +188,15 @@ def count(changed: Iterable[Change]) -> DiffCounts:
 def is_below(path: bytes, top: bytes) -> bool:
     """Whether `path` is `top` or lies below it."""
     return not top or path == top or path.startswith(top + b"/")
+
+
+def is_at_or_below(path: bytes, tops: AbstractSet[bytes]) -> bool:
+    """Whether `path` is one of `tops` or lies below one.  Takes as long as the path has parts, however many `tops`."""
+    while path not in tops:
+        if not path:
+            return False
+        path = path.rpartition(b"/")[0]
+    return True
 
 
 # --- which paths to look at ---------------------------------------------------------------------------------

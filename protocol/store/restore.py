@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from protocol.diff.plan import Step, execute, plan_comparisons
-from protocol.diff.tree_diff import Change, ChangeKind, Comparison, is_below, outermost
+from protocol.diff.tree_diff import Change, ChangeKind, Comparison, is_at_or_below, outermost
 from protocol.errors import os_error
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import NO_SPACE
@@ -252,7 +252,7 @@ class _Run:
                 self._keep_going(len(self.done), self._total)
 
     def _is_skipped(self, path: bytes) -> bool:
-        return bool(self._skipped) and any(is_below(path, top) for top in self._skipped)
+        return bool(self._skipped) and is_at_or_below(path, self._skipped)
 
     def _verify(self, step: Step) -> None:
         if step.new is not None and step.new.is_file:
