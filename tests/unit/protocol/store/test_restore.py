@@ -132,6 +132,20 @@ def test_paths_alone_come_back(store: Store, root: Path) -> None:
     assert store.interrupted("w") is None
 
 
+def test_names_of_one_file_are_linked_again_to_the_name_that_is_left(store: Store, root: Path) -> None:
+    (root / "kept").write_bytes(b"content")
+    os.link(root / "kept", root / "gone")
+    take(store, root, "s")
+    (root / "gone").unlink()
+    os.link(root / "kept", root / "made")
+    inode = os.stat(root / "kept").st_ino
+
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
+
+    assert sorted(os.listdir(root)) == ["gone", "kept"]
+    assert {os.stat(root / name).st_ino for name in ("gone", "kept")} == {inode}
+
+
 def test_without_removal_what_is_there_stays(store: Store, root: Path) -> None:
     (root / "mine").write_bytes(b"mine")
     store.take("w", "archive", TreeSource(DictTree({b"file": b"new", b"directory/file": b"new"})))
