@@ -40,5 +40,5 @@ def test_the_example_without_its_return_fails_as_the_page_says(pytester: pytest.
     source = example()
     assert "        return count\n" in source
     _, failed = run(pytester, source.replace("        return count\n", ""))
-    (named,) = re.findall(r"`(test_\w+)` is among", PAGE.read_text(encoding="utf-8"))
+    (named,) = re.findall(r"`(test_\w+)` fails, among others", PAGE.read_text(encoding="utf-8"))
     assert f"TestAudited::{named}" in failed
