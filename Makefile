@@ -11,7 +11,8 @@ PYTHON ?=
 ARGS ?=
 COVERAGE ?=
 # How many tests run at once; 0 runs them one by one in this process (for a debugger).
-WORKERS ?= auto
+# One more than CPUs: tests wait for daemons a third of their time.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 BIN := .venv/bin
 BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
 PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)

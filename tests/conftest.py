@@ -59,6 +59,7 @@ def runs_long(request: pytest.FixtureRequest) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts pytest in the background has SIGINT ignored in it, and in all that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup(1) has it ignored
     config.addinivalue_line("markers", "container: needs Podman")
     config.addinivalue_line("markers", "long: takes minutes; runs only with --runs-long or VFSD_LONG=1")
     if not config.getoption("--hypothesis-profile", None):

@@ -3,10 +3,12 @@
 `plan` compares the target's present state with the wanted tree and gives the steps in an order that any target can
 execute one by one:
 
-1. "remove": entries that must go, the deepest first, so that each directory is empty when it is removed;
+1. "remove" below a directory that becomes something else, the deepest first, so that the directory is empty then;
 2. in the order of `Tree.walk`: "directory", "put", "write", "link", and "metadata" of what is no directory.  A
    directory exists before anything in it is made; the file that a "link" names is complete before the link is made;
-3. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
+3. "remove" of everything else that must go, the deepest first.  A full disk stops the plan before this: what is not
+   removed yet needs no room to come back;
+4. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
 
 Paths that are equal get no step.  A file keeps its inode ("write", "metadata") only if all its other names become
 names of the same wanted file; otherwise "put" replaces it, so that no other name changes with it.
@@ -165,23 +167,29 @@ class _Plan:
 
     def steps(self) -> list[Step]:
         """See `plan`."""
-        removals = list(self._removals())
+        obstacles, removals = self._removals()
         made = list(self._missing_parents())
         made += filter(None, map(self._step, self._found))
-        changed = {step.path for step in [*removals, *made] if step.kind != "metadata"}
-        return [*removals, *made, *self._directories_metadata(changed, made)]
+        steps = [*obstacles, *made, *removals]
+        changed = {step.path for step in steps if step.kind != "metadata"}
+        return [*steps, *self._directories_metadata(changed, made)]
 
-    def _removals(self) -> Iterator[Step]:
+    def _removals(self) -> tuple[list[Step], list[Step]]:
+        """Removals below directories that become something else, and all others; the deepest first."""
         top: bytes | None = None  # a directory that goes, or becomes something else
-        found = []
+        top_is_replaced = False
+        obstacles: list[Step] = []
+        removals: list[Step] = []
         for one in self._found:
             is_below_top = top is not None and is_below(one.path, top)
             is_due = not self._whole_directories if is_below_top else self._remove
             if one.kind == "removed" and is_due:
-                found.append(Step("remove", one.path, one.old, None, one.kind))
+                step = Step("remove", one.path, one.old, None, one.kind)
+                (obstacles if is_below_top and top_is_replaced else removals).append(step)
             if one.kind in {"removed", "type"} and one.old is not None and one.old.is_dir and not is_below_top:
                 top = one.path if self._remove or one.kind == "type" else None
-        return reversed(found)
+                top_is_replaced = one.kind == "type"
+        return obstacles[::-1], removals[::-1]
 
     def _missing_parents(self) -> Iterator[Step]:
         """The directories above `paths` that the target lacks."""

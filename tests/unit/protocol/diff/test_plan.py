@@ -189,7 +189,15 @@ def test_only_the_named_paths_are_changed(
             assert found.get(path, ())[:5] == old.get(path, ())[:5]
 
 
+def test_what_is_in_nobodys_way_is_removed_last() -> None:
+    live = DictTree({b"a/b": b"", b"gone": b"", b"z/below": b""})
+    steps = plan(live, DictTree({b"a": b"now a file", b"made": b"", b"z/below": b""}))
+    assert [(step.kind, step.path) for step in steps] == [
+        ("remove", b"a/b"), ("put", b"a"), ("put", b"made"), ("remove", b"gone"), ("metadata", b""),
+    ]  # fmt: skip
+
+
 def test_a_target_that_removes_whole_directories_gets_one_step_for_each() -> None:
     live = DictTree({b"a/b/c": b"", b"a/d": b"", b"e/f": b"", b"g": b""})
     steps = plan(live, DictTree({b"e": b"now a file", b"g": b""}), whole_directories=True)
-    assert [(step.kind, step.path) for step in steps] == [("remove", b"a"), ("put", b"e"), ("metadata", b"")]
+    assert [(step.kind, step.path) for step in steps] == [("put", b"e"), ("remove", b"a"), ("metadata", b"")]
