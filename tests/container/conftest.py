@@ -22,6 +22,7 @@ from protocol.backends.container.podman.spec import ContainerSpec
 from tests.container.images import write_busybox_image, write_python_image
 from tests.container.service import NoPodmanError, running_service
 from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
+from tests.support.unmounting import unmount_when_idle
 from vfsd.client.workspace import Workspace
 
 BUSYBOX = "localhost/vfsd-test-busybox:latest"
@@ -160,6 +161,7 @@ def _mounted(place: Path, expected: Sequence[str], **options: Any) -> Iterator[W
         yield workspace
         if os.path.exists(socket_of(workspace)):  # else the test has unmounted it
             check_invariants(workspace)
+            unmount_when_idle(workspace)
     unexpected = [line for line in complaints(workspace.name) if not any(part in line for part in expected)]
     assert unexpected == []
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import zygote
+from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -23,8 +22,6 @@ from vfsd.client.workspace import Workspace
 ENGINES = ("native", "pyfuse3")
 BACKENDS = ("memory", "overlay", "host")
 PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS))  # the oracle first
-# How long a foreign process may have a mount open before the test is to blame.
-_STRANGERS_LEAVE_S = 1.0
 MountIt = Callable[..., Workspace]
 
 
@@ -59,24 +56,6 @@ def check_invariants(workspace: Workspace) -> None:
     """Have the daemon check its own state.  (A daemon that was lazily unmounted still answers.)"""
     with ControlClient(socket_of(workspace)) as client:
         client.call("check")
-
-
-def unmount_when_idle(workspace: Workspace) -> None:
-    """Unmount; if a program has the mount open, wait a moment for it to leave.
-
-    A program outside the tests that walks /proc/mounts (a monitor, an indexer) opens every mount for some
-    milliseconds.  If a program of the test stays, leaving the `with` block of the workspace warns of it.
-    """
-    give_up_s = time.monotonic() + _STRANGERS_LEAVE_S
-    while True:
-        try:
-            workspace.unmount()
-        except OSError as error:  # also ConnectionError: the test has ended the daemon
-            if error.errno != errno.EBUSY or time.monotonic() > give_up_s:
-                return
-            time.sleep(0.02)
-        else:
-            return
 
 
 def socket_of(workspace: Workspace) -> str:
