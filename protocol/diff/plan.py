@@ -231,13 +231,16 @@ class _Plan:
     def _keeper(self, new: TreeEntry, names: Sequence[bytes]) -> tuple[bytes, TreeEntry | None]:
         """The name that further names of the wanted file `new` link to, and its present entry if it keeps its inode.
 
-        That is a name that has the right content already, if there is one; else the first one in the plan.
+        That is a name that has the right content already, if there is one; else the first one in the plan.  Names
+        that the plan leaves alone come first, because no step could link them; names outside `paths` come last.
         """
         found = self._kept.get(new.inode)
         if found is None:
             planned = [name for name in names if name in self._comparisons]
             others = [name for name in names if name not in self._comparisons]
-            found = next(filter(None, map(self._in_place, [*planned, *others])), None)
+            left_alone = [name for name in others if self._is_planned(name)]
+            outside = [name for name in others if not self._is_planned(name)]
+            found = next(filter(None, map(self._in_place, [*left_alone, *planned, *outside])), None)
             if found is None:
                 found = (planned[0], None)  # a "write" may replace the inode: the others are linked anew
             self._kept[new.inode] = found

@@ -146,6 +146,23 @@ def test_names_of_one_file_are_linked_again_to_the_name_that_is_left(store: Stor
     assert {os.stat(root / name).st_ino for name in ("gone", "kept")} == {inode}
 
 
+def test_a_name_of_a_file_that_was_replaced_by_an_equal_one_is_linked_again(store: Store, root: Path) -> None:
+    (root / "first").write_bytes(b"content")
+    os.link(root / "first", root / "second")
+    os.utime(root / "first", ns=(0, 10**18))
+    take(store, root, "s")
+    inode = os.stat(root / "second").st_ino
+    (root / "first").unlink()
+    (root / "first").write_bytes(b"content")
+    os.utime(root / "first", ns=(0, 10**18))
+    os.link(root / "second", root / "third")
+
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))
+
+    assert sorted(os.listdir(root)) == ["first", "second"]
+    assert {os.stat(root / name).st_ino for name in ("first", "second")} == {inode}
+
+
 def test_without_removal_what_is_there_stays(store: Store, root: Path) -> None:
     (root / "mine").write_bytes(b"mine")
     store.take("w", "archive", TreeSource(DictTree({b"file": b"new", b"directory/file": b"new"})))
