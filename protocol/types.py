@@ -1,4 +1,4 @@
-"""The values that a `Filesystem` returns.
+"""The values that a `Filesystem` returns, and the counts of a diff.
 
 Paths are `str`, relative to the root, without a leading slash; "." is the root.  A name that is not UTF-8 has surrogate
 escapes (PEP 383), and such a path is a valid argument.  Sizes are in bytes, times in UTC.
@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeAlias
 __all__ = [
     "DEFAULT_READ_LINES",
     "READ_ENTIRE_FILE",
+    "ChangeCounts",
     "FileEntry",
     "FileStat",
     "FilesystemSnapshot",
@@ -28,6 +29,19 @@ DEFAULT_READ_LINES: Final = 2_000  # the default limit of `read`
 READ_ENTIRE_FILE: Final = -1  # as the limit of `read`: all lines
 
 WriteMode: TypeAlias = Literal["create", "overwrite", "append"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCounts:
+    """The numbers of paths that were added, modified (content, type or metadata) and removed; directories count."""
+
+    added: int = 0
+    modified: int = 0
+    removed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.added + self.modified + self.removed
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry, unfiltered
+from protocol.types import ChangeCounts
 
 __all__ = [
     "Change",
@@ -26,7 +27,6 @@ __all__ = [
     "ComparesContent",
     "Comparison",
     "Counted",
-    "DiffCounts",
     "changes",
     "compare",
     "count",
@@ -56,19 +56,6 @@ class Change:
     kind: ChangeKind
     old: TreeEntry | None
     new: TreeEntry | None
-
-
-@dataclass(frozen=True, slots=True)
-class DiffCounts:
-    """How many paths were added, modified (in content, type or metadata) and removed; directories count."""
-
-    added: int = 0
-    modified: int = 0
-    removed: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.added + self.modified + self.removed
 
 
 @runtime_checkable
@@ -140,7 +127,7 @@ class Counted(Protocol):
 
 def summary(
     old: Tree, new: Tree, most: int, *, contents: bool = True, tell: Callable[[], None] = lambda: None
-) -> tuple[DiffCounts, list[Change]]:
+) -> tuple[ChangeCounts, list[Change]]:
     """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
 
     A subtree that only one of them has is counted as a whole, where that tree is `Counted`.  `tell` is called often;
@@ -175,14 +162,14 @@ def summary(
             modified += change.kind not in {"added", "removed"}
             if len(first) < most:
                 first.append(change)
-    return DiffCounts(added, modified, removed), first
+    return ChangeCounts(added, modified, removed), first
 
 
-def count(changed: Iterable[Change]) -> DiffCounts:
-    """Count `changed` by what `DiffCounts` tells apart."""
+def count(changed: Iterable[Change]) -> ChangeCounts:
+    """Count `changed` by what `ChangeCounts` tells apart."""
     kinds = [change.kind for change in changed]
     added, removed = kinds.count("added"), kinds.count("removed")
-    return DiffCounts(added, len(kinds) - added - removed, removed)
+    return ChangeCounts(added, len(kinds) - added - removed, removed)
 
 
 def is_below(path: bytes, top: bytes) -> bool:

@@ -4,7 +4,6 @@ from protocol.store.directory.source import DirectorySource, Source, TreeSource
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import STORE_VARIABLE, default_directory
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.records import StoredSnapshot
 from protocol.store.journal import Interrupted
 from protocol.store.restore import Problem, RestoredChanges, RestoreRequest
 from protocol.store.store import Store
@@ -25,7 +24,6 @@ __all__ = [
     "RestoredChanges",
     "Source",
     "Store",
-    "StoredSnapshot",
     "TreeSource",
     "default_directory",
 ]

@@ -29,9 +29,9 @@ from protocol.store.format.rows import Row, entry_of
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import CachedDirectory
     from protocol.store.format.blobs import Blobs
-    from protocol.store.format.records import StoredSnapshot
     from protocol.store.trees import MerkleTree
     from protocol.tree import TreeEntry
+    from protocol.volume import SnapshotInfo
 
 __all__ = ["Plan", "Problem", "RestoreRequest", "RestoredChanges", "apply", "plan"]
 
@@ -54,7 +54,7 @@ class RestoredChanges:
     """
 
     changes: tuple[Change, ...]
-    safety: StoredSnapshot | None = None
+    safety: SnapshotInfo | None = None
     problems: tuple[Problem, ...] = ()
 
 

@@ -34,7 +34,7 @@ from protocol.store.format.layout import (
 )
 from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
-from protocol.store.format.records import Record, StoredSnapshot, encode_record, info_of
+from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.journal import Interrupted, RestoreEntry, RestoreJournal
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, apply, plan
 from protocol.store.trees import MerkleTree, content_key, path_key
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from protocol.store.directory.target import DirectoryTarget
     from protocol.store.format.blobs import Sink
     from protocol.store.trees import ReadRows
+    from protocol.volume import SnapshotInfo
 
 __all__ = ["Store"]
 
@@ -77,17 +78,17 @@ class Store:
         self.close()
 
     # -- snapshots -----------------------------------------------------------------------------
-    def snapshots(self, workspace: str) -> Sequence[StoredSnapshot]:
+    def snapshots(self, workspace: str) -> Sequence[SnapshotInfo]:
         """The snapshots of a workspace, oldest first.  ESTALE if the store is gone since it was last used."""
         return [info_of(record) for record in self._catalog.of(workspace).values()]
 
-    def snapshot(self, workspace: str, name: str) -> StoredSnapshot:
+    def snapshot(self, workspace: str, name: str) -> SnapshotInfo:
         """One snapshot.  SnapshotNotFoundError."""
         return info_of(self._catalog.get(workspace, name))
 
-    def workspaces(self) -> dict[str, list[StoredSnapshot]]:
+    def workspaces(self) -> dict[str, list[SnapshotInfo]]:
         """The snapshots of every workspace that has any, oldest first, by the workspace's key."""
-        found: dict[str, list[StoredSnapshot]] = {}
+        found: dict[str, list[SnapshotInfo]] = {}
         for record in self._catalog.all():
             found.setdefault(record.workspace, []).append(info_of(record))
         return found
@@ -106,7 +107,7 @@ class Store:
         kind: Kind = "user",
         unreadable: Unreadable = "fail",
         progress: FileProgress = no_progress,
-    ) -> StoredSnapshot:
+    ) -> SnapshotInfo:
         """Keep the present state of `source` under `name`.
 
         SnapshotExistsError; EACCES with the first path that cannot be read, unless `unreadable` is "skip"; EINVAL if
@@ -130,7 +131,7 @@ class Store:
     def _take(
         self, workspace: str, name: str, source: Source, tag: str | None, kind: Kind, unreadable: Unreadable,
         progress: FileProgress,
-    ) -> tuple[StoredSnapshot, Scanned]:  # fmt: skip
+    ) -> tuple[SnapshotInfo, Scanned]:  # fmt: skip
         layout, blobs = self.layout, self.blobs
         created_ns = time.time_ns()
         blobs.packs.refresh()
@@ -239,7 +240,7 @@ class Store:
         progress: FileProgress,
     ) -> RestoredChanges:  # fmt: skip
         wanted = self._stored_tree(workspace, request.snapshot)
-        safety: StoredSnapshot | None = None
+        safety: SnapshotInfo | None = None
         read: ReadRows = self.blobs.listing
         if request.safety is None:
             scanned, read = self._scan(workspace, target.source, "skip", progress)

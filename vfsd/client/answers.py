@@ -34,10 +34,6 @@ def _paths(wire: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(_path, wire))
 
 
-def _counts(counts: messages.ChangeCounts) -> results.Counts:
-    return results.Counts(counts.added, counts.modified, counts.removed)
-
-
 def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, ...]:
     return tuple(
         results.Change(_path(record.path), record.change, record.type, record.old_size, record.new_size)
@@ -45,7 +41,7 @@ def _changes(records: Iterable[messages.ChangeRecord]) -> tuple[results.Change, 
     )
 
 
-def _reasons(records: Iterable[messages.ProblemRecord | messages.ConflictRecord]) -> dict[str, str]:
+def _reasons(records: Iterable[messages.ProblemRecord]) -> dict[str, str]:
     return {_path(record.path): record.reason for record in records}
 
 
@@ -63,7 +59,6 @@ _CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "holders": tuple,
     "created_at": datetime.fromisoformat,
     "started_at": datetime.fromisoformat,
-    "counts": _counts,
     "changes": _changes,
     "problems": _reasons,
     "omitted": _reasons,
@@ -86,16 +81,16 @@ def _convert(kind: type[Any], **others: Callable[[Any], Any]) -> Callable[[Any],
 
 def _diff(answer: messages.DiffResult, output: bytes) -> results.Diff:
     changes = _changes(_change_records.decode_lines(output))
-    return results.Diff(a=answer.a, b=answer.b, counts=_counts(answer.counts), changes=changes)
+    return results.Diff(a=answer.a, b=answer.b, counts=answer.counts, changes=changes)
 
 
 def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:
     problems, omitted = _reasons(answer.problems), _reasons(answer.omitted)
-    return results.Patch(output, counts=_counts(answer.counts), problems=problems, omitted=omitted)
+    return results.Patch(output, counts=answer.counts, problems=problems, omitted=omitted)
 
 
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
-    "Snapshot": _convert(results.Snapshot, changes=lambda counts: None if counts is None else _counts(counts)),
+    "Snapshot": _convert(results.Snapshot, changes=_unchanged),
     "Diff": _diff,
     "Patch": _patch,
     **{

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Self
 
+from protocol.types import ChangeCounts as Counts
+
 __all__ = [
     "Applied",
     "Change",
@@ -29,19 +31,6 @@ __all__ = [
 
 ChangeKind = Literal["added", "modified", "removed", "type", "metadata"]
 FileKind = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """The numbers of paths that were added, modified (content, type or metadata) and removed."""
-
-    added: int = 0
-    modified: int = 0
-    removed: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.added + self.modified + self.removed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Base types that the messages of all methods share."""
+"""Types that the messages of several methods share."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Empty", "Params"]
+__all__ = ["Empty", "Params", "ProblemRecord"]
 
 
 class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -13,3 +13,10 @@ class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Empty(msgspec.Struct, forbid_unknown_fields=True):
     """A message without fields: no parameters, or a result without content."""
+
+
+class ProblemRecord(msgspec.Struct):
+    """A path that could not be processed, and the reason."""
+
+    path: str
+    reason: str

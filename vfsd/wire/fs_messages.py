@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
-from vfsd.wire.base import Params
+from vfsd.wire.base import Params, ProblemRecord
 
 __all__ = [
     "FS_METHODS",
@@ -160,19 +160,15 @@ class FsMatch(msgspec.Struct):
     match_end: int
 
 
-class FsUnreadable(msgspec.Struct):
-    """A file that could not be read, or a directory that could not be listed."""
-
-    path: str
-    reason: str
-
-
 class FsGrepResult(msgspec.Struct):
-    """Result of `fs.grep`.  `unreadable` lists the first 1,000 of `unreadable_count` paths that were not searched."""
+    """Result of `fs.grep`.
+
+    `unreadable` lists the first 1,000 of `unreadable_count` files and directories that could not be searched.
+    """
 
     matches: list[FsMatch]
     truncated: bool = False
-    unreadable: list[FsUnreadable] = []
+    unreadable: list[ProblemRecord] = []
     unreadable_count: int = 0
 
 

@@ -17,8 +17,10 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from protocol.types import ChangeCounts as ChangeCounts  # noqa: PLC0414 (part of several messages)
 from vfsd.wire.base import Empty as Empty  # noqa: PLC0414 (one of the messages)
 from vfsd.wire.base import Params
+from vfsd.wire.base import ProblemRecord as ProblemRecord  # noqa: PLC0414 (part of several messages)
 from vfsd.wire.exec_messages import EXEC_METHODS
 from vfsd.wire.fs_messages import FS_METHODS
 
@@ -175,14 +177,6 @@ class StatusResult(msgspec.Struct):
     connected: bool | None = None  # while False, every request fails with EIO
 
 
-class ChangeCounts(msgspec.Struct):
-    """The number of paths that differ, by kind of change."""
-
-    added: int = 0
-    modified: int = 0
-    removed: int = 0
-
-
 class ExpiredRecord(msgspec.Struct):
     """A snapshot that the daemon dropped by itself.
 
@@ -292,13 +286,6 @@ class RestoreParams(Params):
     paths: list[str] = []
     dry_run: bool = False
     stream: bool = False
-
-
-class ProblemRecord(msgspec.Struct):
-    """A path that could not be processed, and the reason."""
-
-    path: str
-    reason: str
 
 
 class RestoreResult(msgspec.Struct):
@@ -420,13 +407,6 @@ class ApplyParams(Params):
     stream: bool = False
 
 
-class ConflictRecord(msgspec.Struct):
-    """A path that both the overlay and another program changed."""
-
-    path: str
-    reason: str
-
-
 class ApplyResult(msgspec.Struct):
     """Result of `apply`.  If there are `conflicts`, nothing was written unless `force` was set."""
 
@@ -434,7 +414,7 @@ class ApplyResult(msgspec.Struct):
     applied: bool
     counts: ChangeCounts
     changes: list[ChangeRecord]
-    conflicts: list[ConflictRecord]
+    conflicts: list[ProblemRecord]  # paths that both the overlay and another program changed
     truncated: bool = False
     recovered: str | None = None  # an interrupted apply that this one finished or undid first
     safety_snapshot: str | None = None  # the state that was written; `undo` returns to it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from protocol.volume import SnapshotInfo
 if TYPE_CHECKING:
     from protocol.store.format.packs import Pack
 
-__all__ = ["Record", "StoredSnapshot", "pack_name", "read_record", "workspace_and_serial"]
+__all__ = ["Record", "info_of", "pack_name", "read_record", "workspace_and_serial"]
 
 _NAME: Final = re.compile(r"([0-9a-f]+)-(\d+)\.snap")
 
@@ -39,11 +39,6 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     root: Row
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSnapshot(SnapshotInfo):
-    """A snapshot in a store."""
-
-
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Record)
 
@@ -64,9 +59,9 @@ def read_record(pack: Pack) -> Record:
     return record
 
 
-def info_of(record: Record) -> StoredSnapshot:
+def info_of(record: Record) -> SnapshotInfo:
     """The public form of a record."""
-    return StoredSnapshot(**{field.name: getattr(record, field.name) for field in fields(StoredSnapshot)})
+    return SnapshotInfo(**{field.name: getattr(record, field.name) for field in fields(SnapshotInfo)})
 
 
 def pack_name(workspace_id: str, serial: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
@@ -13,14 +14,14 @@ import msgspec
 from protocol.adapters.filtered import FilteredTree
 from protocol.adapters.path_filter import PathFilter
 from protocol.diff.patch import Uncarried, line_stat, write_patch
-from protocol.diff.tree_diff import Change, DiffCounts, changes
+from protocol.diff.tree_diff import Change, ChangeKind, changes
 from protocol.tree import Tree, TreeEntry
+from protocol.types import ChangeCounts
 from protocol.volume import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.snapshots.threads import in_thread
 from vfsd.wire.messages import (
     CHANGES_LISTED,
-    ChangeCounts,
     ChangeRecord,
     ExpiredRecord,
     InvalidParamsError,
@@ -31,7 +32,6 @@ from vfsd.wire.messages import (
 __all__ = [
     "Differences",
     "OutputPieces",
-    "change_counts",
     "change_record",
     "compare",
     "created_at",
@@ -101,11 +101,11 @@ class Differences:
     `problems`, `omitted` and `written_bytes` belong to a patch.
     """
 
-    __slots__ = ("_stream", "counts", "omitted", "problems", "records", "truncated", "written_bytes")
+    __slots__ = ("_kinds", "_stream", "omitted", "problems", "records", "truncated", "written_bytes")
 
     def __init__(self, stream: OutputPieces | None = None) -> None:
         self._stream = stream
-        self.counts = ChangeCounts()
+        self._kinds: Counter[ChangeKind] = Counter()
         self.records: list[ChangeRecord] = []
         self.truncated = False
         self.problems: list[ProblemRecord] = []
@@ -114,12 +114,12 @@ class Differences:
 
     def count(self, change: Change) -> None:
         """Count `change`."""
-        if change.kind == "added":
-            self.counts.added += 1
-        elif change.kind == "removed":
-            self.counts.removed += 1
-        else:
-            self.counts.modified += 1
+        self._kinds[change.kind] += 1
+
+    @property
+    def counts(self) -> ChangeCounts:
+        added, removed = self._kinds["added"], self._kinds["removed"]
+        return ChangeCounts(added, self._kinds.total() - added - removed, removed)
 
     def add(self, change: Change, record: Callable[[Change], ChangeRecord]) -> None:
         """Count `change`, and send or list its record."""
@@ -253,11 +253,6 @@ def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotIn
         *(ExpiredRecord(info.name, created_at(info)) for info in expired),
         *(ExpiredRecord(info.name, created_at(info), "memory") for info in pruned),
     ]
-
-
-def change_counts(counts: DiffCounts) -> ChangeCounts:
-    """`counts` as the wire has them."""
-    return ChangeCounts(counts.added, counts.modified, counts.removed)
 
 
 def problem_records(problems: Mapping[bytes, str]) -> list[ProblemRecord]:

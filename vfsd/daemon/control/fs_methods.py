@@ -60,10 +60,9 @@ from vfsd.wire.fs_messages import (
     FsReadParams,
     FsReadResult,
     FsStatParams,
-    FsUnreadable,
     FsWriteParams,
 )
-from vfsd.wire.messages import InvalidParamsError, wire_path
+from vfsd.wire.messages import InvalidParamsError, ProblemRecord, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["FsMethods"]
@@ -260,7 +259,7 @@ def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
         )
         for match in found.matches
     )
-    unreadable = [FsUnreadable(_wire(each.path), each.reason) for each in found.unreadable]
+    unreadable = [ProblemRecord(_wire(each.path), each.reason) for each in found.unreadable]
     result = FsGrepResult([], found.truncated, unreadable, found.unreadable_count)
     return _encoded_list(result, "matches", matches, params.limit, context.keep_going)
 

@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from protocol.diff.tree_diff import DiffCounts
 from protocol.store import Store
+from protocol.types import ChangeCounts
 from protocol.volume import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
-    change_counts,
     change_record,
     compare,
     created_at,
@@ -149,7 +148,7 @@ class SnapshotMethods:
         return RestoreResult(
             source,
             outcome.safety,
-            change_counts(outcome.counts),
+            outcome.counts,
             [change_record(change) for change in outcome.changes],
             outcome.truncated,
             problem_records(outcome.problems),
@@ -184,13 +183,13 @@ class SnapshotMethods:
             staged.files,
             staged.total_bytes,
             outcome.safety,
-            change_counts(outcome.counts),
+            outcome.counts,
             problem_records(outcome.problems),
             expired_records(outcome.expired, snapshots.collect_pruned()),
         )
 
 
-def _record(info: SnapshotInfo, counts: DiffCounts | None = None, step: int | None = None) -> SnapshotRecord:
+def _record(info: SnapshotInfo, counts: ChangeCounts | None = None, step: int | None = None) -> SnapshotRecord:
     return SnapshotRecord(
         name=info.name,
         created_at=created_at(info),
@@ -199,7 +198,7 @@ def _record(info: SnapshotInfo, counts: DiffCounts | None = None, step: int | No
         size_bytes=info.size_bytes,
         kind=info.kind,
         tag=info.tag,
-        changes=None if counts is None else change_counts(counts),
+        changes=counts,
         unstable=[wire_path(path) for path in info.unstable],
         unreadable=[wire_path(path) for path in info.unreadable],
         step=step,

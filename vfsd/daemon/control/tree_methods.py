@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
-from protocol.diff.tree_diff import count
 from protocol.tree import Tree
 from protocol.volume import ApplyResult as Applied
 from protocol.volume import overlaid, snapshotable
@@ -18,7 +17,6 @@ from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     Differences,
     OutputPieces,
-    change_counts,
     change_record,
     compare,
     expired_records,
@@ -37,11 +35,11 @@ from vfsd.machine import mounts
 from vfsd.wire.messages import (
     ApplyParams,
     ApplyResult,
-    ConflictRecord,
     DiffParams,
     DiffResult,
     ExportParams,
     ExportResult,
+    ProblemRecord,
     wire_path,
 )
 from vfsd.wire.options import WorkspaceOptions
@@ -177,9 +175,9 @@ class TreeMethods:
         return ApplyResult(
             directory=wire_path(os.fsencode(self._options.backend.argument)),
             applied=is_written,
-            counts=change_counts(count(done.changes)),
+            counts=found.counts,
             changes=found.records,
-            conflicts=[ConflictRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
+            conflicts=[ProblemRecord(wire_path(conflict.path), conflict.reason) for conflict in done.conflicts],
             truncated=found.truncated,
             recovered=done.recovery,
             safety_snapshot=safety,

@@ -19,11 +19,12 @@ from typing import Final
 
 import trio
 
-from protocol.diff.tree_diff import Change, DiffCounts, changes, count
+from protocol.diff.tree_diff import Change, changes, count
 from protocol.tree import Tree
+from protocol.types import ChangeCounts
 from protocol.volume import SnapshotableVolume, overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.control.changes import change_counts, time_text
+from vfsd.daemon.control.changes import time_text
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.machine import holders, mounts
@@ -44,7 +45,7 @@ class _Unsaved:
 
     mark: int
     snapshots: tuple[int, ...]  # serials of the snapshots that a user named
-    counts: DiffCounts | None = None
+    counts: ChangeCounts | None = None
     truncated: bool = False
     is_any: bool = False
 
@@ -79,7 +80,7 @@ class UnmountMethods:
             token=found.token,
             files=None if usage is None else usage.files,
             size_bytes=None if usage is None else usage.size_bytes,
-            changes=None if found.counts is None else change_counts(found.counts),
+            changes=found.counts,
             truncated=found.truncated,
             snapshots=len(found.snapshots),
             saved_at=None if volume.saved_ns is None else time_text(volume.saved_ns),

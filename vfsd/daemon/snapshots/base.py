@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from protocol.archive import ByteProgress
-from protocol.diff.tree_diff import Change, DiffCounts
+from protocol.diff.tree_diff import Change
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
+from protocol.types import ChangeCounts
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
@@ -64,7 +65,7 @@ SAFETY_PREFIX: Final = "safety-"
 STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imported
 SNAPSHOT_PREFIX: Final = "snap-"
 _PATHS_SHOWN: Final = 5
-_NO_CHANGES: Final = DiffCounts()
+_NO_CHANGES: Final = ChangeCounts()
 _logger = logging.getLogger(__name__)
 
 
@@ -97,7 +98,7 @@ class Outcome:
 
     source: str
     safety: str | None
-    counts: DiffCounts = _NO_CHANGES
+    counts: ChangeCounts = _NO_CHANGES
     changes: Sequence[Change] = ()
     problems: Mapping[bytes, str] = field(default_factory=dict)
     step: str | None = None
@@ -216,7 +217,7 @@ class SnapshotService(Protocol):
         """Return all snapshots, oldest first."""
         ...
 
-    async def change_counts(self) -> Mapping[str, DiffCounts]:
+    async def change_counts(self) -> Mapping[str, ChangeCounts]:
         """Count the changes of each snapshot against the one before it."""
         ...
 

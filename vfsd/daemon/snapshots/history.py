@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -50,8 +50,6 @@ STEPS_KEPT: Final = 50
 LOOSE_KEPT: Final = 20
 LOOSE_KEPT_DAYS: Final = 30
 _DAY_NS: Final = 24 * 3600 * 10**9
-
-Info = TypeVar("Info", bound=SnapshotInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,9 @@ class _Written(msgspec.Struct, frozen=True):
     states: tuple[tuple[int | None, str | None], ...]
 
 
-def expired(infos: Sequence[Info], history: UndoHistory, now_ns: int, keep: Collection[str] = ()) -> list[Info]:
+def expired(
+    infos: Sequence[SnapshotInfo], history: UndoHistory, now_ns: int, keep: Collection[str] = ()
+) -> list[SnapshotInfo]:
     """The loose safety snapshots of `infos` (oldest first) that are too many or too old, without those in `keep`."""
     needed = history.serials()
     loose = [info for info in infos if info.kind == "safety" and info.serial not in needed]

@@ -25,7 +25,7 @@ from typing import Final
 
 import trio
 
-from protocol.diff.tree_diff import DiffCounts, changes, count
+from protocol.diff.tree_diff import changes, count
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import (
     DirectoryTarget,
@@ -33,11 +33,11 @@ from protocol.store import (
     RestoreRequest,
     Source,
     Store,
-    StoredSnapshot,
     TreeSource,
 )
 from protocol.store.restore import Plan
 from protocol.tree import Tree
+from protocol.types import ChangeCounts
 from protocol.volume import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin, unlimited
@@ -117,7 +117,7 @@ class StoreSnapshots:
         self._source = stored.source
         self._target = stored.target
         self._history = HistoryFile(stored.store, stored.key)
-        self._counts: dict[tuple[int, int], DiffCounts] = {}
+        self._counts: dict[tuple[int, int], ChangeCounts] = {}
         self._dropped = 0  # since the last garbage collection
 
     @property
@@ -135,7 +135,7 @@ class StoreSnapshots:
     async def infos(self) -> Sequence[SnapshotInfo]:
         return [info for info in await self._all() if not is_staged(info.name)]
 
-    async def _all(self) -> Sequence[StoredSnapshot]:
+    async def _all(self) -> Sequence[SnapshotInfo]:
         return await in_thread(self._store.snapshots, self._key)
 
     async def take(
@@ -151,7 +151,7 @@ class StoreSnapshots:
             name = name or free_name(SNAPSHOT_PREFIX, await self._all())
             return await self._take(name, self._source, tag, observer)
 
-    async def _take(self, name: str, source: Source, tag: str | None, observer: CallObserver) -> StoredSnapshot:
+    async def _take(self, name: str, source: Source, tag: str | None, observer: CallObserver) -> SnapshotInfo:
         taken = await in_thread(
             self._store.take,
             self._key,
@@ -200,11 +200,11 @@ class StoreSnapshots:
         else:
             _logger.info("freed %d bytes of the snapshot store", report.freed_bytes, extra={"operation": "store gc"})
 
-    async def change_counts(self) -> Mapping[str, DiffCounts]:
+    async def change_counts(self) -> Mapping[str, ChangeCounts]:
         return await in_thread(self._count_changes, await self.infos())
 
-    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, DiffCounts]:
-        found = {info.name: DiffCounts(info.files + info.directories) for info in infos[:1]}
+    def _count_changes(self, infos: Sequence[SnapshotInfo]) -> dict[str, ChangeCounts]:
+        found = {info.name: ChangeCounts(info.files + info.directories) for info in infos[:1]}
         for before, after in itertools.pairwise(infos):
             key = before.serial, after.serial
             if key not in self._counts:

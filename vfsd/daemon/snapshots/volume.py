@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple
 
 import trio
 
-from protocol.diff.tree_diff import Change, DiffCounts, changes, summary
+from protocol.diff.tree_diff import Change, changes, summary
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
+from protocol.types import ChangeCounts
 from protocol.volume import (
     TAG_MAX_BYTES,
     CacheInvalidation,
@@ -79,7 +80,7 @@ class AppliedStep:
 class _Change(NamedTuple):
     """What a change did; `earlier` is a snapshot that already held the state before it."""
 
-    counts: DiffCounts
+    counts: ChangeCounts
     changes: Sequence[Change]
     earlier: SnapshotInfo | None = None
 
@@ -127,8 +128,8 @@ class VolumeSnapshots:
     async def infos(self) -> Sequence[SnapshotInfo]:
         return self._volume.snapshots()
 
-    async def change_counts(self) -> Mapping[str, DiffCounts]:
-        return {name: DiffCounts(*counts) for name, counts in self._volume.change_counts().items()}
+    async def change_counts(self) -> Mapping[str, ChangeCounts]:
+        return {name: ChangeCounts(*counts) for name, counts in self._volume.change_counts().items()}
 
     async def drop(self, names: Sequence[str]) -> Dropped:
         async with self._mounted.change_lock:
@@ -304,7 +305,7 @@ class VolumeSnapshots:
         self._lost.clear()
         kept = None if safety is None else safety.name
         gone = self._drop_expired({source, kept}) if kept is not None else []
-        counts, listed = (DiffCounts(), ()) if made is None else (made.counts, made.changes)
+        counts, listed = (ChangeCounts(), ()) if made is None else (made.counts, made.changes)
         return Outcome(source, kept, counts, listed, {}, step, gone, history.undo_steps, history.redo_steps)
 
     def _drop_expired(self, keep: Collection[str | None]) -> list[SnapshotInfo]:
@@ -438,7 +439,7 @@ def _estimate(invalidation: CacheInvalidation) -> _Change:
     added = sum(not change.old for change in invalidation.entries)
     removed = sum(not change.new for change in invalidation.entries)
     modified = len(invalidation.entries) - added - removed + len(invalidation.inodes)
-    return _Change(DiffCounts(added, modified, removed), ())
+    return _Change(ChangeCounts(added, modified, removed), ())
 
 
 def _is_same(old: Tree, new: Tree) -> bool:

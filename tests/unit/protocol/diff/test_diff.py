@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.diff.tree_diff import Change, DiffCounts, changes, count
+from protocol.diff.tree_diff import Change, changes, count
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.types import ChangeCounts
 from tests.support.trees import DictTree
 
 FILE = TreeEntry(b"", stat.S_IFREG | 0o644, mtime_ns=1)
@@ -46,7 +47,7 @@ def test_added_modified_and_removed_files_are_told_apart() -> None:
     assert kinds(iter(found)) == [(b"a", "removed"), (b"b", "modified"), (b"c", "added")]
     assert (found[0].old, found[0].new) == (old.entry(b"a"), None)
     assert (found[1].old, found[1].new) == (old.entry(b"b"), new.entry(b"b"))
-    assert count(found) == DiffCounts(added=1, modified=1, removed=1)
+    assert count(found) == ChangeCounts(added=1, modified=1, removed=1)
 
 
 def test_an_added_directory_yields_all_below_it_before_its_next_sibling() -> None:
@@ -63,7 +64,7 @@ def test_a_file_that_became_a_directory_is_a_change_of_type_with_additions_below
     file, directory = DictTree({b"x": b"1"}), DictTree({b"x/y": b"1"})
     assert kinds(changes(file, directory)) == [(b"x", "type"), (b"x/y", "added")]
     assert kinds(changes(directory, file)) == [(b"x", "type"), (b"x/y", "removed")]
-    assert count(changes(file, directory)) == DiffCounts(added=1, modified=1)
+    assert count(changes(file, directory)) == ChangeCounts(added=1, modified=1)
 
 
 def test_a_symlink_is_modified_by_its_target_and_a_device_by_its_number() -> None:
