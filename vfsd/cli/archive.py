@@ -15,8 +15,6 @@ from vfsd.cli.common.patterns import exclude_option, include_option
 from vfsd.cli.common.values import refuse_other_archives
 from vfsd.wire import messages
 
-__all__ = ["export_command", "import_command"]
-
 
 @click.command(
     "export",

@@ -11,8 +11,6 @@ from click.shell_completion import get_completion_class
 from vfsd.cli.common import output
 from vfsd.cli.common.app import Command
 
-__all__ = ["completion_command"]
-
 _SHELLS: Final = ("bash", "zsh", "fish")
 _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the program's name
 

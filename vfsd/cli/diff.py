@@ -18,8 +18,6 @@ from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_chang
 from vfsd.client.requests import RemoteCall
 from vfsd.wire import messages
 
-__all__ = ["diff_command"]
-
 _NAMED: Final = 20  # paths missing from a patch that standard error names
 
 

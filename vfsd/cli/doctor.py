@@ -11,8 +11,6 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.machine.doctor import Finding, examine
 
-__all__ = ["doctor_command"]
-
 _COLOURS: Final = {"ok": "green", "missing": "red", "optional": "yellow"}
 
 

@@ -18,8 +18,6 @@ from vfsd.client.paths import current_directory, workspace_path
 from vfsd.wire.exec_messages import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
 
-__all__ = ["exec_command"]
-
 # The exit statuses of env(1), nohup(1) and timeout(1).
 _TIMED_OUT: Final = 124
 _FAILED: Final = 125

@@ -6,12 +6,13 @@ Success prints `{"ok": true, "data": ...}` with exit status 0; failure prints `{
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import click
 import msgspec
@@ -27,15 +28,11 @@ from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import METHODS, from_wire_path, wire_path
 
-__all__ = ["fs_command"]
-
 # Fits in a request (1 MiB) as base64, with room for the path.  Longer content is passed in a file.
 _INLINE_BYTES: Final = 512 * 1024
 # One byte more than a write may have (protocol.paths.CallLimits), so that the daemon refuses it.
 _INPUT_BYTES: Final = (32 << 20) + 1
 _CHUNK_BYTES: Final = 64 * 1024
-
-T = TypeVar("T")
 
 
 # -- the envelope -----------------------------------------------------------------------------------
@@ -123,11 +120,16 @@ class _Workspace:
             yield file
 
 
-_path_options: Final = click.option(
-    "--escaped",
-    is_flag=True,
-    help="Read paths in the form in which `escaped` ones are printed: \\xNN for a byte, \\\\ for a backslash.",
-)
+class _Tool(Command):
+    """A command whose function takes the workspace and the command's parameters, and returns the answer's `data`."""
+
+    def __init__(self, *args: Any, callback: Callable[..., dict[str, Any]], **kwargs: Any) -> None:
+        def run(*, escaped: bool, **settings: Any) -> dict[str, Any]:
+            return callback(_Workspace(click.get_current_context().obj, escaped=escaped), **settings)
+
+        super().__init__(*args, callback=run, **kwargs)
+        how = "Read paths in the form in which `escaped` ones are printed: \\xNN for a byte, \\\\ for a backslash."
+        self.params.insert(-2, click.Option(["--escaped"], is_flag=True, help=how))  # before -w and --json
 
 
 _EXAMPLES: Final = """
@@ -155,44 +157,43 @@ def fs_command() -> None:
     """
 
 
+fs_command.command_class = _Tool
+
+
+_limit_option = functools.partial(
+    click.option, "--limit", type=click.IntRange(min=1), show_default=True, metavar="N", help="Print at most N."
+)
+
+
 # -- reading ----------------------------------------------------------------------------------------
-@fs_command.command("ls", cls=Command)
+@fs_command.command("ls")
 @click.argument("path", default=".")
-@click.option("--limit", type=click.IntRange(min=1), default=fs.DEFAULT_ENTRIES, show_default=True, metavar="N")
-@_path_options
-@click.pass_obj
-def ls_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
+@_limit_option(default=fs.DEFAULT_ENTRIES)
+def ls_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """List a directory: paths, types, sizes, modes and times."""
-    workspace = _Workspace(app, escaped=escaped)
     answer = workspace.call("fs.ls", **settings)
     entries = [workspace.with_path(entry) for entry in answer.entries]
     return {**workspace.shown(answer.path), "entries": entries, "truncated": answer.truncated}
 
 
-@fs_command.command("stat", cls=Command)
+@fs_command.command("stat")
 @click.argument("path")
-@_path_options
-@click.pass_obj
-def stat_command(app: App, path: str, escaped: bool) -> dict[str, Any]:
+def stat_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Show the type, size, mode and time of a path."""
-    workspace = _Workspace(app, escaped=escaped)
-    return workspace.with_path(workspace.call("fs.stat", path=path))
+    return workspace.with_path(workspace.call("fs.stat", **settings))
 
 
-@fs_command.command("read", cls=Command)
+@fs_command.command("read")
 @click.argument("path")
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip N lines (or bytes).")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Read at most N lines (or bytes); 2,000 lines.")
 @click.option("--bytes", "as_bytes", is_flag=True, help="Count bytes instead of lines, and print them as base64.")
-@_path_options
-@click.pass_obj
-def read_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
+def read_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Read a file.
 
     The content of a text file is printed as text.  Any other content is printed whole as "base64:..."; with --bytes, a
     part of it.  `truncated` says that the file continues.
     """
-    workspace = _Workspace(app, escaped=escaped)
     pieces: list[bytes] = []
     page = workspace.call("fs.read", on_output=pieces.append, **settings)
     content = b"".join(pieces)
@@ -217,39 +218,33 @@ _all_option = click.option(
 )
 
 
-@fs_command.command("glob", cls=Command)
+@fs_command.command("glob")
 @click.argument("pattern")
 @click.argument("path", default=".")
-@click.option("--limit", type=click.IntRange(min=1), default=fs.DEFAULT_PATHS, show_default=True, metavar="N")
+@_limit_option(default=fs.DEFAULT_PATHS)
 @_all_option
-@_path_options
-@click.pass_obj
-def glob_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
+def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find files by name.
 
     *.py matches names at any depth below PATH, src/*.py in src only, src/**/*.py below it, {a,b} either.
     """
-    workspace = _Workspace(app, escaped=escaped)
     answer = workspace.call("fs.glob", **settings)
     return {"files": [workspace.shown(found) for found in answer.paths], "truncated": answer.truncated}
 
 
-@fs_command.command("grep", cls=Command)
+@fs_command.command("grep")
 @click.argument("pattern")
 @click.argument("path", default=".")
 @click.option("--glob", metavar="PATTERN", help="Search only files whose path matches, as in `vfsd fs glob`.")
 @click.option("-i", "--ignore-case", is_flag=True)
-@click.option("--limit", type=click.IntRange(min=1), default=fs.DEFAULT_MATCHES, show_default=True, metavar="N")
+@_limit_option(default=fs.DEFAULT_MATCHES)
 @_all_option
-@_path_options
-@click.pass_obj
-def grep_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
+def grep_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find lines by a regular expression, in a file or in the files below a directory.
 
     Prints the first match of each line.  Look-around and back-references are not supported, so every expression runs
     in linear time.  "unreadable" names files and directories that could not be read and so may contain more matches.
     """
-    workspace = _Workspace(app, escaped=escaped)
     answer = workspace.call("fs.grep", **settings)
     return {
         "matches": [workspace.with_path(match) for match in answer.matches],
@@ -260,7 +255,7 @@ def grep_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
 
 
 # -- changing ---------------------------------------------------------------------------------------
-@fs_command.command("write", cls=Command)
+@fs_command.command("write")
 @click.argument("path")
 @click.option(
     "--mode",
@@ -270,14 +265,11 @@ def grep_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
     help="create fails if the file exists.",
 )
 @click.option("--no-parents", is_flag=True, help="Do not create missing directories.")
-@_path_options
-@click.pass_obj
-def write_command(app: App, /, no_parents: bool, escaped: bool, **settings: Any) -> dict[str, Any]:
+def write_command(workspace: _Workspace, /, no_parents: bool, **settings: Any) -> dict[str, Any]:
     """Write standard input to a file.
 
     Overwriting is atomic, and keeps the file's permissions.
     """
-    workspace = _Workspace(app, escaped=escaped)
     settings["create_parents"] = not no_parents
     content = sys.stdin.buffer.read(_INLINE_BYTES + 1)
     if len(content) <= _INLINE_BYTES:
@@ -291,17 +283,14 @@ def write_command(app: App, /, no_parents: bool, escaped: bool, **settings: Any)
         return workspace.with_path(workspace.call("fs.write", source=source, **settings))
 
 
-@fs_command.command("edit", cls=Command)
+@fs_command.command("edit")
 @click.argument("path")
-@_path_options
-@click.pass_obj
-def edit_command(app: App, path: str, escaped: bool) -> dict[str, Any]:
+def edit_command(workspace: _Workspace, /, path: str) -> dict[str, Any]:
     """Replace text in a file.
 
     Standard input is {"old_text": "...", "new_text": "..."}.  Add "replace_all": true to replace every occurrence;
     without it old_text must occur exactly once.
     """
-    workspace = _Workspace(app, escaped=escaped)
     try:
         edit = msgspec.json.decode(sys.stdin.buffer.read(), type=Edit)
     except msgspec.DecodeError as error:
@@ -309,21 +298,16 @@ def edit_command(app: App, path: str, escaped: bool) -> dict[str, Any]:
     return workspace.with_path(workspace.call("fs.edit", path=path, **msgspec.structs.asdict(edit)))
 
 
-@fs_command.command("rm", cls=Command)
+@fs_command.command("rm")
 @click.argument("path")
 @click.option("-r", "--recursive", is_flag=True, help="Delete a directory with its content.")
-@_path_options
-@click.pass_obj
-def rm_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
+def rm_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Delete a file, a symlink or a directory, and print the number of deleted entries."""
-    workspace = _Workspace(app, escaped=escaped)
     return workspace.with_path(workspace.call("fs.rm", **settings))
 
 
 # -- commands ---------------------------------------------------------------------------------------
-@fs_command.command(
-    "exec", cls=Command, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
-)
+@fs_command.command("exec", context_settings={"allow_interspersed_args": False})
 @click.argument("argv", metavar="COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--cwd", default=".", metavar="PATH", help="Run it in this directory.")
 @click.option(
@@ -348,11 +332,7 @@ def rm_command(app: App, /, escaped: bool, **settings: Any) -> dict[str, Any]:
     help="Keep at most SIZE of each stream.",
 )
 @click.option("--stdin", "with_stdin", is_flag=True, help="Pass standard input to it, up to 512 KiB.")
-@_path_options
-@click.pass_obj
-def exec_command(
-    app: App, /, argv: tuple[str, ...], with_stdin: bool, escaped: bool, **settings: Any
-) -> dict[str, Any]:
+def exec_command(workspace: _Workspace, /, argv: tuple[str, ...], with_stdin: bool, **settings: Any) -> dict[str, Any]:
     """Run a command in the workspace, without a shell.
 
     Prints its exit status (negative if a signal killed it), standard output and standard error.  A command that fails
@@ -362,17 +342,10 @@ def exec_command(
     It runs where `vfsd exec` runs commands: in the container of a container workspace, in the sandbox of a workspace
     mounted with --sandbox, on this host for one mounted with --on-host.
     """
-    workspace = _Workspace(app, escaped=escaped)
     stdin = sys.stdin.buffer.read(_INLINE_BYTES + 1) if with_stdin else b""
     if len(stdin) > _INLINE_BYTES:
         raise ValueError(f"standard input is longer than {_INLINE_BYTES} bytes")
     words = [wire_path(os.fsencode(word)) for word in argv]
     done = workspace.call("fs.exec", argv=words, stdin=stdin, **settings)
-    return {
-        "exit_status": done.exit_status,
-        "stdout": text_or_base64(done.stdout, truncated=done.truncated),
-        "stderr": text_or_base64(done.stderr, truncated=done.truncated),
-        "timed_out": done.timed_out,
-        "truncated": done.truncated,
-        "snapshot": done.snapshot,
-    }
+    streams = {name: text_or_base64(getattr(done, name), truncated=done.truncated) for name in ("stdout", "stderr")}
+    return {**msgspec.structs.asdict(done), **streams}

@@ -25,15 +25,13 @@ try:
         asks_for_json,
         describe,
         end_with_usage,
-        error_record,
         guarded,
+        report,
         shared_options,
     )
 except KeyboardInterrupt:
     # These imports take most of the start-up time: Ctrl-C during them must not print a traceback.
     sys.exit(130)
-
-__all__ = ["COMMANDS", "cli", "main"]
 
 # name -> (module, the first line of its help; a test compares the two)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
@@ -177,15 +175,12 @@ def main() -> None:
 
 def _end_unexpectedly(error: Exception) -> int:
     """Report an exception that no command handles; return the exit status."""
+    line = f"{type(error).__name__}: {error}; this is a bug in vfsd: {_DEBUG_VARIABLE}=1 shows the traceback"
+    as_json = asks_for_json(sys.argv[1:])
     if isinstance(error, OSError):  # from standard output: a full or broken disk
-        record, line = error_record(error), describe(error)
-    else:
-        line = f"{type(error).__name__}: {error}; this is a bug in vfsd: {_DEBUG_VARIABLE}=1 shows the traceback"
-        record = {"message": line, "errno": None, "path": None}
+        line, as_json = describe(error), False
     with contextlib.suppress(OSError):  # standard error fails, too
-        output.report(line)
-        if not isinstance(error, OSError) and asks_for_json(sys.argv[1:]):
-            output.print_json({"error": record})
+        report(line, {"message": line, "errno": None, "path": None}, as_json=as_json)
     return 1
 
 

@@ -25,8 +25,6 @@ from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import TRANSPORTS, MountOptions
 
-__all__ = ["list_command", "mount_command", "status_command"]
-
 
 class _MountOption(click.Option):
     """An option whose help names the backends that accept it, from the table that the check uses."""

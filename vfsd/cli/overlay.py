@@ -10,8 +10,6 @@ from vfsd.cli.common.changes import count_words, show_changes, show_expired, sho
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.wire import messages
 
-__all__ = ["apply_command", "discard_command"]
-
 
 @click.command(
     "apply",

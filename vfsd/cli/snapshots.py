@@ -21,8 +21,6 @@ from vfsd.cli.common.values import in_home
 from vfsd.wire import messages
 from vfsd.wire.messages import from_wire_path
 
-__all__ = ["drop_command", "restore_command", "snapshot_command", "snapshots_command"]
-
 
 @click.command(
     "snapshot",

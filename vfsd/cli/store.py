@@ -15,30 +15,29 @@ import click
 from protocol.store import Store, default_directory
 from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
-from vfsd.cli.common.app import INTERRUPTED, App, Command, Group, did_you_mean
+from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import Seconds
 from vfsd.wire.messages import ProgressReport, wire_path
 
-__all__ = ["store_command"]
-
 _NAMES_SHOWN: Final = 5
 
 
-class _Command(Command):
-    """A command without -w: a store does not need a mounted workspace."""
+class _StoreCommand(Command):
+    """A command on a store, which it opens for its function.  It takes --store instead of -w."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, callback: Callable[..., None], **kwargs: Any) -> None:
+        def run(*, store: str | None, **settings: Any) -> None:
+            with Store(default_directory() if store is None else store) as opened:
+                # The first snapshot creates the default store.
+                if store is not None and not opened.layout.exists():
+                    raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {store}")
+                callback(click.get_current_context().obj, opened, **settings)
+
+        super().__init__(*args, callback=run, **kwargs)
         self.params = [param for param in self.params if param.name != "workspace"]
-
-
-_store_option: Final = click.option(
-    "--store",
-    metavar="DIR",
-    type=click.Path(file_okay=False),
-    help="Use the store in this directory instead of the default one.",
-)
+        how = "Use the store in this directory instead of the default one."
+        self.params.insert(-1, click.Option(["--store"], metavar="DIR", type=click.Path(file_okay=False), help=how))
 
 
 _EXAMPLES: Final = """
@@ -59,36 +58,13 @@ def store_command() -> None:
     """
 
 
-@contextmanager
-def _opened(directory: str | None) -> Iterator[Store]:
-    """Open the store at `directory`, which must exist; or the default one, which the first snapshot creates."""
-    with Store(default_directory() if directory is None else directory) as store:
-        if directory is not None and not store.layout.exists():
-            raise FileNotFoundError(errno.ENOENT, f"no snapshot store at {directory}")
-        yield store
-
-
-@contextmanager
-def _interruptible(app: App, what_became: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C, say what became of the work, and exit with the status that a shell expects."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        message = f"interrupted: {what_became()}"
-        output.report(message)
-        if app.json:
-            output.print_json({"error": {"message": message, "errno": None, "path": None}})
-        click.get_current_context().exit(INTERRUPTED)
+store_command.command_class = _StoreCommand
 
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    with output.progress(label) as update:
-        if update is None:
-            yield None
-        else:
-            shown = update
-            yield lambda done, total: shown(ProgressReport(id=None, done=done, total=total, unit="bytes"))
+    with output.progress(label) as show:
+        yield show and (lambda done, total: show(ProgressReport(id=None, done=done, total=total, unit="bytes")))
 
 
 # -- list -----------------------------------------------------------------------------------------
@@ -97,39 +73,35 @@ _COLUMNS: Final = output.columns("WORKSPACE NAME TIME:time FILES:count SIZE:size
 
 @store_command.command(
     "list",
-    cls=_Command,
     examples="""
     vfsd store list
     vfsd store list | cut -f1 | sort | uniq -c   # how many each workspace has
     vfsd store list --json
     """,
 )
-@_store_option
-@click.pass_obj
-def list_command(app: App, store: str | None) -> None:
+def list_command(app: App, store: Store) -> None:
     """List the snapshots of all workspaces, mounted or not.
 
     A workspace is named by its backend and path, such as "host:/srv/project".  SIZE is the size of the files.  The
     store needs less, because it keeps shared content once.  The first snapshot creates the default store; until then
     the list is empty.  A directory named with --store must be a store.
     """
-    with _opened(store) as opened:
-        rows = [
-            {
-                "workspace": wire_path(os.fsencode(workspace)),
-                "name": info.name,
-                "created_at": datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
-                "files": info.files,
-                "size_bytes": info.size_bytes,
-                "kind": info.kind,
-                "tag": info.tag,
-            }
-            for workspace, infos in opened.workspaces().items()
-            for info in infos
-        ]
-        damaged = [wire_path(os.fsencode(path)) for path in opened.damaged_snapshots()]
-        place = wire_path(os.fsencode(opened.directory))
-        app.emit({"store": place, "snapshots": rows, "damaged": damaged}, _show_list)
+    rows = [
+        {
+            "workspace": wire_path(os.fsencode(workspace)),
+            "name": info.name,
+            "created_at": datetime.fromtimestamp(info.created_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
+            "files": info.files,
+            "size_bytes": info.size_bytes,
+            "kind": info.kind,
+            "tag": info.tag,
+        }
+        for workspace, infos in store.workspaces().items()
+        for info in infos
+    ]
+    damaged = [wire_path(os.fsencode(path)) for path in store.damaged_snapshots()]
+    place = wire_path(os.fsencode(store.directory))
+    app.emit({"store": place, "snapshots": rows, "damaged": damaged}, _show_list)
 
 
 def _show_list(answer: dict[str, Any]) -> None:
@@ -145,16 +117,14 @@ def _show_list(answer: dict[str, Any]) -> None:
 # -- check ----------------------------------------------------------------------------------------
 @store_command.command(
     "check",
-    cls=_Command,
+    interrupted="interrupted: the store was not checked to its end, and nothing in it was changed",
     examples="""
     vfsd store check
     vfsd store check && vfsd store gc
     vfsd store check --json
     """,
 )
-@_store_option
-@click.pass_obj
-def check_command(app: App, store: str | None) -> None:
+def check_command(app: App, store: Store) -> None:
     """Read the whole store and name what is damaged.
 
     The command compares every content with its digest, and follows every snapshot to its last file.  It names each
@@ -162,12 +132,8 @@ def check_command(app: App, store: str | None) -> None:
     meanwhile.  `vfsd store gc --repair` removes what is damaged; the next snapshot of a directory stores again what
     still exists there.
     """
-    with (
-        _interruptible(app, lambda: "the store was not checked to its end, and nothing in it was changed"),
-        _opened(store) as opened,
-        _progress("checking") as progress,
-    ):
-        report = opened.check(progress)
+    with _progress("checking") as progress:
+        report = store.check(progress)
     app.emit(_check_record(report), lambda _: _show_check(report))
     if not report.ok:
         click.get_current_context().exit(1)
@@ -196,7 +162,7 @@ def _damage_record(damage: Damage) -> dict[str, Any]:
 def _show_check(report: CheckReport) -> None:
     size = output.human_size(report.size_bytes)
     found = f"{counted(report.snapshots, 'snapshot')}, {counted(report.contents, 'content')}"
-    output.say(f"{found}, {size}: {_verdict(report)}")
+    output.say(f"{found}, {size}: {'all whole' if report.ok else 'DAMAGED'}")
     for damage in report.damages:
         output.report(damage.what)
         for workspace, name in damage.snapshots:
@@ -211,39 +177,34 @@ def _show_check(report: CheckReport) -> None:
         output.note(f"{size} are left over from interrupted work; `vfsd store gc` frees them")
 
 
-def _verdict(report: CheckReport) -> str:
-    return "all whole" if report.ok else "DAMAGED"
-
-
 # -- gc -------------------------------------------------------------------------------------------
 @store_command.command(
     "gc",
-    cls=_Command,
+    interrupted="interrupted: every snapshot is whole; `vfsd store gc` frees what is left to free",
     examples="""
     vfsd store gc
     vfsd store gc --wait 600               # wait for long snapshots to end
     vfsd store gc --repair                 # remove what `vfsd store check` found damaged
     """,
 )
-@_store_option
-@click.option("--wait", metavar="SECONDS", type=Seconds(min=0), default=60.0, show_default=True,
-              help="How long to wait for snapshots, restores and readers to end.")  # fmt: skip
+@click.option(
+    "--wait",
+    metavar="SECONDS",
+    type=Seconds(min=0),
+    default=60.0,
+    show_default=True,
+    help="How long to wait for snapshots, restores and readers to end.",
+)
 @click.option("--repair", is_flag=True, help="Also remove what is damaged.  Snapshots that need it lose these paths.")
-@click.pass_obj
-def gc_command(app: App, store: str | None, wait: float, *, repair: bool) -> None:
+def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
     """Free the disk space that no snapshot needs any more.
 
     `vfsd drop` deletes a snapshot; its disk space is freed by this command.  The command runs alone: it waits for
     snapshots and restores to end, and new ones wait for it.  If it is killed, the store stays consistent.
     """
-    with (
-        _interruptible(app, lambda: "every snapshot is whole; `vfsd store gc` frees what is left to free"),
-        _opened(store) as opened,
-        _progress("collecting") as progress,
-    ):
-        report = opened.collect_garbage(progress, wait_s=wait, repair=repair)
-    record = {name: getattr(report, name) for name in GarbageReport.__slots__}
-    app.emit(record, lambda _: _show_gc(report))
+    with _progress("collecting") as progress:
+        report = store.collect_garbage(progress, wait_s=wait, repair=repair)
+    app.emit(report, _show_gc)
 
 
 def _show_gc(report: GarbageReport) -> None:
@@ -254,18 +215,15 @@ def _show_gc(report: GarbageReport) -> None:
 # -- drop -----------------------------------------------------------------------------------------
 @store_command.command(
     "drop",
-    cls=_Command,
     examples="""
     vfsd store drop host:/srv/old snap-1 snap-2
     vfsd store drop host:/srv/old --all
     """,
 )
-@_store_option
 @click.option("--all", "drop_all", is_flag=True, help="Drop all snapshots of the workspace.")
 @click.argument("key", metavar="WORKSPACE")
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.pass_obj
-def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], *, drop_all: bool) -> None:
+def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], drop_all: bool) -> None:
     """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
     WORKSPACE is a name as `vfsd store list` prints it.  Without names and --all the command asks on a terminal.  Either
@@ -274,14 +232,11 @@ def drop_command(app: App, store: str | None, key: str, names: tuple[str, ...], 
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")
     dropped: list[str] = []
-
-    def what_became() -> str:
-        return f"{counted(len(dropped), 'snapshot was', 'snapshots were')} dropped"
-
-    with _interruptible(app, what_became), _opened(store) as opened:
-        for name in _to_drop(opened, key, names, drop_all=drop_all, may_ask=not app.json):
-            opened.drop(key, name)
-            dropped.append(name)
+    app.interrupted = "interrupted: nothing was dropped"
+    for name in _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json):
+        store.drop(key, name)
+        dropped.append(name)
+        app.interrupted = f"interrupted: {counted(len(dropped), 'snapshot was', 'snapshots were')} dropped"
     snapshots = counted(len(dropped), "snapshot")
     app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {snapshots} of {key}: {_some(dropped)}"))
 

@@ -27,8 +27,6 @@ from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import wire_path
 from vfsd.wire.sockets import remove_dead_socket
 
-__all__ = ["unmount_command"]
-
 _EXPORTS: Final = 5  # attempts, if programs change the workspace during the export
 
 

@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall, Requests
     from vfsd.machine.runtime import WorkspaceRecord
 
-__all__ = [
-    "INTERRUPTED",
-    "NO_ARGUMENTS",
-    "WORDS",
-    "App",
-    "Command",
-    "Group",
-    "SuggestingGroup",
-    "asks_for_json",
-    "check_alive",
-    "describe",
-    "did_you_mean",
-    "end_with_usage",
-    "error_record",
-    "guarded",
-    "shared_options",
-]
-
 T = TypeVar("T")
 INTERRUPTED: Final = 130  # the exit status that a shell reports for SIGINT: 128 + 2
 WORDS: Final = "vfsd.words"  # the key of the whole command line in a context's `meta`
@@ -169,21 +151,13 @@ class _WithExamples(click.Command):
 class Command(_WithExamples):
     """The class of all commands.
 
-    An empty string as an argument or as the value of an option is refused, except for the parameters named in
-    `may_be_empty`.
+    An empty string as an argument or as the value of an option is refused, except as a `--tag`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        may_be_empty: frozenset[str] = frozenset({"tag"}),
-        interrupted: str = "interrupted",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, interrupted: str = "interrupted", **kwargs: Any) -> None:
         """`interrupted` is the message when Ctrl-C ends the command: it says what became of the work."""
         super().__init__(*args, **kwargs)
         self.interrupted = interrupted
-        self.may_be_empty = may_be_empty
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -204,7 +178,7 @@ class Command(_WithExamples):
         for param in self.params:
             value = ctx.params.get(param.name or "")
             empty = value == "" or (isinstance(value, tuple) and "" in value)
-            if empty and param.name not in self.may_be_empty and param.type is not click.UNPROCESSED:
+            if empty and param.name != "tag" and param.type is not click.UNPROCESSED:
                 hint = param.get_error_hint(ctx).replace("'", "")
                 raise click.UsageError(f"{hint} is an empty string", ctx)
 
@@ -230,27 +204,22 @@ def guarded(ctx: click.Context, run: Callable[[], T]) -> T:
     try:
         return run()
     except Interrupted as end:
-        _report(error_record(OSError(end.errno, str(end))), str(end), as_json=ctx.ensure_object(App).json)
+        _report(ctx, OSError(end.errno, str(end)))
         ctx.exit(AFTER_SIGNAL + end.number)
     except KeyboardInterrupt:
-        app = ctx.ensure_object(App)
-        _report(error_record(OSError(errno.EINTR, app.interrupted)), app.interrupted, as_json=app.json)
+        _report(ctx, OSError(errno.EINTR, ctx.ensure_object(App).interrupted))
         ctx.exit(INTERRUPTED)
     except BrokenPipeError:
         # Nothing reads the output any more: click ends the process quietly.  (The client raises other errors for its
         # socket.)
         raise
     except (OSError, NotImplementedError, UnicodeEncodeError) as error:
-        _fail(ctx, error)
+        _report(ctx, error)
+        for note in getattr(error, "__notes__", ()):  # the end of the log, if a daemon failed to start unexpectedly
+            output.note(note)
+        ctx.exit(1)
     except click.ClickException as error:
         end_with_usage(error, as_json=ctx.ensure_object(App).json or asks_for_json(ctx.meta.get(WORDS, ())))
-
-
-def _fail(ctx: click.Context, error: Exception) -> NoReturn:
-    _report(error_record(error), describe(error), as_json=ctx.ensure_object(App).json)
-    for note in getattr(error, "__notes__", ()):  # the end of the log, if a daemon failed to start unexpectedly
-        output.note(note)
-    ctx.exit(1)
 
 
 def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
@@ -262,7 +231,7 @@ def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "vfsd"
         line += f"{'' if message.endswith('?') else '.'} See `{path} --help`"
-    _report({"message": message, "errno": None, "path": None}, line, as_json=as_json)
+    report(line, {"message": message, "errno": None, "path": None}, as_json=as_json)
     raise click.exceptions.Exit(error.exit_code)
 
 
@@ -272,7 +241,12 @@ NO_ARGUMENTS: Final[tuple[type[Exception], ...]] = tuple(
 )
 
 
-def _report(record: dict[str, Any], line: str, *, as_json: bool) -> None:
+def _report(ctx: click.Context, error: Exception) -> None:
+    report(describe(error), error_record(error), as_json=ctx.ensure_object(App).json)
+
+
+def report(line: str, record: dict[str, Any], *, as_json: bool) -> None:
+    """Report an error: one line and, with `as_json`, a document with `record`."""
     output.report(line)
     if as_json:
         with contextlib.suppress(OSError):  # standard output may be the stream that failed; the line has been written

@@ -22,8 +22,6 @@ from typing import Final
 from vfsd.client.exec_call import ExecCall
 from vfsd.wire.exec_messages import ExecEnded, ExecOutput, ExecParams, TerminalSize
 
-__all__ = ["run_attached", "run_collected"]
-
 _PIECE_BYTES: Final = 64 * 1024
 _STREAMS: Final = {"stdout": 1, "stderr": 2}
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -12,17 +12,6 @@ import click
 from vfsd.cli.common import output
 from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ProblemRecord
 
-__all__ = [
-    "LETTERS",
-    "count_words",
-    "plain_change",
-    "show_changes",
-    "show_expired",
-    "show_problems",
-    "show_safety",
-    "show_stat",
-]
-
 LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 LETTERS_HELP: Final = (
     "A added, M modified (content), D removed, T another type (a file became a symlink, for example), "

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vfsd.client.connection import ControlClient
     from vfsd.wire.messages import CancelState
 
-__all__ = ["AFTER_SIGNAL", "Interrupted", "Signalled", "completed", "interruptible"]
-
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
 _ANSWER_S: Final = 3.0  # how long the daemon may take to answer
 

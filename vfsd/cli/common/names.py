@@ -19,8 +19,6 @@ from vfsd.client.paths import current_directory
 from vfsd.machine.runtime import WorkspaceRecord, find_workspace, read_records
 from vfsd.wire.messages import SnapshotsParams
 
-__all__ = ["complete_restore", "complete_snapshot", "complete_workspace", "with_similar_snapshots"]
-
 _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 
 

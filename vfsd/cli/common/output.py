@@ -26,27 +26,6 @@ if TYPE_CHECKING:
 
     from vfsd.wire.messages import ProgressReport
 
-__all__ = [
-    "Column",
-    "base64_text",
-    "columns",
-    "counted",
-    "fields",
-    "has_colours",
-    "human_size",
-    "note",
-    "on_terminal",
-    "print_json",
-    "progress",
-    "report",
-    "say",
-    "show_path",
-    "show_time",
-    "table",
-    "text_or_base64",
-    "write_bytes",
-]
-
 Cell = str | int | None
 Kind = Literal["text", "size", "count", "time", "path"]
 

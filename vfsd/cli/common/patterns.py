@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["exclude_option", "include_option"]
-
 include_option = click.option(
     "--include",
     multiple=True,

@@ -22,8 +22,6 @@ from vfsd.client.requests import RemoteCall
 from vfsd.wire.lines import LineBuffer
 from vfsd.wire.messages import ChangeRecord, DiffResult
 
-__all__ = ["ChangeSpool", "PatientOutput", "call_with_changes", "print_with_changes", "write_changes"]
-
 _MEMORY_BYTES: Final = 1024 * 1024  # a larger temporary file is on disk
 _STEP_BYTES: Final = 4096  # PIPE_BUF: a writable pipe accepts as much without blocking
 _COPY_BYTES: Final = 1024 * 1024

@@ -15,20 +15,6 @@ from vfsd.client.requests import check_archive_name
 from vfsd.wire.backend_spec import BackendSpec, known_backends, parse_backend
 from vfsd.wire.options import NAME_PATTERN
 
-__all__ = [
-    "BACKEND",
-    "NAME",
-    "SIZE",
-    "Backend",
-    "Name",
-    "Seconds",
-    "Size",
-    "environment",
-    "in_home",
-    "is_text",
-    "refuse_other_archives",
-]
-
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
     _TextType = click.ParamType[str]
