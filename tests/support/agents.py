@@ -16,10 +16,10 @@ from typing import Any
 import trio
 
 from protocol.backends.container.agent.link import AgentLink, HelperStream
-from protocol.backends.container.agent.replies import IDENTITY, Owners
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
+from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import DirectoryEntry
 
@@ -99,9 +99,9 @@ class Agent:
             return method
         return lambda *args, **options: self.run(lambda: method(*args, **options))
 
-    def tree(self, owners: Owners = IDENTITY, **options: Any) -> AgentTree:
+    def tree(self, ids: IdMap = IDENTITY, **options: Any) -> AgentTree:
         """The live state, for the thread that asks."""
-        return AgentTree(self.agent_link, self._token, owners, **options)
+        return AgentTree(self.agent_link, self._token, ids, **options)
 
     def run(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers, once it is there."""

@@ -237,9 +237,8 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
     return Backend(
         workspace.connection.volume,
         _cache_timeout_s(options),
-        workspace.tidy,
-        workspace.close,
-        workspace,
+        close=workspace.close,
+        container=workspace,
         recovered=_describe_interrupted(stored),
         stored=stored,
     )

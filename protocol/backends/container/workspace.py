@@ -40,12 +40,6 @@ class ContainerWorkspace:
     def target(self) -> ContainerTarget:
         return self.connection.target
 
-    def tidy(self) -> None:
-        """Close idle descriptors.  To be called by the loop about once a second."""
-        transport = self.connection.transport
-        if isinstance(transport, RootfsTransport):
-            transport.tidy()
-
 
 def open_container(
     name: str,

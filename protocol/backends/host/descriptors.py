@@ -14,7 +14,7 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Final
@@ -57,6 +57,7 @@ class Descriptors:
         self._open: dict[HostInode, None] = {}
         self._writable: dict[HostInode, None] = {}
         self._table: HostInodeTable
+        self.on_writer: Callable[[], None] | None = None  # called when a file was opened for writing
         self._is_deferring = False
         self._to_close: list[int] = []
         # Files that lost their names in a restore, maybe thousands; they are closed in the background.
@@ -242,6 +243,8 @@ class Descriptors:
         node.fd, node.writable = descriptor, writable
         if writable:
             self._writable[node] = None
+            if self.on_writer is not None:
+                self.on_writer()
         self._admit(node)
 
     def _reopened(self, node: HostInode, flags: int) -> int:

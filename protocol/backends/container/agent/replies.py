@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from protocol.backends.container.helper.wire import (
@@ -20,14 +19,13 @@ from protocol.backends.container.helper.wire import (
     XATTR,
     WireError,
 )
+from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.tree import TreeEntry
 from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
 
 __all__ = [
-    "IDENTITY",
     "AgentAttributes",
     "Listed",
-    "Owners",
     "attributes_in",
     "entries_in",
     "number_in",
@@ -64,39 +62,7 @@ class AgentAttributes(NamedTuple):
     generation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Owners:
-    """The swap of user and group ids between container and host: the helper's ids are the daemon's, and vice versa.
-
-    So an unprivileged user who runs vfsd is root in a rootless container and owns the files there.  A root daemon sees
-    the container's own ids.
-    """
-
-    users: tuple[int, int] = (0, 0)  # the helper's, the daemon's
-    groups: tuple[int, int] = (0, 0)
-
-    @property
-    def is_identity(self) -> bool:
-        return self.users[0] == self.users[1] and self.groups[0] == self.groups[1]
-
-    def user(self, uid: int) -> int:
-        """The id on the other side, in either direction."""
-        return _swapped(uid, self.users)
-
-    def group(self, gid: int) -> int:
-        return _swapped(gid, self.groups)
-
-
-IDENTITY: Final = Owners()
-
-
-def _swapped(number: int, pair: tuple[int, int]) -> int:
-    if number == pair[0]:
-        return pair[1]
-    return pair[0] if number == pair[1] else number
-
-
-def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: bool = False) -> AgentAttributes:
+def attributes_in(numbers: tuple[int, ...], ids: IdMap = IDENTITY, *, root: bool = False) -> AgentAttributes:
     """Parse attributes; `root`: they may be those of the root."""
     if len(numbers) != ATTRIBUTE_COUNT:
         raise WireError(f"{len(numbers)} numbers for attributes")
@@ -112,8 +78,8 @@ def attributes_in(numbers: tuple[int, ...], owners: Owners = IDENTITY, *, root: 
     atime_s, mtime_s, ctime_s, birth_s, *parts = times
     if min(parts) < 0 or max(parts) >= SECOND_NS:
         raise WireError(f"nanoseconds {parts}")
-    if owners is not IDENTITY:
-        uid, gid = owners.user(uid), owners.group(gid)
+    if ids is not IDENTITY:
+        uid, gid = ids.users.outside(uid), ids.groups.outside(gid)
     return AgentAttributes(
         inode, mode, nlink, uid, gid, rdev, size, blocks,
         atime_s * SECOND_NS + parts[0], mtime_s * SECOND_NS + parts[1], ctime_s * SECOND_NS + parts[2],
@@ -128,7 +94,7 @@ class Listed(NamedTuple):
     seen: AgentAttributes | None
 
 
-def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[Listed]:
+def entries_in(blob: bytes, cookie: int, ids: IdMap = IDENTITY) -> Iterator[Listed]:
     """Parse a page of a directory: the entries after `cookie`."""
     at = 0
     while at < len(blob):
@@ -147,11 +113,11 @@ def entries_in(blob: bytes, cookie: int, owners: Owners = IDENTITY) -> Iterator[
             continue
         if not 0 < length <= NAME_MAX or b"/" in name or b"\0" in name or name in _DOTS.values():
             raise WireError(f"name {name!r}")
-        seen = attributes_in(tuple(fields), owners)
+        seen = attributes_in(tuple(fields), ids)
         yield Listed(DirectoryEntry(name, seen.inode, seen.mode, cookie), seen)
 
 
-def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntry]:
+def tree_entries_in(blob: bytes, ids: IdMap = IDENTITY) -> Iterator[TreeEntry]:
     """Parse a page of a walk.  The caller checks the order of the entries."""
     at = 0
     while at < len(blob):
@@ -180,8 +146,8 @@ def tree_entries_in(blob: bytes, owners: Owners = IDENTITY) -> Iterator[TreeEntr
         if not stat.S_ISREG(mode):
             size = len(target)
         yield TreeEntry(
-            path, mode, size, mtime_s * SECOND_NS + part_ns, owners.user(uid), owners.group(gid), nlink, inode, rdev,
-            target, dict(_xattrs_in(xattrs)),
+            path, mode, size, mtime_s * SECOND_NS + part_ns, ids.users.outside(uid), ids.groups.outside(gid),
+            nlink, inode, rdev, target, dict(_xattrs_in(xattrs)),
         )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 It needs only a Podman service that can exec and a Python in the image.  The helper runs as the container's root, so it
 may do everything that a mount may; the kernel checks the permissions of the mount's callers by the attributes shown.
 
-Ids: a root daemon shows those of the container.  For another daemon its own user is the container's root, and vice
-versa (`agent.replies.Owners`), as in rootless Podman.
+Ids: a root daemon shows those of the container.  For another daemon its own user is the helper's, the container's root,
+and vice versa.  So an unprivileged user who runs vfsd is root in a rootless container and owns the files there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Final
 import trio
 
 from protocol.backends.container.agent.link import TIMEOUT_S, AgentLink
-from protocol.backends.container.agent.replies import IDENTITY, Owners
 from protocol.backends.container.agent.start import PYTHONS, helper_command, helper_program
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import VERSION, Op
+from protocol.backends.container.idmap import IDENTITY, IdMap, swapped
 from protocol.backends.container.podman.exec_stream import ExecStream, open_exec
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.state import ContainerState
-from protocol.errors import os_error
+from protocol.errors import only_error, os_error
 
 __all__ = ["AgentTransport"]
 
@@ -64,7 +64,7 @@ class AgentTransport:
         self._timeout_s = timeout_s
         self._python = ""
         self._link: AgentLink | None = None
-        self._shown_owners = IDENTITY
+        self._ids = IDENTITY
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
 
@@ -74,12 +74,12 @@ class AgentTransport:
         async def start_once() -> None:
             async with self._started(state.id) as link:
                 hello = await _hello(link)
-                self.supports_acl = hello.acl and self._owners(hello).is_identity
+                self.supports_acl = hello.acl and _ids_of(hello).is_identity
 
         try:
             trio.run(start_once)
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise only_error(group) from None
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> AgentVolume:
         """See `Transport`."""
@@ -88,11 +88,11 @@ class AgentTransport:
         link: AgentLink = await nursery.start(self._serve, state.id)
         self._link = link
         hello = await _hello(link)
-        self._shown_owners = self._owners(hello)
+        self._ids = _ids_of(hello)
         return AgentVolume(
             link,
             read_only=self._read_only,
-            owners=self._shown_owners,
+            ids=self._ids,
             user=hello.user,
             supports_acl=self.supports_acl,
         )
@@ -101,7 +101,7 @@ class AgentTransport:
         """The live state as a tree, for use in another thread than the serving one.  EIO while nothing is open."""
         if self._link is None:
             raise os_error(errno.EIO)
-        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._shown_owners)
+        return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._ids)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""
@@ -156,10 +156,10 @@ class AgentTransport:
             "container on this machine, --transport rootfs as root",
         )
 
-    @staticmethod
-    def _owners(hello: _Hello) -> Owners:
-        owners = Owners((hello.uid, os.geteuid()), (hello.gid, os.getegid()))
-        return IDENTITY if os.geteuid() == 0 or owners.is_identity else owners
+
+def _ids_of(hello: _Hello) -> IdMap:
+    ids = IdMap(swapped(hello.uid, os.geteuid()), swapped(hello.gid, os.getegid()))
+    return IDENTITY if os.geteuid() == 0 or ids.is_identity else ids
 
 
 async def _hello(link: AgentLink) -> _Hello:
@@ -178,9 +178,3 @@ async def _status(stream: ExecStream) -> int:
         except OSError:
             pass
     return -1
-
-
-def _first(group: BaseException) -> BaseException:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

@@ -21,8 +21,9 @@ from typing import Final
 import trio
 
 from protocol.backends.container.agent.link import AgentLink, Pending, Reply
-from protocol.backends.container.agent.replies import IDENTITY, Owners, number_in, string_in, tree_entries_in
+from protocol.backends.container.agent.replies import number_in, string_in, tree_entries_in
 from protocol.backends.container.helper.wire import CHUNK_BYTES, NAME_MAX, Op, WireError
+from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
 from protocol.tree import Tree, TreeEntry
@@ -46,13 +47,13 @@ class AgentTree:
         self,
         link: AgentLink,
         token: trio.lowlevel.TrioToken,
-        owners: Owners = IDENTITY,
+        ids: IdMap = IDENTITY,
         *,
         most_listed_bytes: int = _LISTED_BYTES,
     ) -> None:
         self._link = link
         self._token = token
-        self._owners = owners
+        self._ids = ids
         self._most_listed_bytes = most_listed_bytes
         # Files of the last walk that were not read yet (path, size), and those that were requested.
         self._coming: OrderedDict[bytes, int] = OrderedDict()
@@ -92,7 +93,7 @@ class AgentTree:
         """See `protocol.tree.Tree`, as for all that follow."""
         _, strings = self._call(Op.TREE_ENTRY, (), (path,), _ENTRY_BYTES)
         with self._checked():
-            found = list(tree_entries_in(string_in(strings, _ENTRY_BYTES), self._owners))
+            found = list(tree_entries_in(string_in(strings, _ENTRY_BYTES), self._ids))
             if len(found) != 1 or found[0].path != path:
                 raise WireError(f"{len(found)} entries for {path!r}")
         return found[0]
@@ -137,7 +138,7 @@ class AgentTree:
             numbers, strings = self._answer(pending)
             with self._checked():
                 more = bool(number_in(numbers, 1))
-                page = list(tree_entries_in(string_in(strings, _PAGE_BYTES + _ENTRY_BYTES), self._owners))
+                page = list(tree_entries_in(string_in(strings, _PAGE_BYTES + _ENTRY_BYTES), self._ids))
                 for entry in page:
                     order.check(entry)
                 if more and not page:

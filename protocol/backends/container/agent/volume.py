@@ -22,10 +22,8 @@ import trio
 
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
-    IDENTITY,
     AgentAttributes,
     Listed,
-    Owners,
     attributes_in,
     entries_in,
     number_in,
@@ -48,6 +46,7 @@ from protocol.backends.container.helper.wire import (
     Op,
     WireError,
 )
+from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs, VolumeCapabilities
@@ -89,7 +88,7 @@ class _Page:
 class AgentVolume:
     """Implements `protocol.volume.Volume`.  `readdir` returns a page: more may follow after its last cookie.
 
-    `owners` translates users and groups; files that the daemon's root creates belong to `user` (ids of the container).
+    `ids` translates users and groups; files that the daemon's root creates belong to `user` (ids of the container).
     """
 
     def __init__(
@@ -97,14 +96,14 @@ class AgentVolume:
         link: AgentLink,
         *,
         read_only: bool = False,
-        owners: Owners = IDENTITY,
+        ids: IdMap = IDENTITY,
         user: tuple[int, int] = (0, 0),
         supports_acl: bool = False,
     ) -> None:
         self.read_only = read_only
         self.capabilities: Final = VolumeCapabilities(acls=supports_acl)
         self._link = link
-        self._owners = owners
+        self._ids = ids
         self._user = user
         self._pages: dict[int, _Page] = {}
         self._new: dict[int, float] = {}  # new files, and until when they count as new
@@ -125,7 +124,7 @@ class AgentVolume:
     ) -> AgentAttributes:
         """Send a request whose reply is attributes with one lookup."""
         reply = await self._link.call(op, numbers, strings, undo=self._undo)
-        return self._checked(lambda: attributes_in(reply[0], self._owners, root=root))
+        return self._checked(lambda: attributes_in(reply[0], self._ids, root=root))
 
     def _undo(self, reply: Reply) -> None:
         """Return the lookup of a reply whose caller has gone."""
@@ -165,9 +164,9 @@ class AgentVolume:
     def _owner(self, caller: Caller) -> tuple[int, int]:
         """The owner, in the container's ids, of a file that `caller` creates."""
         uid, gid = (caller.uid, caller.gid)
-        if self._owners.is_identity:
+        if self._ids.is_identity:
             return (uid, gid) if uid or not any(self._user) else self._user
-        return self._owners.user(uid), self._owners.group(gid)
+        return self._ids.users.inside(uid), self._ids.groups.inside(gid)
 
     # -- cached pages -----------------------------------------------------------------------
     def _listed(self, parent: int, name: bytes) -> AgentAttributes | None:
@@ -206,7 +205,7 @@ class AgentVolume:
         return self._shown(inode, numbers)
 
     def _shown(self, inode: int, numbers: tuple[int, ...]) -> AgentAttributes:
-        seen = self._checked(lambda: attributes_in(numbers, self._owners, root=inode == ROOT_INODE))
+        seen = self._checked(lambda: attributes_in(numbers, self._ids, root=inode == ROOT_INODE))
         if seen.inode != inode:
             self._link.lose(f"it answers of inode {seen.inode} for {inode}")
             raise os_error(errno.EIO)
@@ -226,7 +225,7 @@ class AgentVolume:
             raise os_error(errno.EINVAL)
         if size > MAX_FILE_BYTES:
             raise os_error(errno.EFBIG)
-        uid, gid = self._owners.user(uid), self._owners.group(gid)
+        uid, gid = self._ids.users.inside(uid), self._ids.groups.inside(gid)
         times = (*divmod(atime_ns, SECOND_NS), *divmod(mtime_ns, SECOND_NS))
         numbers, _ = await self._change(Op.SETATTR, (inode, bits, mode, uid, gid, size, *times))
         return self._shown(inode, numbers)
@@ -324,7 +323,7 @@ class AgentVolume:
         reply = await self._link.call(
             Op.READDIR, (inode, cookie, wanted), most_bytes=most, undo=lambda reply: self._forget_page(reply, cookie)
         )
-        entries = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._owners)))
+        entries = self._checked(lambda: list(entries_in(string_in(reply[1], most), cookie, self._ids)))
         self._drop_page(inode)
         page = self._pages[inode] = _Page(entries, trio.current_time() + _LISTED_S, wanted)
         if is_changing or count != self._change_count:

@@ -12,8 +12,8 @@ import re
 import select
 from typing import Final
 
+from protocol.backends.container.idmap import IdMap, parse_map
 from protocol.backends.container.podman.state import ContainerState
-from protocol.backends.container.transports.idmap import IdMap, parse_map
 
 __all__ = ["ContainerInit"]
 

@@ -18,10 +18,10 @@ from typing import Final, Literal
 
 import trio
 
+from protocol.backends.container.idmap import IDENTITY
 from protocol.backends.container.podman.state import ContainerState
 from protocol.backends.container.transports.init_process import ContainerInit
-from protocol.backends.container.transports.mapped_volume import MappedVolume
-from protocol.backends.container.transports.root_volume import RootVolume, Soon
+from protocol.backends.container.transports.root_volume import RootVolume
 from protocol.backends.container.transports.workdir import open_workdir
 from protocol.volume import Volume
 
@@ -44,18 +44,18 @@ class RootfsTransport:
     def probe(self, state: ContainerState) -> None:
         """Raise OSError if this transport cannot reach the container; create a missing directory."""
         process, volume = self._opened(state)
-        self.supports_acl = volume.keeps_acls if isinstance(volume, MappedVolume) else volume.capabilities.acls
+        self.supports_acl = volume.capabilities.acls
         volume.close()
         process.close()
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
         """See `Transport`."""
-        self._process, volume = await trio.to_thread.run_sync(self._opened, state, self._soon)
+        self._process, volume = await trio.to_thread.run_sync(self._opened, state)
         self._volume = volume
         nursery.start_soon(self._close_writers, volume)
         return volume
 
-    def _soon(self) -> None:
+    def _on_writer(self) -> None:
         self._wrote.set()
 
     async def _close_writers(self, volume: RootVolume) -> None:
@@ -65,24 +65,23 @@ class RootfsTransport:
             self._wrote = trio.Event()
             volume.close_writers()
 
-    def _opened(self, state: ContainerState, soon: Soon | None = None) -> tuple[ContainerInit, RootVolume]:
+    def _opened(self, state: ContainerState) -> tuple[ContainerInit, RootVolume]:
         process = ContainerInit(state)
         try:
             owner = process.ids.users.outside(process.user), process.ids.groups.outside(process.group)
             directory = open_workdir(process.root, self._workdir, owner)
             try:
-                return process, self._volume_of(process, f"/proc/self/fd/{directory}", soon)
+                return process, self._volume_of(process, f"/proc/self/fd/{directory}")
             finally:
                 os.close(directory)
         except BaseException:
             process.close()
             raise
 
-    def _volume_of(self, process: ContainerInit, path: str, soon: Soon | None) -> RootVolume:
-        if os.geteuid() == 0 and (not process.ids.is_identity or process.user or process.group):
-            user = process.user, process.group
-            return MappedVolume(path, process.ids, user, read_only=self._read_only, soon=soon)
-        return RootVolume(path, read_only=self._read_only, soon=soon)
+    def _volume_of(self, process: ContainerInit, path: str) -> RootVolume:
+        is_mapped = os.geteuid() == 0
+        ids, user = (process.ids, (process.user, process.group)) if is_mapped else (IDENTITY, (0, 0))
+        return RootVolume(path, ids, user, self._on_writer, read_only=self._read_only)
 
     async def wait_lost(self) -> str:
         """See `Transport`."""
@@ -98,8 +97,3 @@ class RootfsTransport:
             volume.close()
         if process is not None:
             process.close()
-
-    def tidy(self) -> None:
-        """See `HostVolume.tidy`."""
-        if self._volume is not None:
-            self._volume.tidy()

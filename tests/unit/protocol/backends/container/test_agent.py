@@ -18,10 +18,10 @@ import trio
 import trio.testing
 
 from protocol.backends.container.agent.link import AgentLink
-from protocol.backends.container.agent.replies import Owners
 from protocol.backends.container.agent.start import helper_command, helper_program
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
+from protocol.backends.container.idmap import IdMap, swapped
 from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
@@ -441,9 +441,9 @@ def test_when_the_helper_ends_everybody_who_waits_gets_eio_at_once() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
 def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) -> None:
     """As in a rootless container: the helper is 0 there and its user 1000 here."""
-    owners = Owners((0, 1000), (0, 100))
+    ids = IdMap(swapped(0, 1000), swapped(0, 100))
     (tmp_path / "of root").write_text("x")
-    with local_agent(str(tmp_path), owners=owners) as agent:
+    with local_agent(str(tmp_path), ids=ids) as agent:
         made = agent.mknod(1, b"made", 0o100644, 0, Caller(1000, 100))
         shown = agent.lookup(1, b"of root")
         assert (made.uid, made.gid) == (shown.uid, shown.gid) == (1000, 100)
@@ -451,7 +451,7 @@ def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) ->
         agent.setattr(made.inode, AttributeChanges(uid=0, gid=7))
         assert (agent.getattr(made.inode).uid, agent.getattr(made.inode).gid) == (0, 7)
         assert ((tmp_path / "made").stat().st_uid, (tmp_path / "made").stat().st_gid) == (1000, 7)
-        listed = {entry.path: (entry.uid, entry.gid) for entry in agent.tree(owners).walk()}
+        listed = {entry.path: (entry.uid, entry.gid) for entry in agent.tree(ids).walk()}
         assert listed[b"made"] == (0, 7)
         assert listed[b"of root"] == (1000, 100)
 

@@ -1,4 +1,4 @@
-"""IdMap: the mapping between the ids of a container's user namespace and the host's.
+"""IdMap: the translation between the ids inside a container and those of the host.
 
 Source: user_namespaces(7), /proc/PID/uid_map.
 """
@@ -11,7 +11,7 @@ from typing import Final
 
 from protocol.errors import os_error
 
-__all__ = ["IdMap", "Ids", "parse_map"]
+__all__ = ["IDENTITY", "IdMap", "Ids", "parse_map", "swapped"]
 
 _OVERFLOW_ID: Final = 65534  # the kernel shows this for an unmapped id
 _KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) keeps the id
@@ -19,7 +19,7 @@ _KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) keeps the id
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """One map.  `ranges` are (first inside, first outside, count)."""
+    """The ranges (first inside, first outside, count) of users or of groups; the first one that has an id counts."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
@@ -44,16 +44,27 @@ class Ids:
         raise os_error(errno.EOVERFLOW, f"id {inside} is not mapped in the container")
 
 
+_EVERY_ID: Final = (0, 0, 1 << 32)
+
+
 @dataclass(frozen=True, slots=True)
 class IdMap:
-    """The users and groups of one user namespace."""
+    """The users and groups of a container."""
 
-    users: Ids
-    groups: Ids
+    users: Ids = Ids((_EVERY_ID,))
+    groups: Ids = Ids((_EVERY_ID,))
 
     @property
     def is_identity(self) -> bool:
         return self.users.is_identity and self.groups.is_identity
+
+
+IDENTITY: Final = IdMap()
+
+
+def swapped(one: int, other: int) -> Ids:
+    """A map that exchanges two ids and keeps all others."""
+    return Ids(((one, other, 1), (other, one, 1), _EVERY_ID))
 
 
 def parse_map(text: str) -> Ids:
