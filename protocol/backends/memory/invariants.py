@@ -18,33 +18,111 @@ from protocol.backends.memory.ledger import (
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from protocol.backends.memory.history.undo import Epoch
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["check", "check_inode", "check_ledger", "check_log"]
+__all__ = ["Invariants"]
 
 
-def check(state: MemoryState) -> None:
-    """Raise AssertionError if an invariant of `state`, `content`, `directory_cookies`, `undo` or `ledger` fails."""
-    for number, inode in state.inodes.items():
-        assert inode.inode == number
-        assert 0 < number < state.next_inode
-        assert inode.epoch <= state.epoch
-        check_inode(inode)
-        _check_links(state, inode)
-        if inode.children is not None:
-            _check_directory(state, inode)
-    _check_reachable(state)
-    _check_counters(state)
-    check_log(state)
-    check_ledger(state, state.inodes.values())
+class Invariants:
+    """The invariants of `state`, `content`, `directory_cookies`, `undo` and `ledger`.
+
+    A subclass for a state that loads inodes and entries on demand replaces the three methods that say what is loaded
+    and what the source of the inodes may differ in.
+    """
+
+    def __init__(self, state: MemoryState) -> None:
+        self._state = state
+        self._inodes = dict(state.inodes.items())
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant fails."""
+        for number, inode in self._inodes.items():
+            assert inode.inode == number
+            assert 0 < number < self._state.next_inode
+            assert inode.epoch <= self._state.epoch
+            self.check_inode(inode)
+            self._check_links(inode)
+            children = self.entries(inode)
+            if children is not None:
+                self._check_directory(inode, children)
+        self._check_reachable()
+        self._check_counters()
+        _check_log(self._state)
+        _check_ledger(self._state, list(self._inodes.values()))
+
+    # -- what another source of inodes may differ in -----------------------------------------------
+    def check_inode(self, inode: Inode) -> None:
+        """Check an inode by itself."""
+        _check_version(inode)
+
+    def entries(self, directory: Inode) -> dict[bytes, int] | None:
+        """Return the entries of a directory; None for other inodes, and for entries that are not loaded."""
+        return directory.children
+
+    def may_miss_links(self, file: Inode) -> bool:  # noqa: ARG002
+        """Return whether `file` may have names that are not among its links."""
+        return False
+
+    def sizes(self, directory: Inode, count: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the sizes that a directory with `count` entries may have."""
+        return (DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * count,)
+
+    # -- between inodes ----------------------------------------------------------------------------
+    def _check_links(self, inode: Inode) -> None:
+        assert len(set(inode.links)) == len(inode.links)
+        for directory, name in inode.links:
+            children = self._inodes[directory].children
+            assert children is not None
+            assert children[name] == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
+        if inode.inode == ROOT_INODE:
+            assert not inode.links
+        elif inode.children is not None:
+            assert len(inode.links) == (1 if inode.nlink else 0)
+        else:
+            missing = inode.nlink - len(inode.links)
+            is_right = missing == 0 or (missing > 0 and self.may_miss_links(inode))
+            assert is_right, f"inode {inode.inode}: nlink {inode.nlink}, links {inode.links}"
+
+    def _check_directory(self, directory: Inode, children: dict[bytes, int]) -> None:
+        for name, number in children.items():
+            child = self._inodes.get(number)
+            if child is not None:
+                assert (directory.inode, name) in child.links, f"an entry {name!r} that is no link of its inode"
+        if directory.nlink:
+            subdirectories = sum(map(stat.S_ISDIR, self._state.modes(list(children.values()))))
+            assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"
+        else:
+            assert not children, "a removed directory with entries"
+        assert directory.size in self.sizes(directory, len(children)), directory.inode
+        if directory.cookies is not None:
+            listed = list(directory.cookies.after(0))
+            assert sorted(name for _, name in listed) == sorted(children)
+            assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))
+
+    def _check_reachable(self) -> None:
+        """Check that the root reaches every inode with a name: no cycle, no island."""
+        seen = {ROOT_INODE}
+        todo = [ROOT_INODE]
+        while todo:
+            found = set((self.entries(self._inodes[todo.pop()]) or {}).values()) & self._inodes.keys() - seen
+            seen |= found
+            todo += found
+        named = {ROOT_INODE, *(number for number, inode in self._inodes.items() if inode.links)}
+        assert named == seen, named ^ seen
+
+    def _check_counters(self) -> None:
+        state, inodes = self._state, self._inodes.values()
+        linked = [inode for inode in inodes if inode.nlink]
+        assert state.pages == sum(inode.pages for inode in inodes), "pages"
+        assert state.directories == sum(inode.is_dir for inode in linked), "directories"
+        assert state.files == sum(not inode.is_dir for inode in linked), "files"
+        assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
 
 
-def check_inode(inode: Inode) -> None:
-    """Check the invariants of one inode by itself."""
+def _check_version(inode: Inode) -> None:
+    """Check the invariants of one inode, or of one old version, by itself."""
     kind = stat.S_IFMT(inode.mode)
     assert (inode.children is not None) == (kind == stat.S_IFDIR)
     assert (inode.target is not None) == (kind == stat.S_IFLNK)
@@ -55,62 +133,7 @@ def check_inode(inode: Inode) -> None:
         inode.content.check(inode.size)
 
 
-def _check_links(state: MemoryState, inode: Inode) -> None:
-    assert len(set(inode.links)) == len(inode.links)
-    for directory, name in inode.links:
-        children = state.inodes[directory].children
-        assert children is not None
-        assert children[name] == inode.inode, f"inode {inode.inode}: a link that its directory does not have"
-    if inode.inode == ROOT_INODE:
-        assert not inode.links
-    elif inode.children is None:
-        assert inode.nlink == len(inode.links), f"inode {inode.inode}: nlink {inode.nlink}, links {inode.links}"
-    else:
-        assert len(inode.links) == (1 if inode.nlink else 0)
-
-
-def _check_directory(state: MemoryState, directory: Inode) -> None:
-    children = directory.children
-    assert children is not None
-    subdirectories = 0
-    for name, number in children.items():
-        child = state.inodes[number]
-        assert (directory.inode, name) in child.links, f"an entry {name!r} that its inode does not know"
-        subdirectories += child.is_dir
-    if directory.nlink:
-        assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"
-    else:
-        assert not children, "a removed directory with entries"
-    assert directory.size == DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children), directory.inode
-    if directory.cookies is not None:
-        listed = list(directory.cookies.after(0))
-        assert sorted(name for _, name in listed) == sorted(children)
-        assert all(a[0] < b[0] for a, b in itertools.pairwise(listed))
-
-
-def _check_reachable(state: MemoryState) -> None:
-    """Check that the root reaches every linked inode: no cycle, no island."""
-    seen = {ROOT_INODE}
-    todo = [ROOT_INODE]
-    while todo:
-        for number in (state.inodes[todo.pop()].children or {}).values():
-            if number not in seen:
-                seen.add(number)
-                todo.append(number)
-    linked = {number for number, inode in state.inodes.items() if inode.nlink}
-    assert linked == seen, linked ^ seen
-
-
-def _check_counters(state: MemoryState) -> None:
-    linked = [inode for inode in state.inodes.values() if inode.nlink]
-    assert state.pages == sum(inode.pages for inode in state.inodes.values()), "pages"
-    assert state.directories == sum(inode.is_dir for inode in linked), "directories"
-    assert state.files == sum(not inode.is_dir for inode in linked), "files"
-    assert state.size_bytes == sum(inode.size for inode in linked if inode.is_file), "size_bytes"
-
-
-def check_log(state: MemoryState) -> None:
-    """Check the invariants of the undo log."""
+def _check_log(state: MemoryState) -> None:
     log = state.log
     epochs = log.epochs()
     assert all(a.serial < b.serial for a, b in itertools.pairwise(epochs))
@@ -132,7 +155,7 @@ def _check_epoch(state: MemoryState, epoch: Epoch) -> None:
             assert version.inode == number
             assert version.nlink > 0, "a snapshot holds an inode without links"
             assert version is not state.inodes.get(number), f"inode {number}: a pre-image that is live"
-            check_inode(version)
+            _check_version(version)
     if epoch is state.log.newest:
         for number, inode in state.inodes.items():
             if inode.epoch < epoch.serial and inode.nlink:
@@ -141,10 +164,9 @@ def _check_epoch(state: MemoryState, epoch: Epoch) -> None:
         assert 0 < directory < state.next_inode
 
 
-def check_ledger(state: MemoryState, live: Iterable[Inode]) -> None:
+def _check_ledger(state: MemoryState, live: list[Inode]) -> None:
     """Check the totals of the ledger against the `live` inodes and the pre-images of the epochs."""
     ledger = state.ledger
-    live = list(live)
     versions = [version for epoch in state.log.epochs() for version in epoch.inodes.values() if version is not None]
     content = sum(inode.content.charge for inode in live if inode.content is not None)
     assert ledger.content == content, f"content: {ledger.content}, of inodes {content}"

@@ -25,7 +25,7 @@ from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.entries import DirectoryEntries, not_found
 from protocol.backends.memory.files import FileContents, check_regular
 from protocol.backends.memory.history.snapshots import SnapshotHistory
-from protocol.backends.memory.invariants import check
+from protocol.backends.memory.invariants import Invariants
 from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
@@ -185,7 +185,7 @@ class MemoryVolume:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself.  O(everything): for tests and bug reports."""
-        check(self._state)
+        Invariants(self._state).check()
 
     # -- memory lent to an import ----------------------------------------------------------------
     def new_stage(self) -> MemoryVolume:

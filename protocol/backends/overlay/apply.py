@@ -45,9 +45,9 @@ from protocol.volume import ApplyConflict
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.view import SnapshotTree
-    from protocol.backends.overlay.lower import Lower
+    from protocol.backends.overlay.volume import OverlayVolume
 
-__all__ = ["Applied", "apply"]
+__all__ = ["Applied", "OverlayApply"]
 
 _CHUNK_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 64  # files; more than that are synced by one syncfs(2)
@@ -73,88 +73,81 @@ class Applied:
         return None if self.recovered is None else str(self.recovered)
 
 
-def apply(
-    lower: Lower,
-    base: SnapshotTree,
-    live: SnapshotTree,
-    paths: Sequence[bytes] = (),
-    *,
-    identities: _Identities,
-    force: bool = False,
-    dry_run: bool = False,
-    keep_going: Callable[[], None] = lambda: None,
-    before: Callable[[], None] = lambda: None,
-) -> Applied:
-    """Make the directory of `lower`, at and below `paths` or everywhere, equal to `live`; `base` is its state before.
+class OverlayApply:
+    """Implements `protocol.volume.ApplyRun`: one apply of `volume` from the tree `base` to the tree `live`.
 
-    `identities` are those that an earlier run left, by path.  With conflicts and without `force` nothing is
-    written.  `Applied.error` is the error that stopped the run; each path then has its old or its new state.
-    `keep_going` is called now and then until the steps are committed; if it raises, nothing is written.  `before` is
-    called before each change on the disk.
-
-    First finishes or undoes an apply that was killed (`Applied.recovered`); a dry run does not.  EBUSY while another
-    apply into the same directory runs.
+    Both trees stay open as long as the run is used.
     """
-    run = _Run(lower, base, live, identities, force=force, keep_going=keep_going)
-    found = list(changes(base, live, paths=paths))
-    result = Applied(found)
-    if dry_run:
-        result.conflicts = run.conflicts(found)
-        return result
-    root = lower.directory(b"").fd
-    if not found and not is_left(root):
-        return result
-    with journal(root, before) as begun:
-        result.recovered = begun.recover()
-        result.conflicts = run.conflicts(found)
-        if not result.conflicts or force:
-            _write(run, begun, found, result)
-    return result
 
-
-def _write(run: _Run, begun: ApplyJournal, found: Sequence[Change], result: Applied) -> None:
-    try:
-        run.write(found, begun)
-    except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
-        result.error = error
-    try:
-        begun.clear()
-    except BaseException as error:  # noqa: BLE001 -- the same: what this run wrote is known either way
-        result.error = result.error or error
-    for change in found:
-        if result.error is None or change.path in run.done:
-            result.identities[change.path] = run.identity_of(change)
-    result.renewed = run.renewed()
-
-
-class _Run:
     def __init__(
         self,
-        lower: Lower,
+        volume: OverlayVolume,
         base: SnapshotTree,
         live: SnapshotTree,
-        identities: _Identities,
+        paths: Sequence[bytes],
         *,
         force: bool,
-        keep_going: Callable[[], None],
+        dry_run: bool,
     ) -> None:
-        self._lower = lower
-        self._root = lower.directory(b"").fd
+        self._volume = volume
+        self._lower = volume.lower
+        self._root = volume.lower.directory(b"").fd
         self._device = os.fstat(self._root).st_dev
         self._base = base
         self._live = live
-        self._identities = identities
+        self._paths = paths
+        self._identities = dict(volume.identities)  # those that earlier runs left, by path
         self._force = force
-        self._keep_going = keep_going
+        self._dry_run = dry_run
+        self._keep_going: Callable[[], None] = lambda: None
         self._changed: set[bytes] = set()
         self._expectations: _Identities = {}
-        self.done: set[bytes] = set()
+        self._done: set[bytes] = set()
         # The inodes whose ctime this run changes, with their identity before.
         self._touched: dict[tuple[int, int], tuple[Handle, Identity]] = {}
         self._times: dict[tuple[int, int], int] = {}  # the mtime that this run gives to an inode
         self._staged: dict[bytes, bytes] = {}  # path -> where its new entry is staged
 
-    # -- what is there -----------------------------------------------------------------------------
+    def write(self, keep_going: Callable[[], None], before: Callable[[], None] = lambda: None) -> Applied:
+        """See `protocol.volume.ApplyRun`.  `before` is called before each change on the disk.  EBUSY, OSError.
+
+        First finishes or undoes an apply that was killed (`Applied.recovered`); a dry run does not.  `Applied.error` is
+        the error that stopped the run after that; each path then has its old or its new state.
+        """
+        self._keep_going = keep_going
+        found = list(changes(self._base, self._live, paths=self._paths))
+        result = Applied(found)
+        if self._dry_run:
+            result.conflicts = self._conflicts(found)
+        elif found or is_left(self._root):
+            with journal(self._root, before) as begun:
+                result.recovered = begun.recover()
+                result.conflicts = self._conflicts(found)
+                if not result.conflicts or self._force:
+                    self._write(found, begun, result)
+        return result
+
+    def finish(self, result: Applied) -> None:
+        """See `protocol.volume.ApplyRun`."""
+        self._volume.applied(self._live, result)
+        if not (self._paths or result.error):
+            self._volume.mark_saved(self._live)
+
+    def _write(self, found: Sequence[Change], begun: ApplyJournal, result: Applied) -> None:
+        try:
+            self._execute(found, begun)
+        except BaseException as error:  # noqa: BLE001 -- the caller raises it, after noting what was done
+            result.error = error
+        try:
+            begun.clear()
+        except BaseException as error:  # noqa: BLE001 -- the same: what this run wrote is known either way
+            result.error = result.error or error
+        for change in found:
+            if result.error is None or change.path in self._done:
+                result.identities[change.path] = self._identity_left(change)
+        result.renewed = self._renewed()
+
+    # -- looking for conflicts -----------------------------------------------------------------------------
     def _stat(self, path: bytes) -> os.stat_result | None:
         try:
             return self._lower.stat(path)
@@ -178,8 +171,7 @@ class _Run:
             return None
         return version.lower.identity if isinstance(version, OverlayInode) else None
 
-    def conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
-        """The conflicts of these changes."""
+    def _conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
         return [conflict for change in found if (conflict := self._conflict(change)) is not None]
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
@@ -187,7 +179,7 @@ class _Run:
             return ApplyConflict(change.path, "has a name that is reserved there")
         there = self._stat(change.path)
         if self._is_done(change, there):
-            self.done.add(change.path)
+            self._done.add(change.path)
             return None
         expected = self._expected(change.path)
         if expected is None and (change.old is None or change.path in self._identities):
@@ -254,11 +246,11 @@ class _Run:
         return all(os.read(file.fd, len(chunk)) == chunk for chunk in self._live.chunks(path, _CHUNK_BYTES))
 
     # -- staging -----------------------------------------------------------------------------------
-    def write(self, found: Sequence[Change], begun: ApplyJournal) -> None:
+    def _execute(self, found: Sequence[Change], begun: ApplyJournal) -> None:
         """Stage, commit and execute the changes."""
         # also the changes that are not written by this run
         self._changed = {change.path for change in changes(self._base, self._live)}
-        todo = [change for change in found if change.path not in self.done]
+        todo = [change for change in found if change.path not in self._done]
         plan = list(self._plan(todo, begun))
         self._sync_staged()
         begun.commit(plan)
@@ -270,7 +262,7 @@ class _Run:
             if not steps.run(step):
                 raise ChangedBelowError(step.path)
             if step.do != "remove":
-                self.done.add(step.path)
+                self._done.add(step.path)
         steps.sync()
         begun.done()
 
@@ -340,7 +332,7 @@ class _Run:
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
-            if other == new.path or (other in self._changed and other not in self.done and other not in self._staged):
+            if other == new.path or (other in self._changed and other not in self._done and other not in self._staged):
                 continue
             source, other_name = place(self._root, self._staged.get(other, other))
             self._touch(source, other_name)
@@ -399,7 +391,7 @@ class _Run:
         self._touched.setdefault((there.st_dev, there.st_ino), (handle, identity(there)))
         self._lower.moving.add((there.st_dev, there.st_ino))
 
-    def renewed(self) -> dict[tuple[int, int], Identity]:
+    def _renewed(self) -> dict[tuple[int, int], Identity]:
         """Current identities of the inodes whose ctime this run changed, unless other programs changed them too."""
         found = {}
         for key, (handle, before) in self._touched.items():
@@ -408,7 +400,7 @@ class _Run:
                 found[key] = now
         return found
 
-    def identity_of(self, change: Change) -> Identity | None:
+    def _identity_left(self, change: Change) -> Identity | None:
         """The identity that this run left at a path; `_SOMETHING_ELSE` if another program has changed it since."""
         there = self._stat(change.path)
         new = change.new

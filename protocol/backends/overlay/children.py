@@ -9,7 +9,7 @@ Threading: any thread may ask; `fill` and `make` hold the state's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from protocol.backends.overlay.inode import OverlayInode
@@ -21,19 +21,17 @@ __all__ = ["FilledChildren", "InodeTable", "UnfilledChildren"]
 
 
 class FilledChildren(dict[bytes, int]):
-    """Name to inode number, after loading."""
+    """Name to inode number, after loading: a dict without overrides."""
 
     __slots__ = ("fill",)
 
     fill: Callable[[], None]
 
 
-class UnfilledChildren(dict[bytes, int]):
-    """Name to inode number, before loading.  `fill` turns it into a `FilledChildren`."""
+class UnfilledChildren(FilledChildren):
+    """Name to inode number, before loading.  Each access calls `fill`, which turns it into a `FilledChildren`."""
 
-    __slots__ = ("fill",)
-
-    fill: Callable[[], None]
+    __slots__ = ()
 
     def __init__(self, fill: Callable[[], None]) -> None:
         super().__init__()
@@ -41,52 +39,23 @@ class UnfilledChildren(dict[bytes, int]):
 
     def become(self, entries: dict[bytes, int]) -> None:
         """Finish loading, with `entries`."""
-        dict.update(self, entries)
-        self.__class__ = FilledChildren  # type: ignore[assignment]
+        self.update(entries)
+        self.__class__ = FilledChildren  # type: ignore[assignment]  # last: other threads wait in `fill` until then
 
-    def get(self, name: bytes, default: Any = None) -> Any:
-        self.fill()
-        return dict.get(self, name, default)
 
-    def __getitem__(self, name: bytes) -> int:
+def _after_filling(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: UnfilledChildren, *args: Any) -> Any:
         self.fill()
-        return dict.__getitem__(self, name)
+        return method(self, *args)
 
-    def __contains__(self, name: object) -> bool:
-        self.fill()
-        return dict.__contains__(self, name)
+    return call
 
-    def __iter__(self) -> Iterator[bytes]:
-        self.fill()
-        return dict.__iter__(self)
 
-    def __len__(self) -> int:
-        self.fill()
-        return dict.__len__(self)
-
-    def __setitem__(self, name: bytes, number: int) -> None:
-        self.fill()
-        dict.__setitem__(self, name, number)
-
-    def __delitem__(self, name: bytes) -> None:
-        self.fill()
-        dict.__delitem__(self, name)
-
-    def keys(self) -> KeysView[bytes]:  # type: ignore[override]  # dict_keys is one
-        self.fill()
-        return dict.keys(self)
-
-    def values(self) -> ValuesView[int]:  # type: ignore[override]
-        self.fill()
-        return dict.values(self)
-
-    def items(self) -> ItemsView[bytes, int]:  # type: ignore[override]
-        self.fill()
-        return dict.items(self)
-
-    def copy(self) -> dict[bytes, int]:
-        self.fill()
-        return dict.copy(self)
+for _name in (
+    "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__",
+    "copy", "get", "items", "keys", "values",
+):  # fmt: skip
+    setattr(UnfilledChildren, _name, _after_filling(getattr(dict, _name)))
 
 
 class InodeTable(dict[int, "Inode"]):

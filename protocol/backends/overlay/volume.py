@@ -38,9 +38,9 @@ from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.history.snapshots import restore_epoch
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import Inode
-from protocol.backends.overlay.apply_run import OverlayApply
+from protocol.backends.overlay.apply import Applied, OverlayApply
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.invariants import check
+from protocol.backends.overlay.invariants import OverlayInvariants
 from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
@@ -48,7 +48,6 @@ from protocol.backends.overlay.view import OverlayTree
 from protocol.volume import CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
-    from protocol.backends.overlay.apply import Applied
     from protocol.volume import Buffer
 
 __all__ = ["OverlayVolume"]
@@ -57,6 +56,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _SUPERUSER: Final = Caller(0, 0)
+# The calls that change the state and read no content below.
+_CHANGING: Final = (
+    "forget", "link", "mkdir", "mknod", "removexattr", "rmdir", "setattr", "setxattr", "symlink", "tmpfile", "unlink"
+)  # fmt: skip
 _LOOKED_AT: Final = 1000  # files at a time: takes some milliseconds
 
 
@@ -108,9 +111,9 @@ class OverlayVolume(MemoryVolume):
         self._round: Iterator[int] = iter(())
 
     def check_invariants(self) -> None:
-        """See `MemoryVolume.check_invariants`; looks nowhere that nobody looked."""
+        """See `MemoryVolume.check_invariants`; loads nothing from the lower directory."""
         with self._lock:
-            check(self._overlay)
+            OverlayInvariants(self._overlay).check()
 
     def _bind(self) -> None:
         """Replace the memory volume's methods that read below, and hold the lock in those that change the state."""
@@ -120,17 +123,8 @@ class OverlayVolume(MemoryVolume):
         self._memory_write, self.write = self.write, self._write
         self._memory_fallocate, self.fallocate = self.fallocate, self._fallocate
         self._memory_rename, self.rename = self.rename, self._rename
-        self.forget = _locked(self._lock, self.forget)
-        self.setattr = _locked(self._lock, self.setattr)
-        self.mknod = _locked(self._lock, self.mknod)
-        self.mkdir = _locked(self._lock, self.mkdir)
-        self.symlink = _locked(self._lock, self.symlink)
-        self.link = _locked(self._lock, self.link)
-        self.unlink = _locked(self._lock, self.unlink)
-        self.rmdir = _locked(self._lock, self.rmdir)
-        self.tmpfile = _locked(self._lock, self.tmpfile)
-        self.setxattr = _locked(self._lock, self.setxattr)
-        self.removexattr = _locked(self._lock, self.removexattr)
+        for name in _CHANGING:
+            setattr(self, name, _locked(self._lock, getattr(self, name)))
         self._history.make_tree = functools.partial(OverlayTree, self, self._overlay)
         self._history.starts_empty = False
 

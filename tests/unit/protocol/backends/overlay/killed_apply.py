@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.apply import apply
+from protocol.backends.overlay.apply import Applied
 from protocol.backends.overlay.journal import recover
 from protocol.testing.volume.driver import Driver
 
@@ -81,6 +81,12 @@ def random_step(chance: random.Random, volume: OverlayVolume, fs: Driver) -> Non
         pass  # exists, is not empty, is below itself: another step then
 
 
+def written(volume: OverlayVolume, before: Callable[[], None] = lambda: None, *, dry_run: bool = False) -> Applied:
+    """Apply `volume` to the directory below it; the volume does not take note of that."""
+    with volume.applying((), force=False, dry_run=dry_run) as run:
+        return run.write(lambda: None, before)
+
+
 def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
     """Work in an overlay of `root`, with a clock that says the same each time, and apply it.
 
@@ -94,8 +100,7 @@ def apply_work(root: str, before: Callable[[], None], seed: int = 0) -> None:
             random_step(chance, volume, fs)
     else:
         work(fs, volume)
-    with volume.base_tree() as base, volume.tree() as live:
-        done = apply(volume.lower, base, live, identities={}, before=before)
+    done = written(volume, before)
     assert not done.conflicts, done.conflicts
     if done.error is not None:
         raise done.error

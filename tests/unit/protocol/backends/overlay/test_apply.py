@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.apply import Applied, apply
+from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.unit.protocol.backends.overlay.killed_apply import random_step
@@ -45,20 +45,10 @@ def run(
     keep_going: Callable[[], None] = lambda: None,
     before: Callable[[], None] = lambda: None,
 ) -> Applied:
-    with volume.base_tree() as base, volume.tree() as live:
-        done = apply(
-            volume.lower,
-            base,
-            live,
-            paths,
-            identities=dict(volume.identities),
-            force=force,
-            dry_run=dry_run,
-            keep_going=keep_going,
-            before=before,
-        )
+    with volume.applying(paths, force=force, dry_run=dry_run) as apply:
+        done = apply.write(keep_going, before)
         if not dry_run and (force or not done.conflicts):
-            volume.applied(live, done)
+            apply.finish(done)
         if done.error is not None:
             raise done.error
     volume.check_invariants()

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.backends.overlay.apply import apply
 from protocol.backends.overlay.journal import Recovered, journal, recover
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
 from tests.support.foreign_files import NOT_REGULAR, plant
-from tests.unit.protocol.backends.overlay.killed_apply import BLOCK, apply_work
+from tests.unit.protocol.backends.overlay.killed_apply import BLOCK, apply_work, written
 
 Run = Callable[..., bool]
 Tree = dict[str, tuple[object, ...]]
@@ -243,11 +242,9 @@ def test_an_apply_finishes_first_what_another_was_killed_in(copies: Callable[[],
     volume = OverlayVolume(str(place))
     assert b".vfsd-apply" not in Driver(volume).names(b"")
     Driver(volume).file(b"more", b"more")
-    with volume.base_tree() as base, volume.tree() as live:
-        dry = apply(volume.lower, base, live, identities={}, dry_run=True)
-        assert dry.recovered is None
-        assert not (place / "more").exists()
-        done = apply(volume.lower, base, live, identities={})
+    assert written(volume, dry_run=True).recovered is None
+    assert not (place / "more").exists()
+    done = written(volume)
     assert done.error is None
     assert isinstance(done.recovered, Recovered)
     (place / "more").unlink()
@@ -259,28 +256,21 @@ def test_two_applies_at_once_into_one_directory_are_refused(below: Path) -> None
     Driver(volume).file(b"more", b"more")
     top = os.open(below, os.O_RDONLY)
     try:
-        with (
-            volume.base_tree() as base,
-            volume.tree() as live,
-            journal(top),
-            pytest.raises(OSError, match="another apply") as caught,
-        ):
-            apply(volume.lower, base, live, identities={})
+        with journal(top), pytest.raises(OSError, match="another apply") as caught:
+            written(volume)
     finally:
         os.close(top)
     assert caught.value.errno == errno.EBUSY
-    with volume.base_tree() as base, volume.tree() as live:
-        assert apply(volume.lower, base, live, identities={}).error is None
-        assert (below / "more").read_bytes() == b"more"
-        assert not (below / ".vfsd-apply").exists()
+    assert written(volume).error is None
+    assert (below / "more").read_bytes() == b"more"
+    assert not (below / ".vfsd-apply").exists()
 
 
 def test_the_journals_name_is_not_there_and_cannot_be_applied(below: Path) -> None:
     volume = OverlayVolume(str(below))
     Driver(volume).directory(b".vfsd-apply")
+    assert [conflict.path for conflict in written(volume).conflicts] == [b".vfsd-apply"]
     with volume.base_tree() as base, volume.tree() as live:
-        done = apply(volume.lower, base, live, identities={})
-        assert [conflict.path for conflict in done.conflicts] == [b".vfsd-apply"]
         assert [change.path for change in changes(base, live)] == [b".vfsd-apply"]
 
 
@@ -295,8 +285,7 @@ def test_what_goes_into_another_mount_is_staged_there(below: Path) -> None:
         volume.write(fs.at(b"other/f"), 0, b"new")
         fs.directory(b"other/d")
         fs.file(b"other/d/g", b"g")
-        with volume.base_tree() as base, volume.tree() as live:
-            done = apply(volume.lower, base, live, identities={})
+        done = written(volume)
         if done.error is not None:
             raise done.error
         assert (below / "other" / "f").read_bytes() == b"new"
