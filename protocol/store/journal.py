@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,25 +14,15 @@ from protocol.store.format.layout import write_atomically
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
 
-__all__ = ["Interrupted", "RestoreEntry", "RestoreJournal"]
+__all__ = ["InterruptedRestore", "RestoreJournal"]
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """An incomplete restore: each path has its old or its new state.
+class InterruptedRestore(msgspec.Struct, frozen=True):
+    """An incomplete restore, as the journal file records it: each path has its old or its new state.
 
     To complete it, restore `snapshot` (and `paths`) again.  To undo it, restore `safety`, the state before; None if
-    the restore took no safety snapshot.
+    the restore took no safety snapshot.  `previous` is an earlier incomplete restore that this one does not complete.
     """
-
-    snapshot: str
-    paths: tuple[bytes, ...]
-    safety: str | None
-    started_ns: int
-
-
-class RestoreEntry(msgspec.Struct, frozen=True):
-    """A restore in the journal file.  `previous` is an earlier incomplete restore that this one does not complete."""
 
     snapshot: str
     paths: tuple[bytes, ...]
@@ -42,15 +31,15 @@ class RestoreEntry(msgspec.Struct, frozen=True):
     token: str
     tokens: tuple[str, ...]  # of earlier attempts, whose temporary files may still exist
     started_ns: int
-    previous: RestoreEntry | None = None
+    previous: InterruptedRestore | None = None
 
-    def ends(self, other: RestoreEntry) -> bool:
+    def ends(self, other: InterruptedRestore) -> bool:
         """Whether this restore, once complete, also completes `other`."""
         return not self.paths or (self.snapshot, self.paths) == (other.snapshot, other.paths)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(RestoreEntry)
+_decoder: Final = msgspec.msgpack.Decoder(InterruptedRestore)
 
 
 class RestoreJournal:
@@ -59,28 +48,22 @@ class RestoreJournal:
     def __init__(self, layout: Layout, workspace: str) -> None:
         self._path = os.path.join(layout.workspace(workspace), "journal")
 
-    def read(self) -> RestoreEntry | None:
+    def read(self) -> InterruptedRestore | None:
         """The running or interrupted restore, if any."""
         try:
             return _decoder.decode(read_regular(self._path))
         except (FileNotFoundError, msgspec.DecodeError):  # cut off by a power failure
             return None
 
-    def write(self, entry: RestoreEntry) -> None:
+    def write(self, entry: InterruptedRestore) -> None:
         """Record a restore before its first change; durable, as a power failure may leave some changes on disk."""
         write_atomically(self._path, _encoder.encode(entry), durable=True)
 
-    def close(self, entry: RestoreEntry) -> None:
+    def close(self, entry: InterruptedRestore) -> None:
         """Remove the record of a restore, after all of its changes are durable."""
         if entry.previous is not None and not entry.ends(entry.previous):
             write_atomically(self._path, _encoder.encode(entry.previous), durable=True)
         else:
-            self.forget()
-
-    def forget(self) -> None:
-        """Remove the journal.
-
-        Not synced: if a power failure brings the journal back, the restore that it asks for finds nothing to change.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+            # Not synced: if a power failure brings the journal back, the restore that it asks for changes nothing.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)

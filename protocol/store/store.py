@@ -35,17 +35,17 @@ from protocol.store.format.layout import (
 from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
-from protocol.store.journal import Interrupted, RestoreEntry, RestoreJournal
+from protocol.store.journal import InterruptedRestore, RestoreJournal
 from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, apply, plan
 from protocol.store.trees import MerkleTree, content_key, path_key
 from protocol.store.upkeep import CheckReport, GarbageReport
+from protocol.volume import SnapshotInfo
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
     from protocol.store.directory.target import DirectoryTarget
     from protocol.store.format.blobs import Sink
     from protocol.store.trees import ReadRows
-    from protocol.volume import SnapshotInfo
 
 __all__ = ["Store"]
 
@@ -256,7 +256,7 @@ class Store:
         tokens = () if previous is None else (previous.token, *previous.tokens)
         for token in tokens:
             target.remove_leftovers(scanned.leftovers, token)
-        entry = RestoreEntry(
+        entry = InterruptedRestore(
             request.snapshot, request.paths, request.remove, request.safety, secrets.token_hex(6), tokens,
             time.time_ns(), previous,
         )  # fmt: skip
@@ -270,28 +270,12 @@ class Store:
         journal.close(entry)
         return RestoredChanges(tuple(changes), safety, tuple(problems))
 
-    def interrupted(self, workspace: str) -> Interrupted | None:
+    def interrupted(self, workspace: str) -> InterruptedRestore | None:
         """The restore that failed or whose process died; None if there is none, or while a restore runs."""
         if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
             return None
         with self.layout.shared(), self.layout.if_idle(workspace) as is_idle:
-            entry = RestoreJournal(self.layout, workspace).read() if is_idle else None
-        if entry is None:
-            return None
-        return Interrupted(entry.snapshot, entry.paths, entry.safety, entry.started_ns)
-
-    def forget_interrupted(self, workspace: str, target: DirectoryTarget) -> None:
-        """Accept the state that an interrupted restore left; remove only its temporary files."""
-        if not self.layout.exists():
-            return
-        with self.layout.shared(), self.layout.workspace_lock(workspace, exclusive=True):
-            journal = RestoreJournal(self.layout, workspace)
-            entry = journal.read()
-            if entry is not None:
-                scanned, _ = self._scan(workspace, target.source, "skip", no_progress)
-                for token in (entry.token, *entry.tokens):
-                    target.remove_leftovers(scanned.leftovers, token)
-                journal.forget()
+            return RestoreJournal(self.layout, workspace).read() if is_idle else None
 
     # -- upkeep --------------------------------------------------------------------------------
     def check(self, progress: upkeep.FileProgress | None = None) -> CheckReport:

@@ -302,7 +302,6 @@ def test_renames_that_race_a_restore_let_nothing_out(store: Store, root: Path, t
             os.rename(tmp_path / "aside", directory)
         if not directory.exists():
             directory.mkdir()
-    store.forget_interrupted("w", DirectoryTarget(root))
 
 
 def test_a_restore_that_fails_half_way_says_so_until_it_is_finished(store: Store, root: Path) -> None:
