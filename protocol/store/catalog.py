@@ -56,7 +56,7 @@ class SnapshotCatalog:
         if record is not None:
             return record
         for path, error in self.damaged(workspace).items():
-            raise DamagedError(f"a snapshot of this workspace is damaged ({error.strerror})", path)
+            raise DamagedError(f"a snapshot of this workspace is damaged ({error.damage})", path)
         raise SnapshotNotFoundError(name)
 
     def check_new(self, workspace: str, name: str) -> None:

@@ -24,12 +24,10 @@ from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Blobs, DigestSink, StoreSink
 from protocol.store.format.layout import (
-    GENERATION,
     NO_SPACE,
     Layout,
     default_directory,
     is_inside,
-    read_prefix,
     sync_directory,
 )
 from protocol.store.format.objects import NewObjects
@@ -312,19 +310,10 @@ class Store:
         if cache is None:
             path = os.path.join(self.layout.make_workspace(workspace), "cache")
             cache = self._caches[workspace] = StatCache(path)
-        generation = self._generation()
+        generation = self.layout.generation()
         # A later generation may have collected contents that the cache names.
         trusted = cache.generation == generation
         scanned = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
         yield scanned
         if scanned.directory is not None:
             cache.learn(scanned.directory, scanned.changed, generation)
-
-    def _generation(self) -> int:
-        """The number of garbage collections; -1, which is no generation, if the file is damaged."""
-        try:
-            return int(read_prefix(os.path.join(self.directory, GENERATION)))
-        except FileNotFoundError:
-            return 0
-        except ValueError:
-            return -1

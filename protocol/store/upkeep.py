@@ -14,18 +14,16 @@ import contextlib
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.linux.regular_file import read_regular
-from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.layout import GENERATION, NO_SPACE, read_prefix, sync_directory, write_atomically
-from protocol.store.format.objects import fed_from_file
-from protocol.store.format.packs import MORE, DamagedError, PackWriter
+from protocol.store.format.digests import digest_of
+from protocol.store.format.layout import NO_SPACE, sync_directory
+from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
 from protocol.store.format.records import Record, read_record, workspace_and_serial
-from protocol.store.format.rows import Row, decode_listing
+from protocol.store.format.rows import Row
 
 if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs
@@ -86,6 +84,7 @@ class _Found:
     """The contents that were read, and the damaged ones."""
 
     bad: dict[bytes, str] = field(default_factory=dict)  # the damage, by digest
+    places: set[BlobLocation] = field(default_factory=set)  # of damaged blobs; another pack may have a whole copy
     packs: dict[str, str] = field(default_factory=dict)  # the damage, by name of the pack
     contents: int = 0
     size_bytes: int = 0
@@ -106,7 +105,7 @@ def check(layout: Layout, blobs: Blobs, progress: FileProgress) -> CheckReport:
                 try:
                     records.append(read_record(pack))
                 except DamagedError as error:
-                    damages.append(Damage(str(error.strerror), _snapshot_of(layout, pack.name)))
+                    damages.append(Damage(error.damage, _snapshot_of(layout, pack.name)))
         damages += _lost(blobs, records, found)
         return CheckReport(
             len(records), found.contents, found.size_bytes, tuple(damages), tuple(_interrupted(layout)),
@@ -130,41 +129,34 @@ def _check_contents(blobs: Blobs, found: _Found, progress: FileProgress) -> None
     objects = list(blobs.objects.all())
     total = sum(pack.size_bytes for pack in packs)
     total += sum(_size(blobs.objects.path(digest)) for digest in objects)
-    found.packs.update({name: str(error.strerror) for name, error in blobs.packs.damaged.items()})
+    found.packs.update({name: error.damage for name, error in blobs.packs.damaged.items()})
     for pack in packs:
         for digest, place in pack.places():
+            damage = None
             try:
                 if digest_of(blobs.packs.read(place)) != digest:
-                    found.bad[digest] = f"a content in {pack.name} is not what was stored"
-            except OSError as error:
-                found.bad[digest] = f"{pack.name}: {error.strerror}"
+                    damage = f"a content in {pack.name} is not what was stored"
+            except DamagedError as error:
+                damage = f"{pack.name}: {error.damage}"
+            if damage is not None:
+                found.bad[digest] = damage
+                found.places.add(place)
             found.contents += 1
             found.size_bytes += place.length
             if not found.contents % 256:
                 progress(found.size_bytes, total)
-    for digest in objects:
-        _check_object(blobs, digest, found, lambda: progress(found.size_bytes, total))
-    progress(total, total)
-
-
-def _check_object(blobs: Blobs, digest: bytes, found: _Found, report: Callable[[], None]) -> None:
-    content = ContentDigest()
 
     def done(count: int) -> None:
         found.size_bytes += count
-        report()
+        progress(found.size_bytes, total)
 
-    try:
-        descriptor = blobs.objects.open(digest)
+    for digest in objects:
         try:
-            fed_from_file(descriptor, os.fstat(descriptor).st_size, content, None, done)
-        finally:
-            os.close(descriptor)
-        if content.digest() != digest:
-            found.bad[digest] = f"the content {digest.hex()} is not what was stored"
-    except OSError as error:
-        found.bad[digest] = f"the content {digest.hex()}: {error.strerror}"
-    found.contents += 1
+            blobs.large.verify(digest, done)
+        except DamagedError as error:
+            found.bad[digest] = error.damage
+        found.contents += 1
+    progress(total, total)
 
 
 def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
@@ -201,12 +193,13 @@ def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) ->
             continue
         if not stat.S_ISDIR(row.mode) or digest in whole:
             continue
+        if digest in found.bad:
+            wrong.append((path, found.bad[digest]))
+            continue
         try:
-            if digest in found.bad:
-                raise DamagedError(found.bad[digest])
             rows = blobs.listing(digest)
-        except OSError as error:
-            wrong.append((path, found.bad.get(digest, error.strerror or "a listing is gone from the store")))
+        except DamagedError as error:
+            wrong.append((path, error.damage))
             continue
         opened.append((digest, len(wrong)))
         pending.append(None)
@@ -266,7 +259,7 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None
     """Remove packs that cannot be read, and contents that do not match their digest."""
     found = _Found()
     _check_contents(blobs, found, progress)
-    _new_generation(layout)
+    layout.begin_generation()
     for name in blobs.packs.damaged:
         os.unlink(os.path.join(layout.packs, name))
     blobs.packs.damaged.clear()
@@ -275,11 +268,11 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None
             os.unlink(blobs.objects.path(digest))
     for pack in blobs.packs.all():
         places = dict(pack.places())
-        if not places.keys() & found.bad.keys():
+        if found.places.isdisjoint(places.values()):
             continue
         with PackWriter(_new_pack(layout)[1]) as writer:
             for digest, place in places.items():
-                if digest not in found.bad:
+                if place not in found.places:
                     writer.add(digest, blobs.packs.read(place))
             writer.finish(os.path.join(layout.packs, pack.name), pack.record)
     sync_directory(layout.packs)
@@ -292,17 +285,6 @@ def _new_pack(layout: Layout) -> tuple[str, str]:
     return name, os.path.join(layout.tmp, f"{os.getpid():x}-{name}.pack")
 
 
-def _new_generation(layout: Layout) -> None:
-    path = os.path.join(layout.directory, GENERATION)
-    try:
-        number = int(read_prefix(path))
-    except FileNotFoundError:
-        number = 0
-    except ValueError:  # damaged: choose a number that no stat cache has
-        number = time.time_ns()
-    write_atomically(path, b"%d" % (number + 1), durable=True)
-
-
 def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]:
     """The digests of everything that `roots` need; `tolerant` skips missing listings."""
     needed: set[bytes] = set()
@@ -312,12 +294,9 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
         if digest in needed:
             continue
         needed.add(digest)
-        data = blobs.small(digest)
-        if data is None:
-            if tolerant:
-                continue
-            raise DamagedError(f"the listing {digest.hex()} is gone from the store; {MORE}")
-        for row in decode_listing(data):
+        if tolerant and not blobs.has(digest):
+            continue
+        for row in blobs.listing(digest):
             if stat.S_ISDIR(row.mode):
                 pending.append(row.content)
             elif stat.S_ISREG(row.mode) and row.content:
@@ -341,12 +320,12 @@ class _Collection:
         """Begin a new generation, before the first removal."""
         if not self._begun:
             try:
-                _new_generation(self._layout)
+                self._layout.begin_generation()
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
                 self._remove_caches()
-                _new_generation(self._layout)
+                self._layout.begin_generation()
             self._begun = True
 
     def _remove_caches(self) -> None:
@@ -400,7 +379,7 @@ class _Collection:
         """Read and verify a needed content, so that damage is not copied under a valid digest."""
         data = self._blobs.packs.read(place)
         if digest_of(data) != digest:
-            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}, `gc --repair` removes it")
+            raise damaged_blob(digest, "is damaged: `vfsd store gc --repair` removes it")
         return data
 
     def _worth_repacking(self, packs: list[Pack]) -> list[Pack]:

@@ -5,13 +5,13 @@ A blob is a file's content or a listing.  Every byte is verified against the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.store.format.digests import ContentDigest, digest_of
-from protocol.store.format.objects import NewObjects, Objects, fed_from_file, put
-from protocol.store.format.packs import MORE, DamagedError, Packs, PackWriter
+from protocol.store.format.objects import Done, NewObjects, Objects, fed_from_file, put
+from protocol.store.format.packs import Packs, PackWriter, damaged_blob
 from protocol.store.format.rows import Row, decode_listing
 from protocol.store.format.verified import VerifiedObjects
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["LARGE_BYTES", "Blobs", "DigestSink", "Sink", "StoreSink"]
 
 LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smaller ones are in packs
-Done = Callable[[int], object]  # called with the number of bytes of each read
 
 
 class Blobs:
     """The blobs of a store.  Any thread."""
 
     def __init__(self, layout: Layout) -> None:
-        self.packs = Packs(layout.packs)
+        self.packs = Packs(layout)
         self.objects = Objects(layout)
         self.large = VerifiedObjects(self.objects)
         self._recent: tuple[bytes, bytes] = b"", b""  # the small content that was read last
@@ -51,18 +50,18 @@ class Blobs:
             return None
         data = self.packs.read(place)
         if digest_of(data) != digest:
-            raise DamagedError(f"the stored content {digest.hex()[:16]} is damaged; {MORE}")
+            raise damaged_blob(digest)
         return data
 
     def listing(self, digest: bytes) -> list[Row]:
         """The rows of a listing.  DamagedError."""
         data = self.small(digest)
         if data is None:
-            raise DamagedError(f"the listing {digest.hex()[:16]} is gone from the store; {MORE}")
+            raise damaged_blob(digest, "is gone from the store")
         try:
             return decode_listing(data)
         except ValueError:
-            raise DamagedError(f"the listing {digest.hex()[:16]} is damaged; {MORE}") from None
+            raise damaged_blob(digest, "is no listing") from None
 
     def read(self, digest: bytes, offset: int, size: int) -> bytes:
         """Up to `size` bytes of a content.  DamagedError."""

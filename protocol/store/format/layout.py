@@ -22,7 +22,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from protocol.errors import os_error
@@ -30,7 +30,6 @@ from protocol.linux.regular_file import open_regular
 
 __all__ = [
     "FORMAT",
-    "GENERATION",
     "NO_SPACE",
     "STORE_VARIABLE",
     "Layout",
@@ -43,7 +42,6 @@ __all__ = [
 
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
-GENERATION: Final = "generation"  # the file with the number of garbage collections
 _WORKSPACE_ID_DIGITS: Final = 24
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -135,6 +133,7 @@ class Layout:
         self.workspaces = os.path.join(self.directory, "workspaces")
         self.tmp = os.path.join(self.directory, "tmp")
         self._format = os.path.join(self.directory, "format")
+        self._generation = os.path.join(self.directory, "generation")
         self._checked = False
         self._shared_count = 0  # how many times this layout holds the shared lock
         self._counting = threading.Lock()
@@ -180,6 +179,22 @@ class Layout:
         # Last: a directory without this file is not a store.
         write_atomically(self._format, FORMAT.encode(), durable=True)
         self._checked = True
+
+    def generation(self) -> int:
+        """The number of garbage collections; -1 if the file is damaged."""
+        try:
+            return int(read_prefix(self._generation))
+        except FileNotFoundError:
+            return 0
+        except ValueError:
+            return -1
+
+    def begin_generation(self) -> None:
+        """Begin a new generation: from now on no stat cache relies on contents that it names."""
+        before = self.generation()
+        # After a damaged number: one that no stat cache has.
+        number = before + 1 if before >= 0 else time.time_ns()
+        write_atomically(self._generation, b"%d" % number, durable=True)
 
     # -- workspaces ----------------------------------------------------------------------------
     @staticmethod
@@ -260,13 +275,13 @@ class Layout:
     @contextlib.contextmanager
     def if_idle(self, key: str) -> Iterator[bool]:
         """Whether no restore of the workspace is running; then none begins before the block ends."""
-        try:
-            with _locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(os.path.join(self.make_workspace(key), "restoring"), fcntl.LOCK_SH, 0))
+            except BlockingIOError:
+                yield False
+            else:
                 yield True
-                return
-        except BlockingIOError:
-            pass
-        yield False
 
 
 def _make_durably(path: str) -> None:
@@ -288,17 +303,17 @@ def _locked(path: str, kind: int, deadline: float | None = None, poll_s: float =
         if deadline is None:
             fcntl.flock(descriptor, kind)
         else:
-            _wait_for(lambda: fcntl.flock(descriptor, kind | fcntl.LOCK_NB), deadline, poll_s)
+            _lock_before(descriptor, kind, deadline, poll_s)
         yield
     finally:
         os.close(descriptor)
 
 
-def _wait_for(lock: Callable[[], None], deadline: float, poll_s: float) -> None:
+def _lock_before(descriptor: int, kind: int, deadline: float, poll_s: float) -> None:
     # flock(2) has no timeout, and a thread cannot send itself a signal to interrupt it.
     while True:
         try:
-            return lock()
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise

@@ -12,18 +12,18 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.linux.regular_file import open_regular
 from protocol.store.format.digests import ContentDigest
 from protocol.store.format.layout import sync_directory
-from protocol.store.format.packs import MORE, DamagedError
+from protocol.store.format.packs import damaged_blob
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["NewObjects", "Objects", "clone", "data_ranges", "fed_from_file", "put"]
+__all__ = ["Done", "NewObjects", "Objects", "clone", "data_ranges", "fed_from_file", "put"]
 
 _FICLONE: Final = 0x40049409  # _IOW(0x94, 9, int); linux/fs.h
 _COPY_BYTES: Final = 1 << 20
@@ -31,6 +31,9 @@ _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _CANNOT_CLONE: Final = frozenset({
     errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.EBADF, errno.ENOSYS, errno.ETXTBSY,
 })  # fmt: skip
+
+
+Done: TypeAlias = Callable[[int], object]  # called with the number of bytes of each read
 
 
 def clone(source: int, target: int) -> bool:
@@ -70,11 +73,11 @@ def fed_from_file(
     size: int,
     digest: ContentDigest,
     put: Callable[[memoryview, int], object] | None = None,
-    done: Callable[[int], object] = lambda _: None,
+    done: Done = lambda _: None,
 ) -> int:
     """Feed the first `size` bytes of a file to `digest`, and pass each piece with its offset to `put`.
 
-    Returns the number of bytes, which is smaller if the file has shrunk.  `done` is called with the bytes of each read.
+    Return the number of bytes, which is smaller if the file has shrunk.
     """
     buffer = bytearray(min(_COPY_BYTES, max(size, 1)))
     view = memoryview(buffer)
@@ -122,11 +125,11 @@ class Objects:
         try:
             return open_regular(self.path(digest))
         except (FileNotFoundError, NotADirectoryError):
-            raise DamagedError(f"the stored content {digest.hex()[:16]} is gone; {MORE}") from None
+            raise damaged_blob(digest, "is gone from the store") from None
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.EINTR, errno.ENOMEM}:
                 raise
-            raise DamagedError(f"the stored content {digest.hex()[:16]} cannot be read ({error.strerror})") from None
+            raise damaged_blob(digest, f"cannot be read ({error.strerror})") from None
 
     def all(self) -> Iterator[bytes]:
         """The digests of all objects."""
@@ -149,7 +152,7 @@ class NewObjects:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._written
 
-    def from_file(self, source: int, size: int, done: Callable[[int], object]) -> tuple[bytes, int]:
+    def from_file(self, source: int, size: int, done: Done) -> tuple[bytes, int]:
         """Store the first `size` bytes of a file; return their digest and number."""
         with self._temporary() as (temporary, target):
             digest = ContentDigest()
@@ -162,7 +165,7 @@ class NewObjects:
                 os.ftruncate(target, count)
         return self._keep(digest.digest(), temporary, count), count
 
-    def from_chunks(self, chunks: Iterable[Buffer], done: Callable[[int], object]) -> tuple[bytes, int]:
+    def from_chunks(self, chunks: Iterable[Buffer], done: Done) -> tuple[bytes, int]:
         """Store a content that comes in pieces; return its digest and length.  Pieces of zeros become holes."""
         with self._temporary() as (temporary, target):
             digest = ContentDigest()

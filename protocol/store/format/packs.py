@@ -30,14 +30,13 @@ from protocol.linux.regular_file import open_regular
 from protocol.linux.statx import is_racy
 from protocol.store.format.digests import DIGEST_BYTES
 from protocol.store.format.fanout import FanOut
-from protocol.store.format.layout import GENERATION, read_prefix
 
 if TYPE_CHECKING:
+    from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["MORE", "BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs"]
+__all__ = ["BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs", "damaged_blob"]
 
-MORE: Final = "`vfsd store check` lists all damage"
 _MAGIC: Final = b"vfsdpak1"
 _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest
@@ -52,14 +51,20 @@ _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class DamagedError(OSError):
-    """Something in the store differs from what was written, or is gone (EIO)."""
+    """Something in the store differs from what was written, or is gone (EIO).  `damage` says what, without advice."""
 
-    def __init__(self, what: str, path: str | None = None) -> None:
-        super().__init__(errno.EIO, what, path)
+    def __init__(self, damage: str, path: str | None = None) -> None:
+        super().__init__(errno.EIO, f"{damage}; `vfsd store check` lists all damage", path)
+        self.damage = damage
 
     def at(self, path: str) -> DamagedError:
         """The same error with the path in the workspace."""
-        return DamagedError(str(self.strerror), path)
+        return DamagedError(self.damage, path)
+
+
+def damaged_blob(digest: bytes, what: str = "is damaged") -> DamagedError:
+    """The error for the blob with this digest."""
+    return DamagedError(f"the stored content {digest.hex()[:16]} {what}")
 
 
 class BlobLocation(NamedTuple):
@@ -223,12 +228,13 @@ class _Lookup:
 class Packs:
     """All packs of a store, as of the last `refresh`."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._directory = layout.packs
         self._packs: dict[str, Pack] = {}
         self._lookup = _Lookup()
         self._listed: tuple[int, int, int] | None = None  # inode and times of the directory when it was listed
-        self._generation = b""
+        self._generation = 0
         self.version = 0  # changes whenever the packs or their names change
         self._files: OrderedDict[str, int] = OrderedDict()
         weakref.finalize(self, _close_files, self._files)
@@ -243,7 +249,7 @@ class Packs:
     def refresh(self) -> None:
         """Read which packs other processes added and removed; and, in a new generation, which ones they replaced."""
         with self._lock:
-            generation = self._read_generation()
+            generation = self._layout.generation()
             if generation != self._generation:
                 self._generation = generation
                 self._forget(set(self._packs))
@@ -283,12 +289,6 @@ class Packs:
             elif pack.name != name:
                 pack.name = name
                 self.version += 1
-
-    def _read_generation(self) -> bytes:
-        try:
-            return read_prefix(os.path.join(os.path.dirname(self._directory), GENERATION))
-        except FileNotFoundError:
-            return b""
 
     def _add(self, name: str) -> None:
         try:
@@ -337,15 +337,16 @@ class Packs:
         """The position of a blob in any pack."""
         return self._lookup.find(digest)
 
-    def read(self, place: BlobLocation, offset: int = 0, size: int | None = None) -> bytes:
-        """Up to `size` bytes of a blob, from `offset`; not compared with its digest.  DamagedError."""
-        length = place.length - offset if size is None else min(size, place.length - offset)
-        if length <= 0:
-            return b""
+    def read(self, place: BlobLocation) -> bytes:
+        """A blob, not compared with its digest.  DamagedError."""
         with self._lock:
             descriptor = self._file(place.pack)
-            data = os.pread(descriptor, length, place.offset + offset)
-        if len(data) < length:
+            try:
+                data = os.pread(descriptor, place.length, place.offset)
+            except OSError as error:
+                damage = f"the pack cannot be read ({error.strerror})"
+                raise DamagedError(damage, os.path.join(self._directory, place.pack)) from None
+        if len(data) < place.length:
             raise DamagedError("the pack is truncated", os.path.join(self._directory, place.pack))
         return data
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from protocol.store.format.layout import Layout
-from protocol.store.format.packs import MORE, DamagedError
+from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row
 from protocol.volume import SnapshotInfo
 
@@ -53,9 +53,9 @@ def read_record(pack: Pack) -> Record:
     try:
         record = _decoder.decode(pack.record)
     except ValueError:
-        raise DamagedError("the snapshot's record is damaged; " + MORE, pack.name) from None
+        raise DamagedError("the snapshot's record is damaged", pack.name) from None
     if workspace_and_serial(pack.name) != (Layout.workspace_id(record.workspace), record.serial):
-        raise DamagedError("the snapshot's file has the name of another snapshot; " + MORE, pack.name)
+        raise DamagedError("the snapshot's file has the name of another snapshot", pack.name)
     return record
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from protocol.store.format.digests import CHUNK_BYTES, ContentDigest, digest_of
-from protocol.store.format.objects import clone, fed_from_file, put
-from protocol.store.format.packs import MORE, DamagedError
+from protocol.store.format.objects import Done, clone, fed_from_file, put
+from protocol.store.format.packs import damaged_blob
 
 if TYPE_CHECKING:
     from protocol.store.format.objects import Objects
@@ -81,11 +81,11 @@ class VerifiedObjects:
         finally:
             os.close(descriptor)
 
-    def verify(self, digest: bytes) -> None:
-        """Read and compare a whole content."""
+    def verify(self, digest: bytes, done: Done = lambda _: None) -> None:
+        """Read and compare a whole content.  `done` is called with the bytes of each read."""
         descriptor = self._objects.open(digest)
         try:
-            self._compare(digest, descriptor, os.fstat(descriptor).st_size)
+            self._compare(digest, descriptor, os.fstat(descriptor).st_size, done=done)
         finally:
             os.close(descriptor)
 
@@ -97,7 +97,7 @@ class VerifiedObjects:
         source = self._objects.open(digest)
         try:
             if os.fstat(source).st_size != size:
-                raise self._damaged(digest)
+                raise damaged_blob(digest)
             if clone(source, target):
                 self._compare(digest, target, size)
                 return
@@ -106,7 +106,9 @@ class VerifiedObjects:
         finally:
             os.close(source)
 
-    def _compare(self, digest: bytes, descriptor: int, size: int, target: int | None = None) -> ContentDigest:
+    def _compare(
+        self, digest: bytes, descriptor: int, size: int, target: int | None = None, done: Done = lambda _: None
+    ) -> ContentDigest:
         """Read the first `size` bytes, write them to `target` if there is one, and compare them with the digest."""
         content = ContentDigest(keeps_chunks=True)
         failed: list[OSError] = []
@@ -120,13 +122,13 @@ class VerifiedObjects:
                 raise
 
         try:
-            fed_from_file(descriptor, size, content, None if target is None else write)
+            fed_from_file(descriptor, size, content, None if target is None else write, done)
         except OSError as error:
             if error in failed:
                 raise
-            raise DamagedError(f"{self._name(digest)} cannot be read ({error.strerror})") from error
+            raise damaged_blob(digest, f"cannot be read ({error.strerror})") from error
         if content.size != size or content.digest() != digest:
-            raise self._damaged(digest)
+            raise damaged_blob(digest)
         return content
 
     def _chunks(self, digest: bytes, descriptor: int) -> _Chunks:
@@ -137,7 +139,7 @@ class VerifiedObjects:
                 return cached
         size = os.fstat(descriptor).st_size
         if not size:
-            raise self._damaged(digest)
+            raise damaged_blob(digest)
         if size <= CHUNK_BYTES:  # the only chunk has the digest of the content
             return _Chunks(size, {0: digest})
         chunks = _Chunks(size, self._compare(digest, descriptor, size).chunks)
@@ -170,14 +172,7 @@ class VerifiedObjects:
         try:
             data = os.pread(descriptor, length, start)
         except OSError as error:
-            raise DamagedError(f"{self._name(digest)} cannot be read ({error.strerror})") from error
+            raise damaged_blob(digest, f"cannot be read ({error.strerror})") from error
         if len(data) != length or digest_of(data) != wanted:
-            raise self._damaged(digest)
+            raise damaged_blob(digest)
         return data
-
-    def _damaged(self, digest: bytes) -> DamagedError:
-        return DamagedError(f"{self._name(digest)} is damaged; {MORE}")
-
-    @staticmethod
-    def _name(digest: bytes) -> str:
-        return f"the stored content {digest.hex()[:16]}"

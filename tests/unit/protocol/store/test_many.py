@@ -82,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def test_a_lookup_asks_no_more_packs_however_many_there_are(crowded: Store, many: int, calls: Counter[str]) -> None:
-    packs = Packs(crowded.layout.packs)
+    packs = Packs(crowded.layout)
     packs.refresh()
     calls.clear()
     for number in range(1, many + 1):

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.store import DamagedError, DirectorySource, DirectoryTarget, RestoreRequest, Store
+from protocol.store.directory.scan import Scanned
 from protocol.store.format.blobs import LARGE_BYTES
 from tests.unit.protocol.store.states import state_of, state_of_tree
 
@@ -139,6 +141,28 @@ def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: S
     assert all(("host:/w", "third") not in damage.snapshots for damage in store.check().damages)
     with store.tree("host:/w", "third") as tree:
         assert state_of_tree(tree) == state_of(root)
+
+
+def test_repair_keeps_the_whole_copy_of_what_two_processes_stored_at_once(tmp_path: Path, root: Path) -> None:
+    (root / "file").write_bytes(b"small" * 100)
+    place = tmp_path / "store"
+
+    class WhileAnotherTakes(DirectorySource):
+        def scan(self, *args: Any, **options: Any) -> Scanned:
+            Store(place).take("other", "s", DirectorySource(root))
+            return super().scan(*args, **options)
+
+    Store(place).take("w", "s", WhileAnotherTakes(root))
+    first, second = packs(Store(place))
+    assert first.stat().st_size == pytest.approx(second.stat().st_size, abs=20)
+    flip(first, 10)
+
+    store = Store(place)
+    store.collect_garbage(repair=True)
+
+    assert store.check().damages == ()
+    with store.tree("w", "s") as one, store.tree("other", "s") as other:
+        assert one.read(b"file", 0, 1000) == other.read(b"file", 0, 1000) == b"small" * 100
 
 
 def test_a_look_at_the_live_state_does_not_pass_for_a_snapshot_of_it(kept: Store, root: Path) -> None:
