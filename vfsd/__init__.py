@@ -23,38 +23,24 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 # Imported on first use, because the command line starts with `import vfsd`.
-_EXPORTS: Final = {
-    "AsyncWorkspace": "vfsd.client.workspace",
-    "Workspace": "vfsd.client.workspace",
-    "Applied": "vfsd.client.results",
-    "Change": "vfsd.client.results",
-    "Counts": "vfsd.client.results",
-    "Diff": "vfsd.client.results",
-    "Exported": "vfsd.client.results",
-    "Imported": "vfsd.client.results",
-    "Patch": "vfsd.client.results",
-    "Restored": "vfsd.client.results",
-    "Snapshot": "vfsd.client.results",
-    "Status": "vfsd.client.results",
-    "Unmounted": "vfsd.client.results",
+_MODULES: Final = {
+    "vfsd.client.results": (
+        "Applied",
+        "Change",
+        "Counts",
+        "Diff",
+        "Exported",
+        "Imported",
+        "Patch",
+        "Restored",
+        "Snapshot",
+        "Status",
+        "Unmounted",
+    ),
+    "vfsd.client.workspace": ("AsyncWorkspace", "Workspace"),
 }
-
-__all__ = [
-    "Applied",
-    "AsyncWorkspace",
-    "Change",
-    "Counts",
-    "Diff",
-    "Exported",
-    "Imported",
-    "Patch",
-    "Restored",
-    "Snapshot",
-    "Status",
-    "Unmounted",
-    "Workspace",
-    "__version__",
-]
+_EXPORTS: Final = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604 (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:

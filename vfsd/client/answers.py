@@ -58,7 +58,6 @@ _CONVERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "unreadable": _paths,
     "holders": tuple,
     "created_at": datetime.fromisoformat,
-    "started_at": datetime.fromisoformat,
     "changes": _changes,
     "problems": _reasons,
     "omitted": _reasons,
@@ -89,10 +88,17 @@ def _patch(answer: messages.DiffResult, output: bytes) -> results.Patch:
     return results.Patch(output, counts=answer.counts, problems=problems, omitted=omitted)
 
 
+def _status(answer: messages.StatusResult) -> results.Status:
+    values = msgspec.structs.asdict(answer)
+    values |= {"mountpoint": _path(answer.mountpoint), "started_at": datetime.fromisoformat(answer.started_at)}
+    return results.Status(**values)
+
+
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Snapshot": _convert(results.Snapshot, changes=_unchanged),
     "Diff": _diff,
     "Patch": _patch,
+    "Status": _status,
     **{
         kind.__name__: _convert(kind)
         for kind in (
@@ -100,7 +106,6 @@ CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
             results.Exported,
             results.Imported,
             results.Restored,
-            results.Status,
             results.Unmounted,
         )
     },

@@ -10,7 +10,7 @@ import errno as errno_numbers
 import functools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -144,7 +144,14 @@ _messages = msgspec.json.Decoder(_Message)
 class Exchange:
     """One call without I/O: builds the request's bytes and interprets each line of the answer."""
 
-    def __init__(self, request_id: int, method: str, params: msgspec.Struct | None) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[ProgressReport], object] | None = None,
+        on_output: Callable[[bytes], object] | None = None,
+    ) -> None:
         """ValueError for a method that METHODS lacks, TypeError for params of another method."""
         if method not in METHODS:
             raise ValueError(f"no such method: {method!r}")
@@ -153,6 +160,8 @@ class Exchange:
             raise TypeError(f"{method} takes {expected.__name__}, not {type(params).__name__}")
         self.method = method
         self._id = request_id
+        self._on_progress = on_progress
+        self._on_output = on_output
         encoded = b"{}" if params is None else msgspec.json.encode(params)
         self.request = msgspec.json.encode(Request("2.0", method, msgspec.Raw(encoded), request_id)) + b"\n"
         self.done = False
@@ -166,24 +175,29 @@ class Exchange:
         params = msgspec.json.encode(CancelParams(self._id))
         return msgspec.json.encode(Request("2.0", CANCEL_METHOD, msgspec.Raw(params), self._cancel_id)) + b"\n"
 
-    def take(self, line: bytes) -> ProgressReport | Output | None:
-        """Interpret a line from the daemon.  Return a progress report or output; when `done` is set, `result` is the
-        answer.
+    def take(self, line: bytes) -> object:
+        """Interpret a line from the daemon.  Once `done` is set, `result` is the answer.
 
+        Return what the callback for progress or output returned, if the line is one of these.
         ControlError for an error answer, and for an answer that this version cannot read.  ClosingError if the daemon
         closed the connection without running the request.
         """
         try:
-            return self._take(_messages.decode(line))
+            event = self._take(_messages.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             text = f"cannot read the daemon's answer to {self.method!r} (is it of another version?): {error}"
             raise ControlError(INTERNAL_ERROR, text) from error
+        if event is None or event.id != self._id:
+            return None
+        if isinstance(event, ProgressReport):
+            return None if self._on_progress is None else self._on_progress(event)
+        return None if self._on_output is None else self._on_output(event.data)
 
     def _take(self, message: _Message) -> ProgressReport | Output | None:
         if message.method == PROGRESS_METHOD:
-            return self._if_ours(msgspec.json.decode(message.params, type=ProgressReport))
+            return msgspec.json.decode(message.params, type=ProgressReport)
         if message.method == OUTPUT_METHOD:
-            return self._if_ours(msgspec.json.decode(message.params, type=Output))
+            return msgspec.json.decode(message.params, type=Output)
         if message.method == CLOSING_METHOD:
             raise ClosingError(f"the daemon closed the idle connection before it ran {self.method!r}; try again")
         if message.id == self._cancel_id and not isinstance(message.result, msgspec.UnsetType):
@@ -198,9 +212,6 @@ class Exchange:
             self.result = msgspec.json.decode(message.result, type=self._result_type)
             self.done = True
         return None
-
-    def _if_ours(self, event: ProgressReport | Output) -> ProgressReport | Output | None:
-        return event if event.id == self._id else None
 
 
 class ControlClient:
@@ -249,7 +260,8 @@ class ControlClient:
         self._is_cancel_wanted = False
         for _ in range(ATTEMPTS):
             try:
-                return self._call(method, params, on_progress, on_output)
+                self._last_id += 1
+                return self._call(Exchange(self._last_id, method, params, on_progress, on_output))
             except ClosingError:
                 continue
         raise vanished(self._path, method)
@@ -275,39 +287,23 @@ class ControlClient:
         """The daemon's answer to the last `cancel`; None if it has not answered yet."""
         return None if self._running is None else self._running.cancel_state
 
-    def _call(
-        self,
-        method: str,
-        params: msgspec.Struct | None,
-        on_progress: Callable[[ProgressReport], object] | None,
-        on_output: Callable[[bytes], object] | None,
-    ) -> Any:
-        self._last_id += 1
-        exchange = Exchange(self._last_id, method, params)
-        finished = False
+    def _call(self, exchange: Exchange) -> Any:
         self._is_sent = False
         self._running = exchange
         try:
             sock = self._connected()
             self._send(sock, exchange)
-            self._is_sent, is_reported = True, False
+            self._is_sent = True
             if self._is_cancel_wanted:  # `cancel` was called before the request was sent
                 self._send_cancel()
-            for line in self._received(sock, exchange):
-                event = exchange.take(line)
-                if isinstance(event, ProgressReport) and on_progress is not None:
-                    on_progress(event)
-                elif isinstance(event, Output) and on_output is not None:
-                    on_output(event.data)
-                elif exchange.cancel_state is not None and not is_reported and self.on_cancel_state is not None:
-                    is_reported = True
+            while not exchange.done:
+                is_reported = exchange.cancel_state is not None
+                exchange.take(self._next_line(sock, exchange))
+                if exchange.cancel_state is not None and not is_reported and self.on_cancel_state is not None:
                     self.on_cancel_state(exchange.cancel_state)
-                if exchange.done:
-                    break
-            finished = True
         finally:
             # The connection can be reused after an error answer, too.
-            if not (finished or exchange.done):
+            if not exchange.done:
                 self.close()
         return exchange.result
 
@@ -330,10 +326,8 @@ class ControlClient:
         except ConnectionError:
             pass  # refused: the daemon's message can still be read
 
-    def _received(self, sock: socket.socket, exchange: Exchange) -> Iterator[bytes]:
-        while True:
-            while (line := self._lines.next_line()) is not None:
-                yield line
+    def _next_line(self, sock: socket.socket, exchange: Exchange) -> bytes:
+        while (line := self._lines.next_line()) is None:
             try:
                 data = sock.recv(RECEIVE_BYTES)
             except TimeoutError:
@@ -343,3 +337,4 @@ class ControlClient:
             if not data:
                 raise vanished(self._path, exchange.method)
             self._lines.feed(data)
+        return line

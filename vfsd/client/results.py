@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Literal, Self
 
 from protocol.types import ChangeCounts as Counts
+from vfsd.wire.messages import StatusResult
 
 __all__ = [
     "Applied",
@@ -188,51 +189,10 @@ class Imported:
     expired: Mapping[str, datetime] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The state of a running workspace.
+class Status(StatusResult, frozen=True, kw_only=True):
+    """The state of a running workspace: the fields of `vfsd.wire.messages.StatusResult`, with the start as a time."""
 
-    A field is None if the backend does not have the value, or would have to walk its tree for it.
-
-    `max_bytes` bounds `used_bytes`: content in whole pages without holes, and metadata beyond 4 MiB.  `max_memory`
-    bounds the sum of `live_bytes` (files, names, attributes), `snapshot_bytes` (held only by snapshots) and
-    `overhead_bytes` (reserved for removing and restoring, lent to an import, or cached from below an overlay).
-    `pruned`: the number of automatic snapshots that were dropped to make room.  `requests`: the number of requests
-    that the engine has served.  `engine_reason`: why this engine serves although another one is preferred.
-    `changed_below`: the number of files that other programs changed below an overlay.  `interrupted`: a half-done
-    restore or apply, and how to complete or undo it.  `commands`: where commands run ("on this host", ...); None if
-    nowhere.  `container`: the container's state in Podman's words; `transport`: how its files are accessed;
-    `connected`: whether it is reachable.  While it is not, all requests to the mount fail with EIO.
-    """
-
-    name: str
-    mountpoint: str
-    backend: str
-    engine: str
-    pid: int
-    version: str
-    started_at: datetime
-    read_only: bool
-    files: int | None
-    directories: int | None
-    size_bytes: int | None
-    used_bytes: int | None
-    max_bytes: int | None
-    max_inodes: int | None
-    snapshots: int | None
-    requests: int
-    live_bytes: int | None = None
-    snapshot_bytes: int | None = None
-    overhead_bytes: int | None = None
-    max_memory: int | None = None
-    pruned: int | None = None
-    changed_below: int | None = None
-    engine_reason: str | None = None
-    interrupted: str | None = None
-    commands: str | None = None
-    container: str | None = None
-    transport: Literal["rootfs", "agent"] | None = None
-    connected: bool | None = None
+    started_at: datetime  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,24 +57,21 @@ Kind = type[BaseException] | None
 class _Base:
     """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O."""
 
-    def __init__(self, *, name: str, path: str, socket: str, pid: int, unmount_at_exit: bool) -> None:
+    def __init__(self, daemon: launch.Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
-        self._name = name
-        self._path = path
-        self._socket = socket
-        self._pid = pid
+        self._daemon: Final = daemon
         self._unmount_at_exit = unmount_at_exit
-        self._requests: Final = Requests(path)
+        self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
 
     @property
     def name(self) -> str:
-        return self._name
+        return self._daemon.name
 
     @property
     def path(self) -> str:
         """The mountpoint, absolute: an agent's working directory."""
-        return self._path
+        return self._daemon.mountpoint
 
     @property
     def executor(self) -> WorkspaceExecutor:
@@ -82,25 +79,15 @@ class _Base:
 
         `protocol.tools` accepts it, too.
         """
-        return WorkspaceExecutor(self._socket)
+        return WorkspaceExecutor(self._daemon.socket)
 
     @property
     def pid(self) -> int:
         """The process id of the daemon."""
-        return self._pid
+        return self._daemon.pid
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name!r} at {self._path!r}>"
-
-    @classmethod
-    def _started(cls, ready: launch.Ready) -> Self:
-        return cls(name=ready.name, path=ready.mountpoint, socket=ready.socket, pid=ready.pid, unmount_at_exit=True)
-
-    @classmethod
-    def _found(cls, record: WorkspaceRecord) -> Self:
-        return cls(
-            name=record.name, path=record.mountpoint, socket=record.socket, pid=record.pid, unmount_at_exit=False
-        )
+        return f"<{type(self).__name__} {self.name!r} at {self.path!r}>"
 
 
 # -- methods made from requests -------------------------------------------------------------------
@@ -213,7 +200,7 @@ class Workspace(_Base):
             if options != plain:
                 raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
             return _mount_object(filesystem, options, create=create)
-        return cls._started(_launch(options, create=create))
+        return cls(_launch(options, create=create), unmount_at_exit=True)
 
     @classmethod
     def attach(cls, selector: str | None = None) -> Self:
@@ -222,7 +209,7 @@ class Workspace(_Base):
         None selects $VFSD_WORKSPACE, else the workspace that contains the current directory, else the only one running.
         The end of a `with` block leaves it mounted.  FileNotFoundError if there is none.
         """
-        return cls._found(running_workspace(selector))
+        return cls(running_workspace(selector), unmount_at_exit=False)
 
     def __enter__(self) -> Self:
         return self
@@ -233,7 +220,7 @@ class Workspace(_Base):
                 self.unmount(lazy=True)
 
     def _run(self, call: RemoteCall[T]) -> T:
-        with ControlClient(self._socket) as client:
+        with ControlClient(self._daemon.socket) as client:
             answer = client.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
         return call.result(answer)
 
@@ -260,7 +247,7 @@ class Workspace(_Base):
         OSError(EBUSY) names the processes that have files open in the workspace; `lazy` detaches it nevertheless.
         """
         if self._unmounted is None:
-            with daemon_end(self._pid) as wait_ended:
+            with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = self._run(self._requests.unmount(lazy=lazy))
                 if not self._unmounted.holders:  # else the daemon serves them until they end
                     wait_ended()
@@ -305,7 +292,8 @@ class AsyncWorkspace(_Base):
         options = mount_options(path, backend, **arguments)
 
         async def start() -> AsyncWorkspace:
-            return cls._started(await trio.to_thread.run_sync(lambda: _launch(options, create=create)))
+            ready = await trio.to_thread.run_sync(lambda: _launch(options, create=create))
+            return cls(ready, unmount_at_exit=True)
 
         return Opening(start)
 
@@ -314,7 +302,7 @@ class AsyncWorkspace(_Base):
         """As `Workspace.attach`."""
 
         async def find() -> AsyncWorkspace:
-            return cls._found(await trio.to_thread.run_sync(running_workspace, selector))
+            return cls(await trio.to_thread.run_sync(running_workspace, selector), unmount_at_exit=False)
 
         return Opening(find)
 
@@ -328,8 +316,9 @@ class AsyncWorkspace(_Base):
                 await self.unmount(lazy=True)
 
     async def _run(self, call: RemoteCall[T]) -> T:
-        async with AsyncControlClient(self._socket) as client:
-            answer = await client.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
+        answer = await AsyncControlClient(self._daemon.socket).call(
+            call.method, call.params, on_progress=call.on_progress, on_output=call.on_output
+        )
         return call.result(answer)
 
     snapshot = _awaitable(Requests.snapshot)
@@ -349,7 +338,7 @@ class AsyncWorkspace(_Base):
     async def unmount(self, *, lazy: bool = False) -> Unmounted:
         """As `Workspace.unmount`."""
         if self._unmounted is None:
-            with daemon_end(self._pid) as wait_ended:
+            with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = await self._run(self._requests.unmount(lazy=lazy))
                 if not self._unmounted.holders:  # else the daemon serves them until they end
                     await trio.to_thread.run_sync(wait_ended)

@@ -142,8 +142,15 @@ class CancelResult(msgspec.Struct):
 
 
 # -- parameters and results -----------------------------------------------------------------------
-class StatusResult(msgspec.Struct):
-    """Result of `status`.  A field is None if the backend has no such value or would have to walk its tree for it."""
+class StatusResult(msgspec.Struct, frozen=True):
+    """Result of `status`.
+
+    A field is None if the backend does not have the value, or would have to walk its tree for it.
+
+    `max_bytes` bounds `used_bytes`: content in whole pages without holes, and metadata beyond 4 MiB.  `max_memory`
+    bounds the sum of `live_bytes` (files, names, attributes), `snapshot_bytes` (content that only snapshots refer to)
+    and `overhead_bytes` (reserved for removals, restores and imports, or cached from below an overlay).
+    """
 
     name: str
     mountpoint: str
@@ -156,15 +163,14 @@ class StatusResult(msgspec.Struct):
     files: int | None
     directories: int | None
     size_bytes: int | None
-    used_bytes: int | None  # bounded by max_bytes: content in whole pages without holes, and most metadata
+    used_bytes: int | None
     max_bytes: int | None
     max_inodes: int | None
     snapshots: int | None
     requests: int  # answered by the engine since it started
-    # Memory of the workspace; max_memory bounds the sum of these three.
-    live_bytes: int | None = None  # files, names and attributes of the live state
-    snapshot_bytes: int | None = None  # content that only snapshots refer to
-    overhead_bytes: int | None = None  # reserves for removals, restores and imports, and an overlay's records
+    live_bytes: int | None = None
+    snapshot_bytes: int | None = None
+    overhead_bytes: int | None = None
     max_memory: int | None = None
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them

@@ -51,10 +51,17 @@ class BlockingSubject:
         self._client.close()
 
 
-Subject = type[BlockingSubject] | type[AsyncControlClient]
+class TrioSubject(AsyncControlClient):
+    """Has no connection between its calls."""
+
+    def close(self) -> None:
+        pass
 
 
-@pytest.fixture(params=[BlockingSubject, AsyncControlClient], ids=["blocking", "trio"])
+Subject = type[BlockingSubject] | type[TrioSubject]
+
+
+@pytest.fixture(params=[BlockingSubject, TrioSubject], ids=["blocking", "trio"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     kind: Subject = request.param
     return kind
@@ -342,7 +349,8 @@ async def test_the_trio_client_runs_calls_side_by_side(path: str) -> None:
         await both.wait()
         return Empty()
 
-    async with serving(path, {"drop": drop}), AsyncControlClient(path) as client, trio.open_nursery() as nursery:
+    client = AsyncControlClient(path)
+    async with serving(path, {"drop": drop}), trio.open_nursery() as nursery:
         for _ in range(20):
             nursery.start_soon(client.call, "drop", DropParams("x"))
 
@@ -366,7 +374,8 @@ async def test_cancelling_one_call_of_the_trio_client_leaves_the_others(path: st
     async def stay(client: AsyncControlClient) -> None:
         results.append(await client.call("drop", DropParams("stays")))
 
-    async with serving(path, {"drop": drop}), AsyncControlClient(path) as client, trio.open_nursery() as nursery:
+    client = AsyncControlClient(path)
+    async with serving(path, {"drop": drop}), trio.open_nursery() as nursery:
         nursery.start_soon(stay, client)
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as inner:
@@ -389,13 +398,15 @@ async def test_the_trio_client_awaits_callbacks_that_want_it(path: str) -> None:
         await trio.lowlevel.checkpoint()
         pieces.append(piece)
 
-    async with serving(path, {"diff": diff}), AsyncControlClient(path) as client:
+    client = AsyncControlClient(path)
+    async with serving(path, {"diff": diff}):
         await client.call("diff", on_output=keep)
     assert pieces == [b"piece"]
 
 
 async def test_an_error_survives_pickling(path: str) -> None:
-    async with serving(path, {"drop": refuse}), AsyncControlClient(path) as client:
+    client = AsyncControlClient(path)
+    async with serving(path, {"drop": refuse}):
         with pytest.raises(FileNotFoundError) as caught:
             await client.call("drop", DropParams("x"))
     copy = pickle.loads(pickle.dumps(caught.value))
