@@ -13,7 +13,7 @@ import msgspec
 from protocol.execution.executor import Executor
 from protocol.filesystem import Filesystem
 from protocol.search.walk import CancelCheck, never_cancelled
-from protocol.tool_messages import Params, Result
+from protocol.tool_messages import Params
 from protocol.tools.events import FileEvent, Subscriber
 from protocol.tree import Tree
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 P = TypeVar("P", bound=Params)
-R = TypeVar("R", bound=Result)
+R = TypeVar("R")  # a `Result`, or a dataclass of `protocol.types`
 
 
 def _to_nobody(event: FileEvent) -> None:
@@ -64,7 +64,7 @@ class Tool(Generic[P, R]):
     description: str
     params: type[P]
     result: type[R]
-    function: Callable[[P, ToolContext], R]
+    run: Callable[[P, ToolContext], R]
     rendering: Callable[[R], str]
     executes: bool = False  # needs an executor
 
@@ -80,10 +80,6 @@ class Tool(Generic[P, R]):
         if isinstance(arguments, str | bytes):
             return msgspec.json.decode(arguments, type=self.params)
         return msgspec.convert(arguments, type=self.params)
-
-    def run(self, params: P, context: ToolContext) -> R:
-        """Run the tool."""
-        return self.function(params, context)
 
     def call(self, arguments: Mapping[str, Any] | str | bytes, context: ToolContext) -> R:
         """Parse `arguments` and run the tool."""

@@ -106,7 +106,7 @@ SHELL: Final = Tool(
     ),
     params=ShellParams,
     result=CommandResult,
-    function=_shell,
+    run=_shell,
     rendering=_render,
     executes=True,
 )
@@ -116,7 +116,7 @@ PYTHON: Final = Tool(
     description="Run a Python program in the workspace and give its output and exit status.",
     params=PythonParams,
     result=CommandResult,
-    function=_python,
+    run=_python,
     rendering=_render,
     executes=True,
 )

@@ -19,13 +19,12 @@ from protocol.tool_messages import (
     Result,
     RmParams,
     RmResult,
-    WriteFileResult,
 )
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
 from protocol.tools.walk import below
 from protocol.tree import TreeEntry
-from protocol.types import DEFAULT_READ_LINES, FileStat, WriteMode
+from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult
 
 __all__ = [
     "EDIT_FILE",
@@ -37,7 +36,6 @@ __all__ = [
     "LsParams",
     "LsResult",
     "ReadFileParams",
-    "ReadFileResult",
     "WriteFileParams",
     "entries_of",
     "entry_of",
@@ -159,7 +157,7 @@ LS: Final = Tool(
     description="List a directory: names, types, sizes. Directories end in '/', executable files in '*'.",
     params=LsParams,
     result=LsResult,
-    function=_ls,
+    run=_ls,
     rendering=_render_ls,
 )
 
@@ -171,30 +169,11 @@ class ReadFileParams(Params, frozen=True):
     limit: Annotated[int, Meta(ge=1, description="At most this many lines.")] = DEFAULT_READ_LINES
 
 
-class ReadFileResult(Result, frozen=True):
-    """`content` is unchanged text: `limit` lines of `total_lines`, from line `offset` (the first is 0)."""
-
-    path: str
-    content: str
-    offset: int
-    limit: int
-    total_lines: int
-    truncated: bool
+def _read_file(params: ReadFileParams, context: ToolContext) -> ReadResult:
+    return context.filesystem.read(params.path, offset=params.offset, limit=params.limit)
 
 
-def _read_file(params: ReadFileParams, context: ToolContext) -> ReadFileResult:
-    page = context.filesystem.read(params.path, offset=params.offset, limit=params.limit)
-    return ReadFileResult(
-        path=page.path,
-        content=page.content,
-        offset=page.offset,
-        limit=page.limit,
-        total_lines=page.total_lines,
-        truncated=page.truncated,
-    )
-
-
-def _render_read(result: ReadFileResult) -> str:
+def _render_read(result: ReadResult) -> str:
     if not result.total_lines:
         return f"{result.path} is empty"
     if not result.content:
@@ -222,8 +201,8 @@ READ_FILE: Final = Tool(
         "many. Line numbers and the tab after them are not part of the file."
     ),
     params=ReadFileParams,
-    result=ReadFileResult,
-    function=_read_file,
+    result=ReadResult,
+    run=_read_file,
     rendering=_render_read,
 )
 
@@ -238,19 +217,14 @@ class WriteFileParams(Params, frozen=True):
     create_parents: Annotated[bool, Meta(description="Make directories that are missing.")] = True
 
 
-def _write_file(params: WriteFileParams, context: ToolContext) -> WriteFileResult:
-    return write_bytes(
-        params.path,
-        params.content.encode(),
-        context,
-        mode=params.mode,
-        create_parents=params.create_parents,
-    )
+def _write_file(params: WriteFileParams, context: ToolContext) -> WriteResult:
+    content = params.content.encode()
+    return write_bytes(params.path, content, context, mode=params.mode, create_parents=params.create_parents)
 
 
 def write_bytes(
     path: str, content: bytes, context: ToolContext, *, mode: WriteMode, create_parents: bool
-) -> WriteFileResult:
+) -> WriteResult:
     """`write_file` for any content."""
     filesystem = context.filesystem
     missing = list(_missing_parents(filesystem, path)) if create_parents else []
@@ -258,7 +232,7 @@ def write_bytes(
     for directory in missing:
         context.published(DirectoryCreated(directory))
     context.published(FileWritten(written.path, written.bytes_written))
-    return WriteFileResult(path=written.path, bytes_written=written.bytes_written, mode=written.mode)
+    return written
 
 
 def _missing_parents(filesystem: Filesystem, path: str) -> Iterator[str]:
@@ -273,7 +247,7 @@ def _missing_parents(filesystem: Filesystem, path: str) -> Iterator[str]:
             return  # below a file: the write reports it
 
 
-def _render_write(result: WriteFileResult) -> str:
+def _render_write(result: WriteResult) -> str:
     done = {"create": "Created", "overwrite": "Wrote", "append": "Appended to"}[result.mode]
     return f"{done} {result.path} ({result.bytes_written} bytes)"
 
@@ -282,8 +256,8 @@ WRITE_FILE: Final = Tool(
     name="write_file",
     description="Write a text file. Replaces what is there, unless mode says otherwise; keeps its permissions.",
     params=WriteFileParams,
-    result=WriteFileResult,
-    function=_write_file,
+    result=WriteResult,
+    run=_write_file,
     rendering=_render_write,
 )
 
@@ -353,7 +327,7 @@ EDIT_FILE: Final = Tool(
     ),
     params=EditFileParams,
     result=EditFileResult,
-    function=_edit_file,
+    run=_edit_file,
     rendering=_render_edit,
 )
 
@@ -375,6 +349,6 @@ RM: Final = Tool(
     description="Delete a file, a symlink, or an empty directory; with recursive a directory and all in it.",
     params=RmParams,
     result=RmResult,
-    function=_rm,
+    run=_rm,
     rendering=_render_rm,
 )

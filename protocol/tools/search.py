@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
-from msgspec import Meta
+from typing import Final
 
 from protocol.paths import encode
 from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
-from protocol.tool_messages import Params, Result
+from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, GrepResult, UnreadablePath
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.walk import below
 
-__all__ = ["GLOB", "GREP", "GlobParams", "GlobResult", "GrepHit", "GrepParams", "GrepResult"]
+__all__ = ["GLOB", "GREP"]
 
-DEFAULT_PATHS: Final = 100
-DEFAULT_MATCHES: Final = 200
 LINE_CHARACTERS: Final = 1_000  # of a matching line
 UNREADABLE_SHOWN: Final = 10  # unreadable paths that the text for a model names
-
-Below = Annotated[str, Meta(description="Search below this directory; relative to the root of the workspace.")]
-Everything = Annotated[
-    bool,
-    Meta(description="Also look in hidden directories, node_modules, __pycache__ and vendor, and at binary files."),
-]
 
 
 def _skips(everything: bool) -> SkipRules:
@@ -31,26 +21,6 @@ def _skips(everything: bool) -> SkipRules:
 
 
 # -- glob -----------------------------------------------------------------------------------------
-class GlobParams(Params, frozen=True):
-    pattern: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="*.py matches names at any depth, src/*.py in src only, src/**/*.py below it; {a,b} either.",
-        ),
-    ]
-    path: Below = "."
-    limit: Annotated[int, Meta(ge=1, le=100_000, description="At most this many paths.")] = DEFAULT_PATHS
-    everything: Everything = False
-
-
-class GlobResult(Result, frozen=True):
-    """The matching files, sorted by path; `truncated` if there are more."""
-
-    paths: list[str]
-    truncated: bool = False
-
-
 def _glob(params: GlobParams, context: ToolContext) -> GlobResult:
     with below(params.path, context) as (tree, start, shown):
         found = glob_paths(
@@ -79,49 +49,12 @@ GLOB: Final = Tool(
     ),
     params=GlobParams,
     result=GlobResult,
-    function=_glob,
+    run=_glob,
     rendering=_render_glob,
 )
 
 
 # -- grep -----------------------------------------------------------------------------------------
-class GrepParams(Params, frozen=True):
-    pattern: Annotated[
-        str, Meta(min_length=1, description="A regular expression (no look-around, no back-references).")
-    ]
-    path: Annotated[str, Meta(description="Search below this directory, or in this file.")] = "."
-    glob: Annotated[str | None, Meta(description="Only files whose path matches, as in the glob tool.")] = None
-    limit: Annotated[int, Meta(ge=1, le=100_000, description="At most this many lines.")] = DEFAULT_MATCHES
-    ignore_case: Annotated[bool, Meta(description="Upper and lower case are the same.")] = False
-    everything: Everything = False
-
-
-class GrepHit(Result, frozen=True):
-    """A matching line (the first is 1) and its first match.  A long line is cut; match_start counts in the cut line."""
-
-    path: str
-    line_number: int
-    line: str
-    match_start: int
-    match_end: int
-
-
-class UnreadablePath(Result, frozen=True):
-    """A file that could not be read, or a directory that could not be listed."""
-
-    path: str
-    reason: str
-
-
-class GrepResult(Result, frozen=True):
-    """`unreadable` are the first 1,000 of the `unreadable_count` files and directories that could not be searched."""
-
-    matches: list[GrepHit]
-    truncated: bool = False
-    unreadable: tuple[UnreadablePath, ...] = ()
-    unreadable_count: int = 0
-
-
 def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
     with below(params.path, context) as (tree, start, shown):
         found = grep_tree(
@@ -183,6 +116,6 @@ GREP: Final = Tool(
     ),
     params=GrepParams,
     result=GrepResult,
-    function=_grep,
+    run=_grep,
     rendering=_render_grep,
 )

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from protocol.tool_messages import EditFileParams, GlobParams, GrepParams, RmParams
 from tests.mount.conftest import MountIt, check_invariants, socket_of
 from tests.mount.engine_child import Watcher
 from tests.support.waiting import readable
@@ -220,11 +221,11 @@ def test_a_file_removed_is_gone_from_the_kernels_caches(call: Run, root: Path) -
     (root / "d" / "f").write_text("x")
     assert os.listdir(root / "d") == ["f"]
     os.stat(root / "d" / "f")
-    call("fs.rm", fs.RmParams(path="d/f"))
+    call("fs.rm", RmParams(path="d/f"))
     assert not (root / "d" / "f").exists()
     assert os.listdir(root / "d") == []
     assert os.stat(root / "d").st_nlink == 2
-    call("fs.rm", fs.RmParams(path="d", recursive=True))
+    call("fs.rm", RmParams(path="d", recursive=True))
     assert os.listdir(root) == []
     (root / "d").mkdir()
 
@@ -262,7 +263,7 @@ def test_the_exec_bit_survives_an_edit_and_the_program_runs(call: Run, root: Pat
     script.write_text("#!/bin/sh\necho old\n")
     script.chmod(0o755)
     assert subprocess.run([script], capture_output=True, check=True).stdout == b"old\n"
-    call("fs.edit", fs.EditFileParams(path="run.sh", old_text="old", new_text="new"))
+    call("fs.edit", EditFileParams(path="run.sh", old_text="old", new_text="new"))
     assert script.stat().st_mode & 0o7777 == 0o755
     assert subprocess.run([script], capture_output=True, check=True).stdout == b"new\n"
     call("fs.write", fs.FsWriteParams(path="run.sh", content=b"#!/bin/sh\necho newest\n"))
@@ -310,7 +311,7 @@ def test_a_shared_mapping_is_seen_once_it_was_synced(call: Run, root: Path) -> N
     with open(root / "f", "r+b") as file, mmap.mmap(file.fileno(), 4) as mapped:
         mapped[:] = b"new!"
         mapped.flush()
-        assert call("fs.grep", fs.FsGrepParams(pattern="new!")).matches[0].path == "f"
+        assert call("fs.grep", GrepParams(pattern="new!")).matches[0].path == "f"
 
 
 def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(workspace: Workspace, root: Path) -> None:
@@ -318,7 +319,7 @@ def test_edits_of_many_clients_and_writes_through_the_mount_are_all_there(worksp
 
     def edit(number: int) -> None:
         with ControlClient(socket_of(workspace)) as client:
-            client.call("fs.edit", fs.EditFileParams(path="f", old_text=f"<{number}>", new_text=f"[{number}]"))
+            client.call("fs.edit", EditFileParams(path="f", old_text=f"<{number}>", new_text=f"[{number}]"))
             client.call("fs.write", fs.FsWriteParams(path=f"by-socket/{number}", content=b"x"))
 
     threads = [threading.Thread(target=edit, args=(number,)) for number in range(8)]
@@ -370,7 +371,7 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run
             case 2:
                 write_through_mount(path, content, mode)
             case 3 if path in model:
-                call("fs.rm", fs.RmParams(path=path))
+                call("fs.rm", RmParams(path=path))
                 del model[path]
             case 4 if path in model:
                 (root / path).unlink()
@@ -384,7 +385,7 @@ def test_whatever_is_done_by_turns_both_sides_agree_with_a_plain_model(call: Run
         look(chance.choice(names))
     found = {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
     assert found == set(model)
-    assert set(call("fs.glob", fs.FsGlobParams(pattern="*")).paths) == set(model)
+    assert set(call("fs.glob", GlobParams(pattern="*")).paths) == set(model)
 
 
 # -- watchers -----------------------------------------------------------------------------------------
@@ -396,9 +397,9 @@ def test_an_inotify_watcher_sees_what_is_written(call: Run, root: Path) -> None:
         wait_for("CREATE /new")
         call("fs.write", fs.FsWriteParams(path="old", content=b"y", mode="append"))
         wait_for("MODIFY /old")
-        call("fs.rm", fs.RmParams(path="removed"))
+        call("fs.rm", RmParams(path="removed"))
         wait_for("DELETE /removed")
-        call("fs.edit", fs.EditFileParams(path="new", old_text="x", new_text="edited"))
+        call("fs.edit", EditFileParams(path="new", old_text="x", new_text="edited"))
         wait_for("CREATE /new")
     assert (root / "new").read_text() == "edited"
 
@@ -560,7 +561,7 @@ def answered_during_search(workspace: Workspace, root: Path) -> int:
 
     def search() -> None:
         with ControlClient(socket_of(workspace)) as client:
-            client.call("fs.grep", fs.FsGrepParams(pattern="(a|b)*needle"))
+            client.call("fs.grep", GrepParams(pattern="(a|b)*needle"))
         done.set()
 
     thread = threading.Thread(target=search)

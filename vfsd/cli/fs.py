@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 import click
 import msgspec
 
-from protocol.tool_messages import Edit
+from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
 from vfsd.cli.common import output
 from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe
 from vfsd.cli.common.output import base64_text, text_or_base64
@@ -221,7 +221,7 @@ _all_option = click.option(
 @fs_command.command("glob")
 @click.argument("pattern")
 @click.argument("path", default=".")
-@_limit_option(default=fs.DEFAULT_PATHS)
+@_limit_option(default=DEFAULT_PATHS)
 @_all_option
 def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find files by name.
@@ -237,7 +237,7 @@ def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
 @click.argument("path", default=".")
 @click.option("--glob", metavar="PATTERN", help="Search only files whose path matches, as in `vfsd fs glob`.")
 @click.option("-i", "--ignore-case", is_flag=True)
-@_limit_option(default=fs.DEFAULT_MATCHES)
+@_limit_option(default=DEFAULT_MATCHES)
 @_all_option
 def grep_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find lines by a regular expression, in a file or in the files below a directory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Empty", "Params", "ProblemRecord"]
+__all__ = ["Empty", "Params"]
 
 
 class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -13,10 +13,3 @@ class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Empty(msgspec.Struct, forbid_unknown_fields=True):
     """A message without fields: no parameters, or a result without content."""
-
-
-class ProblemRecord(msgspec.Struct):
-    """A path that could not be processed, and the reason."""
-
-    path: str
-    reason: str

@@ -12,37 +12,35 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
-from vfsd.wire.base import Params, ProblemRecord
+from protocol.tool_messages import (
+    EditFileParams,
+    EditFileResult,
+    GlobParams,
+    GlobResult,
+    GrepParams,
+    GrepResult,
+    RmParams,
+    RmResult,
+)
+from protocol.types import WriteResult
+from vfsd.wire.base import Params
 
 __all__ = [
     "FS_METHODS",
-    "EditFileParams",
-    "EditFileResult",
     "FsEntry",
     "FsExecParams",
     "FsExecResult",
-    "FsGlobParams",
-    "FsGlobResult",
-    "FsGrepParams",
-    "FsGrepResult",
     "FsLsParams",
     "FsLsResult",
-    "FsMatch",
     "FsReadParams",
     "FsReadResult",
     "FsStatParams",
     "FsWriteParams",
-    "RmParams",
-    "RmResult",
-    "WriteFileResult",
 ]
 
 NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
-DEFAULT_MATCHES: Final = 200
-DEFAULT_PATHS: Final = 100
 DEFAULT_ENTRIES: Final = 10_000
 
 
@@ -114,64 +112,6 @@ class FsWriteParams(Params):
     create_parents: bool = True
 
 
-class FsGlobParams(Params):
-    """Parameters of `fs.glob`: find paths below `path` that match `pattern`.
-
-    Skips hidden directories, node_modules and similar ones unless `everything` is set.
-    """
-
-    pattern: str
-    path: str = ""
-    limit: Positive = DEFAULT_PATHS
-    everything: bool = False
-
-
-class FsGlobResult(msgspec.Struct):
-    """Result of `fs.glob`.  `truncated`: there are more paths than `limit`."""
-
-    paths: list[str]
-    truncated: bool = False
-
-
-class FsGrepParams(Params):
-    """Parameters of `fs.grep`: find lines that match the regular expression `pattern` in the files below `path`.
-
-    `glob` limits the search to matching files.  Skips the same directories as `fs.glob` unless `everything` is set.
-    """
-
-    pattern: str
-    path: str = ""
-    glob: str | None = None
-    limit: Positive = DEFAULT_MATCHES
-    ignore_case: bool = False
-    everything: bool = False
-
-
-class FsMatch(msgspec.Struct):
-    """A line, counted from 1, and its first match.
-
-    `line` is only the part around the match if the line is long; `match_start` and `match_end` are positions in `line`.
-    """
-
-    path: str
-    line_number: int
-    line: str
-    match_start: int
-    match_end: int
-
-
-class FsGrepResult(msgspec.Struct):
-    """Result of `fs.grep`.
-
-    `unreadable` lists the first 1,000 of `unreadable_count` files and directories that could not be searched.
-    """
-
-    matches: list[FsMatch]
-    truncated: bool = False
-    unreadable: list[ProblemRecord] = []
-    unreadable_count: int = 0
-
-
 class FsExecParams(Params):
     """Parameters of `fs.exec`: run a command in the workspace's directory `cwd` and return its output.
 
@@ -205,10 +145,10 @@ FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "fs.ls": (FsLsParams, FsLsResult),
     "fs.stat": (FsStatParams, FsEntry),
     "fs.read": (FsReadParams, FsReadResult),
-    "fs.write": (FsWriteParams, WriteFileResult),
+    "fs.write": (FsWriteParams, WriteResult),
     "fs.edit": (EditFileParams, EditFileResult),
-    "fs.glob": (FsGlobParams, FsGlobResult),
-    "fs.grep": (FsGrepParams, FsGrepResult),
+    "fs.glob": (GlobParams, GlobResult),
+    "fs.grep": (GrepParams, GrepResult),
     "fs.rm": (RmParams, RmResult),
     "fs.exec": (FsExecParams, FsExecResult),
 }

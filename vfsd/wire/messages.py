@@ -20,7 +20,6 @@ import msgspec
 from protocol.types import ChangeCounts as ChangeCounts  # noqa: PLC0414 (part of several messages)
 from vfsd.wire.base import Empty as Empty  # noqa: PLC0414 (one of the messages)
 from vfsd.wire.base import Params
-from vfsd.wire.base import ProblemRecord as ProblemRecord  # noqa: PLC0414 (part of several messages)
 from vfsd.wire.exec_messages import EXEC_METHODS
 from vfsd.wire.fs_messages import FS_METHODS
 
@@ -292,6 +291,13 @@ class RestoreParams(Params):
     paths: list[str] = []
     dry_run: bool = False
     stream: bool = False
+
+
+class ProblemRecord(msgspec.Struct):
+    """A path that could not be processed, and the reason."""
+
+    path: str
+    reason: str
 
 
 class RestoreResult(msgspec.Struct):

@@ -13,6 +13,7 @@ take a syncfs(2) of the whole mount for each call (`MountedVolume.write_back`). 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import itertools
@@ -24,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from protocol.adapters.host import HostFilesystem
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
@@ -35,11 +36,20 @@ from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes
 from protocol.filesystem import Filesystem
 from protocol.paths import DEFAULT_LIMITS, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
-from protocol.tool_messages import EditFileParams, EditFileResult, RmParams, RmResult, WriteFileResult
-from protocol.tools import TOOLS, ToolContext
+from protocol.tool_messages import (
+    EditFileParams,
+    EditFileResult,
+    GlobParams,
+    GlobResult,
+    GrepParams,
+    GrepResult,
+    RmParams,
+    RmResult,
+)
+from protocol.tools import ToolContext
 from protocol.tools.files import EDIT_FILE, RM, Entry, entries_of, entry_of, write_bytes
-from protocol.tools.search import GlobParams, GrepParams
-from protocol.types import DEFAULT_READ_LINES
+from protocol.tools.search import GLOB, GREP
+from protocol.types import DEFAULT_READ_LINES, WriteResult
 from protocol.volume import snapshotable
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.parameters import absolute_path, filesystem_path, host_text
@@ -50,19 +60,14 @@ from vfsd.wire.fs_messages import (
     FsEntry,
     FsExecParams,
     FsExecResult,
-    FsGlobParams,
-    FsGlobResult,
-    FsGrepParams,
-    FsGrepResult,
     FsLsParams,
     FsLsResult,
-    FsMatch,
     FsReadParams,
     FsReadResult,
     FsStatParams,
     FsWriteParams,
 )
-from vfsd.wire.messages import InvalidParamsError, ProblemRecord, wire_path
+from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
 __all__ = ["FsMethods"]
@@ -72,7 +77,7 @@ _SHORT_LISTING: Final = 1_000  # entries; a longer listing takes turns with sear
 _SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond
 _ANSWER_BYTES: Final = 16 << 20  # of an encoded list; a longer one is "truncated"
 
-P = TypeVar("P", EditFileParams, RmParams)
+P = TypeVar("P", EditFileParams, GlobParams, GrepParams, RmParams)
 T = TypeVar("T")
 
 
@@ -119,10 +124,10 @@ class FsMethods:
         await call.output(content)
         return page
 
-    async def _glob(self, params: FsGlobParams, call: CallContext) -> Encoded:
+    async def _glob(self, params: GlobParams, call: CallContext) -> Encoded:
         return await self._read_in_turn(_find_files, params, call, self._searches)
 
-    async def _grep(self, params: FsGrepParams, call: CallContext) -> Encoded:
+    async def _grep(self, params: GrepParams, call: CallContext) -> Encoded:
         return await self._read_in_turn(_find_lines, params, call, self._searches)
 
     async def _read_in_turn(
@@ -151,7 +156,7 @@ class FsMethods:
             return await trio.to_thread.run_sync(run, limiter=threads)
 
     # -- changing: one step on the loop --------------------------------------------------------------
-    async def _write(self, params: FsWriteParams, call: CallContext) -> WriteFileResult:
+    async def _write(self, params: FsWriteParams, call: CallContext) -> WriteResult:
         content = params.content
         if (content is None) == (params.source is None):
             raise InvalidParamsError("fs.write takes one of: content, source")
@@ -166,7 +171,7 @@ class FsMethods:
             create_parents=params.create_parents,
         )
         written = await self._change(write, call)
-        return replace(written, path=_wire(written.path))
+        return dataclasses.replace(written, path=_wire(written.path))
 
     async def _edit(self, params: EditFileParams, call: CallContext) -> EditFileResult:
         edited = await self._change(functools.partial(EDIT_FILE.run, _with_path(params)), call)
@@ -239,33 +244,22 @@ def _list(params: FsLsParams, context: ToolContext) -> Encoded:
     return _encoded_list(FsLsResult(_wire(normalise(path)), []), "entries", entries, params.limit, context.keep_going)
 
 
-def _find_files(params: FsGlobParams, context: ToolContext) -> Encoded:
-    wanted = GlobParams(**asdict(params) | {"path": filesystem_path(params.path)})
-    found = TOOLS["glob"].run(wanted, context)
+def _find_files(params: GlobParams, context: ToolContext) -> Encoded:
+    found = GLOB.run(_with_path(params), context)
     paths = (_wire(path) for path in found.paths)
-    return _encoded_list(FsGlobResult([], found.truncated), "paths", paths, params.limit, context.keep_going)
+    return _encoded_list(replace(found, paths=[]), "paths", paths, params.limit, context.keep_going)
 
 
-def _find_lines(params: FsGrepParams, context: ToolContext) -> Encoded:
-    wanted = GrepParams(**asdict(params) | {"path": filesystem_path(params.path)})
-    found = TOOLS["grep"].run(wanted, context)
-    matches = (
-        FsMatch(
-            path=_wire(match.path),
-            line_number=match.line_number,
-            line=match.line,
-            match_start=match.match_start,
-            match_end=match.match_end,
-        )
-        for match in found.matches
-    )
-    unreadable = [ProblemRecord(_wire(each.path), each.reason) for each in found.unreadable]
-    result = FsGrepResult([], found.truncated, unreadable, found.unreadable_count)
+def _find_lines(params: GrepParams, context: ToolContext) -> Encoded:
+    found = GREP.run(_with_path(params), context)
+    matches = (replace(match, path=_wire(match.path)) for match in found.matches)
+    unreadable = tuple(replace(each, path=_wire(each.path)) for each in found.unreadable)
+    result = replace(found, matches=[], unreadable=unreadable)
     return _encoded_list(result, "matches", matches, params.limit, context.keep_going)
 
 
 def _encoded_list(
-    result: FsLsResult | FsGlobResult | FsGrepResult,
+    result: FsLsResult | GlobResult | GrepResult,
     key: str,
     values: Iterable[object],
     limit: int,
@@ -285,7 +279,7 @@ def _encoded_list(
         pieces += [b",", piece] if pieces else [piece]
         limit -= len(some)
         size += len(piece)
-    result.truncated = result.truncated or next(left, None) is not None
+    result = replace(result, truncated=result.truncated or next(left, None) is not None)
     head, _, tail = msgspec.json.encode(result).partition(b'"%s":[]' % key.encode())
     return Encoded([head, b'"%s":[' % key.encode(), *pieces, b"]", tail])
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from protocol.backends.memory import MemoryVolume
 from protocol.execution.host import HostCommandRunner
+from protocol.tool_messages import GrepParams
 from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
@@ -295,7 +296,7 @@ def test_a_refusal_has_its_errno(daemon: FsDaemon) -> None:
         call(daemon, "fs.read", fs.FsReadParams(path="missing"))
     assert missing.value.filename == "missing"
     with pytest.raises(ControlError) as invalid:
-        call(daemon, "fs.grep", fs.FsGrepParams(pattern="("))
+        call(daemon, "fs.grep", GrepParams(pattern="("))
     assert invalid.value.errno == errno.EINVAL
     with pytest.raises(IsADirectoryError):
         call(daemon, "fs.read", fs.FsReadParams(path=""))
