@@ -9,10 +9,9 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import count_words, show_problems, show_safety
+from vfsd.cli.common.changes import show_outcome, show_problems
 from vfsd.cli.common.names import complete_snapshot
-from vfsd.cli.common.patterns import exclude_option, include_option
-from vfsd.cli.common.values import refuse_other_archives
+from vfsd.cli.common.values import exclude_option, include_option, refuse_other_archives
 from vfsd.wire import messages
 
 
@@ -27,24 +26,13 @@ from vfsd.wire import messages
     """,
 )
 @click.argument("file", metavar="FILE.zip", type=click.Path())
-@click.option(
-    "--snapshot",
-    metavar="NAME",
-    help="Export this snapshot.",
-    shell_complete=complete_snapshot,
-)
+@click.option("--snapshot", metavar="NAME", help="Export this snapshot.", shell_complete=complete_snapshot)
 @click.option("-f", "--force", is_flag=True, help="Replace an existing file.")
 @click.option("--changes-only", is_flag=True, help="Export only what differs from the directory below an overlay.")
 @include_option
 @exclude_option
 @click.pass_obj
-def export_command(
-    app: App,
-    /,
-    file: str,
-    force: bool,
-    **settings: Any,
-) -> None:
+def export_command(app: App, /, file: str, force: bool, **settings: Any) -> None:
     """Write the workspace, or a snapshot, as a ZIP archive.
 
     The archive is written under a temporary name and renamed when it is complete.  It contains the state at the start;
@@ -95,5 +83,4 @@ def import_command(app: App, file: str) -> None:
 
 def _show_import(answer: messages.ImportResult) -> None:
     path, size = output.show_path(answer.path), output.human_size(answer.total_bytes)
-    output.say(f"imported {output.counted(answer.files, 'file')} ({size}) from {path}: {count_words(answer.counts)}")
-    show_safety(answer.safety_snapshot, answer.expired)
+    show_outcome(f"imported {output.counted(answer.files, 'file')} ({size}) from {path}", answer)

@@ -13,8 +13,8 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.changes import plain_change, show_changes, show_stat
 from vfsd.cli.common.names import complete_snapshot
-from vfsd.cli.common.patterns import exclude_option, include_option
 from vfsd.cli.common.streamed import ChangeSpool, PatientOutput, call_with_changes, write_changes
+from vfsd.cli.common.values import exclude_option, include_option
 from vfsd.client.requests import RemoteCall
 from vfsd.wire import messages
 

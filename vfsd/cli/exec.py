@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -12,9 +11,9 @@ from typing import Any, Final
 import click
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, check_alive, describe, error_record
+from vfsd.cli.common.app import App, Command, check_alive, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
-from vfsd.client.paths import current_directory, workspace_path
+from vfsd.client.paths import current_directory, wire_paths
 from vfsd.wire.exec_messages import ExecEnded, ExecParams
 from vfsd.wire.messages import wire_path
 
@@ -29,7 +28,7 @@ _COLLECTED_BYTES: Final = 256 * 1024  # of each stream, in a JSON document; the 
 @click.command(
     "exec",
     cls=Command,
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+    context_settings={"allow_interspersed_args": False},
     examples="""
     vfsd exec -- make test                       # its output, its exit status
     vfsd exec -it -- bash                        # a shell
@@ -97,7 +96,7 @@ def exec_command(
         check_alive(record)
         params = ExecParams(
             argv=[wire_path(os.fsencode(word)) for word in argv],
-            cwd=_directory(cwd, record.mountpoint),
+            cwd="".join(wire_paths([cwd], record.mountpoint, current_directory())),
             env=({"TERM": term} if tty and (term := os.environ.get("TERM")) and is_text(term) else {}) | env,
             user=user,
             input=interactive,
@@ -113,19 +112,10 @@ def exec_command(
         # Nothing reads the output any more, and the command was killed: the status that a shell reports for SIGPIPE.
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        if app.json:
-            output.print_json({"error": error_record(error)})
-        output.report(describe(error))
+        report(describe(error), error_record(error), as_json=app.json)
         raise SystemExit(_status_of_failure(error, argv[0])) from None
     _say(ended, timeout)
     raise SystemExit(_status(ended))
-
-
-def _directory(path: str, mountpoint: str) -> str:
-    try:
-        return wire_path(workspace_path(os.fsencode(path), mountpoint, current_directory()))
-    except ValueError as error:
-        raise OSError(errno.EINVAL, str(error)) from None
 
 
 def _status_of_failure(error: OSError, program: str) -> int:

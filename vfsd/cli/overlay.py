@@ -6,7 +6,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_safety
+from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_outcome
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.wire import messages
 
@@ -34,40 +34,25 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
 
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
-    request = app.requests.apply(paths, dry_run=dry_run, force=force)
-    answer: messages.ApplyResult = call_with_changes(
-        app, request, "applying", _show_dry_run if dry_run else _show_applied
-    )
-    if answer.conflicts and not (answer.applied or app.json):
+
+    def show(answer: messages.ApplyResult, changes: ChangeSpool) -> None:
         place = output.show_path(answer.directory)
-        changed = output.counted(len(answer.conflicts), "path was", "paths were")
-        output.report(f"{changed} changed in {place} by other programs; nothing was written")
+        if answer.recovered:
+            output.note(answer.recovered)
+        if dry_run:
+            show_changes(changes)
+        for conflict in answer.conflicts:
+            output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
+        if answer.applied:
+            output.say(f"applied to {place}: {count_words(answer.counts)}")
+            show_expired(answer.expired)
+        elif answer.conflicts:
+            changed = output.counted(len(answer.conflicts), "path was", "paths were")
+            output.report(f"{changed} changed in {place} by other programs; nothing was written")
+
+    answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)
     if answer.conflicts and not answer.applied:
         click.get_current_context().exit(1)
-
-
-def _show_recovered(answer: messages.ApplyResult) -> None:
-    if answer.recovered:
-        output.note(answer.recovered)
-
-
-def _show_conflicts(answer: messages.ApplyResult) -> None:
-    for conflict in answer.conflicts:
-        output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
-
-
-def _show_dry_run(answer: messages.ApplyResult, changes: ChangeSpool) -> None:
-    _show_recovered(answer)
-    show_changes(changes)
-    _show_conflicts(answer)
-
-
-def _show_applied(answer: messages.ApplyResult, _changes: ChangeSpool) -> None:
-    _show_recovered(answer)
-    _show_conflicts(answer)
-    if answer.applied:
-        output.say(f"applied to {output.show_path(answer.directory)}: {count_words(answer.counts)}")
-        show_expired(answer.expired)
 
 
 @click.command(
@@ -98,6 +83,5 @@ def _show_discarded(answer: messages.RestoreResult) -> None:
     if answer.safety_snapshot is None:
         output.say("nothing to discard")
         show_expired(answer.expired)
-        return
-    output.say(f"discarded: {count_words(answer.counts)}")
-    show_safety(answer.safety_snapshot, answer.expired)
+    else:
+        show_outcome("discarded", answer)

@@ -13,7 +13,7 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
-from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_problems, show_safety
+from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_outcome, show_problems
 from vfsd.cli.common.names import complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
@@ -46,16 +46,12 @@ def snapshot_command(app: App, name: str | None, tag: str | None) -> None:
     if not app.json:
         show_expired(record.expired, output.note)
     for paths, what in (
-        (record.unreadable, _UNREADABLE),
-        (record.unstable, _UNSTABLE),
+        (record.unreadable, "could not be read, and is not in the snapshot"),
+        (record.unstable, "changed while it was read; the snapshot may mix old and new data"),
     ):
         if paths and not app.json:
             more = f", and {len(paths) - 1:,} more" if len(paths) > 1 else ""
             output.note(f"{paths[0]}{more}: {what}")
-
-
-_UNREADABLE = "could not be read, and is not in the snapshot"
-_UNSTABLE = "changed while it was read; the snapshot may mix old and new data"
 
 
 def _say_snapshot(record: messages.SnapshotRecord) -> None:
@@ -301,9 +297,8 @@ def _show_restore(answer: messages.RestoreResult) -> None:
     if answer.safety_snapshot is None and not answer.problems:
         output.say(f"nothing to restore: everything is as in {source}")
         show_expired(answer.expired)
-        return
-    output.say(f"restored {source}: {count_words(answer.counts)}")
-    show_safety(answer.safety_snapshot, answer.expired)
+    else:
+        show_outcome(f"restored {source}", answer)
 
 
 def _show_step(verb: str, answer: messages.RestoreResult) -> None:

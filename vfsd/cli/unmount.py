@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -42,17 +41,6 @@ class _UnsavedError(OSError):
 _FACTS: Final = ("files", "size_bytes", "changes", "truncated", "snapshots", "saved_at")
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The options of one `vfsd unmount`."""
-
-    lazy: bool
-    discard: bool
-    export: str | None  # absolute
-    force: bool
-    may_ask: bool
-
-
 @click.command(
     "unmount",
     cls=Command,
@@ -84,14 +72,20 @@ def unmount_command(
     """
     if every and (workspace_argument or app.workspace):
         raise click.UsageError("give --all or a workspace, not both")
-    how = _how(app, file, force=force, discard=discard, lazy=lazy, every=every)
+    if file is not None:
+        file = _checked(file, every=every, discard=discard)
+    elif force:
+        raise click.UsageError("--force goes with --export: it replaces an existing file")
     app.workspace = workspace_argument or app.workspace
     records = read_records() if every else [app.record()]
     done, failed = [], None
     os.chdir("/")  # the workspaces are selected; this process must not keep one of them busy
     for record in records:
         try:
-            answer = _unmount(app, record, how)
+            if file is not None:
+                answer = _export_and_unmount(app, record, file, overwrite=force, lazy=lazy)
+            else:
+                answer = _unmount(app, record, messages.UnmountParams(lazy=lazy, discard=discard))
         except OSError as error:
             if not every:
                 raise
@@ -100,36 +94,28 @@ def unmount_command(
             continue
         done.append({"name": record.name, **to_builtins(answer)})
         if not app.json:
-            _say_unmounted(record, answer, how)
+            _say_unmounted(record, answer, exported=file is not None, discarded=discard)
     if app.json:
         output.print_json({"unmounted": done, **({"error": error_record(failed)} if failed else {})})
     if failed:
         click.get_current_context().exit(1)
 
 
-def _how(app: App, file: str | None, *, force: bool, discard: bool, lazy: bool, every: bool) -> _How:
-    """Check the options.  UsageError."""
-    if file is None:
-        if force:
-            raise click.UsageError("--force goes with --export: it replaces an existing file")
-    elif every:
+def _checked(file: str, *, every: bool, discard: bool) -> str:
+    """Return the archive to write, absolute.  UsageError if an option excludes --export."""
+    if every:
         raise click.UsageError("--export writes one workspace: give its name instead of --all")
-    elif discard:
+    if discard:
         raise click.UsageError("--export saves the changes and --discard drops them: give only one")
-    else:
-        refuse_other_archives(file)
-        file = os.path.abspath(file)
-    may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
-    return _How(lazy, discard, file, force, may_ask)
+    refuse_other_archives(file)
+    return os.path.abspath(file)
 
 
-def _unmount(app: App, record: WorkspaceRecord, how: _How) -> messages.UnmountResult:
+def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
     """Unmount through the daemon; if it is dead, remove what it left."""
-    if how.export is not None:
-        return _export_and_unmount(app, record, how, how.export)
     if not record.alive:
         return _clear_away(record)
-    params = messages.UnmountParams(lazy=how.lazy, discard=how.discard)
+    may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
     while True:
         try:
             return _call(app, record, params)
@@ -138,20 +124,22 @@ def _unmount(app: App, record: WorkspaceRecord, how: _How) -> messages.UnmountRe
                 raise
         found: messages.UnsavedResult = app.call(RemoteCall("unsaved"), record)
         if found.unsaved:
-            if not how.may_ask:
+            if not may_ask:
                 raise _UnsavedError(f"{_holds(record, found)}; {_advice(record)}", found)
             _ask(app, record, found)
         params.token = found.token
 
 
-def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str) -> messages.UnmountResult:
-    """Export until the archive contains the live state, then unmount."""
+def _export_and_unmount(
+    app: App, record: WorkspaceRecord, file: str, *, overwrite: bool, lazy: bool
+) -> messages.UnmountResult:
+    """Export to `file` (absolute) until the archive contains the live state, then unmount."""
     path = wire_path(os.fsencode(file))
     place = os.path.realpath(record.mountpoint)
     if os.path.commonpath((os.path.realpath(file), place)) == place:
         reason = f"the unmount would delete an archive inside {record.name}: give a file outside {record.mountpoint}"
         raise OSError(errno.EINVAL, reason, file)
-    request = Requests(record.mountpoint).export(file, overwrite=how.force)
+    request = Requests(record.mountpoint).export(file, overwrite=overwrite)
     for _ in range(_EXPORTS):
         try:
             answer: messages.ExportResult = app.call(request, record, label="exporting")
@@ -169,7 +157,7 @@ def _export_and_unmount(app: App, record: WorkspaceRecord, how: _How, file: str)
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
-            return _call(app, record, messages.UnmountParams(lazy=how.lazy))
+            return _call(app, record, messages.UnmountParams(lazy=lazy))
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
@@ -244,13 +232,13 @@ def _advice(record: WorkspaceRecord) -> str:
     return f"{applies}`vfsd unmount --export FILE.zip` saves them, `vfsd unmount --discard` drops them"
 
 
-def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, how: _How) -> None:
+def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, exported: bool, discarded: bool) -> None:
     output.say(f"unmounted {record.name} from {output.show_path(answer.mountpoint)}")
-    if answer.snapshots and how.export is not None:
+    if answer.snapshots and exported:
         output.note(
             f"{counted(answer.snapshots, 'snapshot')} of it were discarded: an archive contains only the live state"
         )
-    if answer.changed_late and not how.discard:
+    if answer.changed_late and not discarded:
         output.note("a program changed it during the unmount; that change is lost")
     if answer.holders:
         output.note(f"it is still in use by {', '.join(answer.holders)}")

@@ -49,26 +49,23 @@ def run_attached(socket_path: str, params: ExecParams, *, terminal: bool) -> Exe
 def run_collected(socket_path: str, params: ExecParams) -> tuple[ExecEnded, dict[str, bytes]]:
     """Run a command in the daemon; return how it ended, and its output.  It may read this process's standard input."""
     collected = {name: bytearray() for name in _STREAMS}
-    call = ExecCall(socket_path, params)
-    with contextlib.closing(call), selectors.PollSelector() as poll:
-        poll.register(call, selectors.EVENT_READ)
-        while call.ended is None:
-            if call.wants_input != (0 in poll.get_map()):
-                poll.register(0, selectors.EVENT_READ) if call.wants_input else poll.unregister(0)
-            for key, _ in poll.select():
-                if key.fileobj is not call:
-                    call.send_input(_read_input())
-                    continue
-                for output in call.receive():
-                    collected[output.stream] += output.data
-                    call.done_with(output.data)
-        return call.ended, {name: bytes(data) for name, data in collected.items()}
+    with contextlib.closing(ExecCall(socket_path, params)) as call:
+        ended = _Loop(call, None, collected).run()
+    return ended, {name: bytes(data) for name, data in collected.items()}
 
 
 class _Loop:
-    def __init__(self, call: ExecCall, signals: socket.socket) -> None:
+    """Passes input, signals and output on until the command ends.
+
+    Without `signals` they have their usual effect; with `collected`, output is appended there instead of written.
+    """
+
+    def __init__(
+        self, call: ExecCall, signals: socket.socket | None, collected: dict[str, bytearray] | None = None
+    ) -> None:
         self._call = call
         self._signals = signals
+        self._collected = collected
         self._end_signals = 0
         self._early: list[str] = []  # signals that arrived before the command had started
         self._waiting: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
@@ -78,14 +75,15 @@ class _Loop:
     def run(self) -> ExecEnded:
         with self._poll:
             self._poll.register(self._call, selectors.EVENT_READ)
-            self._poll.register(self._signals, selectors.EVENT_READ)
+            if self._signals is not None:
+                self._poll.register(self._signals, selectors.EVENT_READ)
             while (ended := self._call.ended) is None or any(self._waiting.values()):
                 self._watch()
                 for key, _ in self._poll.select():
                     if key.fileobj is self._call:
                         self._take(self._call.receive())
-                    elif key.fileobj is self._signals:
-                        self._pass_signals_on()
+                    elif self._signals is not None and key.fileobj is self._signals:
+                        self._pass_on(self._signals.recv(_PIECE_BYTES))
                     elif key.fd == 0:
                         self._call.send_input(_read_input())
                     else:
@@ -107,7 +105,11 @@ class _Loop:
 
     def _take(self, outputs: list[ExecOutput]) -> None:
         for each in outputs:
-            self._waiting[_STREAMS[each.stream]].append(each.data)
+            if self._collected is None:
+                self._waiting[_STREAMS[each.stream]].append(each.data)
+            else:
+                self._collected[each.stream] += each.data
+                self._call.done_with(each.data)
         if self._early and self._call.signal(self._early[0]):
             for name in self._early[1:]:
                 self._call.signal(name)
@@ -124,8 +126,8 @@ class _Loop:
             self._written[descriptor] = 0
             self._call.done_with(piece)
 
-    def _pass_signals_on(self) -> None:
-        for number in self._signals.recv(_PIECE_BYTES):
+    def _pass_on(self, signals: bytes) -> None:
+        for number in signals:
             if number == signal.SIGWINCH:
                 self._call.resize(_size())
                 continue

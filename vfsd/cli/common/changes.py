@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 import click
 
 from vfsd.cli.common import output
-from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ProblemRecord
+from vfsd.cli.common.output import counted
+from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ImportResult, ProblemRecord, RestoreResult
 
-LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
-LETTERS_HELP: Final = (
-    "A added, M modified (content), D removed, T another type (a file became a symlink, for example), "
-    "m metadata only (mode, owner, time, xattrs)"
-)
+_LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
 _REASONS: Final = {"unneeded": "no undo or redo leads to it any more", "memory": "memory was needed"}
@@ -27,13 +23,13 @@ _PATH_END_SHOWN: Final = 100  # characters
 def show_changes(changes: Iterable[ChangeRecord]) -> None:
     """Print one line for each change: "A path"."""
     for change in changes:
-        letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
+        letter = click.style(_LETTERS[change.change], fg=_COLOURS[change.change])
         output.say(f"{letter} {_path(change)}")
 
 
 def plain_change(change: ChangeRecord) -> str:
     """Format a change for a pipe."""
-    return f"{LETTERS[change.change]} {_path(change)}"
+    return f"{_LETTERS[change.change]} {_path(change)}"
 
 
 def show_problems(problems: Sequence[ProblemRecord], what: str = "paths could not be restored") -> None:
@@ -51,11 +47,15 @@ def _cut(path: str) -> str:
     return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
 
 
-def show_safety(name: str | None, expired: Sequence[ExpiredRecord]) -> None:
-    """Print the safety snapshot with the state before a change, and the snapshots that were dropped."""
-    if name is not None:
-        output.say(f"the state before is {name}; `vfsd restore --undo` brings it back")
-    show_expired(expired)
+def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:
+    """Print the counts of a change, the safety snapshot with the state before it, and the snapshots that were dropped.
+
+    `what` says what was done, such as "restored turn-3".
+    """
+    output.say(f"{what}: {count_words(answer.counts)}")
+    if answer.safety_snapshot is not None:
+        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+    show_expired(answer.expired)
 
 
 def show_expired(expired: Sequence[ExpiredRecord], show: Callable[[str], None] = output.say) -> None:
@@ -68,7 +68,7 @@ def _age(created_at: str) -> str:
     seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created_at)).total_seconds()))
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return output.counted(seconds // length, unit)
+            return counted(seconds // length, unit)
     return "less than a minute"
 
 
@@ -78,26 +78,21 @@ def count_words(counts: ChangeCounts) -> str:
     return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
 
-@dataclass(slots=True)
-class _Totals:
-    width: int = 0
-    most: int = 0
-    added: int = 0
-    removed: int = 0
-
-
 def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
     """Print a line for each change, as `git diff --stat` does, and a line of totals.  Iterates twice."""
-    totals = _Totals()
+    width = most = added = removed = 0
     for change in changes:
-        totals.width = max(totals.width, len(_path(change)))
-        totals.most = max(totals.most, _lines(change))
-        totals.added += change.lines_added or 0
-        totals.removed += change.lines_removed or 0
-    figures = max(len(str(totals.most)), len("Bin"))
+        width = max(width, len(_path(change)))
+        most = max(most, _lines(change))
+        added += change.lines_added or 0
+        removed += change.lines_removed or 0
+    figures = max(len(str(most)), len("Bin"))
     for change in changes:
-        output.say(f" {_path(change).ljust(totals.width)} | {_stat_of(change, figures, totals.most)}".rstrip())
-    output.say(_last_line(totals, counts))
+        output.say(f" {_path(change).ljust(width)} | {_stat_of(change, figures, most)}".rstrip())
+    words = [f" {counted(counts.added + counts.modified + counts.removed, 'path')} changed"]
+    words += [f"{counted(added, 'insertion')}(+)"] if added else []
+    words += [f"{counted(removed, 'deletion')}(-)"] if removed else []
+    output.say(", ".join(words))
 
 
 def _path(change: ChangeRecord) -> str:
@@ -124,13 +119,3 @@ def _scaled(lines: int | None, most: int) -> int:
     if not lines or most <= _GRAPH_COLUMNS:
         return lines or 0
     return max(1, lines * _GRAPH_COLUMNS // most)
-
-
-def _last_line(totals: _Totals, counts: ChangeCounts) -> str:
-    total = counts.added + counts.modified + counts.removed
-    words = [f" {output.counted(total, 'path')} changed"]
-    if totals.added:
-        words.append(f"{output.counted(totals.added, 'insertion')}(+)")
-    if totals.removed:
-        words.append(f"{output.counted(totals.removed, 'deletion')}(-)")
-    return ", ".join(words)

@@ -24,7 +24,9 @@ _TIMEOUT_S: Final = 1.0  # longer, and the shell seems to hang
 
 def complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Offer the workspaces, including dead ones."""
-    return _offer(_workspace_names, incomplete)
+    return _offer(
+        lambda: [CompletionItem(record.name, help=record.mountpoint) for record in read_records()], incomplete
+    )
 
 
 def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -36,7 +38,8 @@ def complete_restore(ctx: click.Context, param: click.Parameter, incomplete: str
 
 def complete_snapshot(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Offer the snapshots of the selected workspace, newest first."""
-    return _offer(lambda: _snapshot_names(_selector(ctx)), incomplete)
+    here = os.fsdecode(current_directory())
+    return _offer(lambda: _snapshots_of(find_workspace(_selector(ctx), here)), incomplete)
 
 
 def _offer(names: Callable[[], list[CompletionItem]], incomplete: str) -> list[CompletionItem]:
@@ -66,14 +69,6 @@ def _selector(ctx: click.Context | None) -> Any:
             return ctx.params["workspace"]
         ctx = ctx.parent
     return None
-
-
-def _workspace_names() -> list[CompletionItem]:
-    return [CompletionItem(record.name, help=record.mountpoint) for record in read_records()]
-
-
-def _snapshot_names(selector: str | None) -> list[CompletionItem]:
-    return _snapshots_of(find_workspace(selector, os.fsdecode(current_directory())))
 
 
 def _snapshots_of(record: WorkspaceRecord) -> list[CompletionItem]:

@@ -80,20 +80,10 @@ def _output_poll() -> select.poll | None:
 
 
 class ChangeSpool:
-    """The changes that the daemon streamed, in a temporary file.  Can be iterated several times."""
+    """The changes that the daemon streamed, in the temporary `file`.  Can be iterated several times."""
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_MEMORY_BYTES)  # noqa: SIM115 closed in __exit__
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-
-    def feed(self, data: bytes) -> None:
-        """Append a piece of the stream."""
-        self._file.write(data)
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
 
     def __iter__(self) -> Iterator[ChangeRecord]:
         self._file.seek(0)
@@ -126,17 +116,14 @@ def write_changes(app: App, request: RemoteCall[Any], line: Callable[[ChangeReco
 
 def call_with_changes(app: App, request: RemoteCall[Any], label: str, show: Callable[[Any, ChangeSpool], None]) -> Any:
     """Send `request`, print the answer and its changes with `show` or as JSON, and return the answer."""
-    with ChangeSpool() as spool:
+    with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as file:
         request.params.stream = True
-        answer = app.call(request, label=label, on_output=spool.feed)
-        if app.json:
-            print_with_changes(answer, spool)
-        else:
-            show(answer, spool)
+        answer = app.call(request, label=label, on_output=file.write)
+        (_print_with_changes if app.json else show)(answer, ChangeSpool(file))
         return answer
 
 
-def print_with_changes(answer: Any, spool: ChangeSpool) -> None:
+def _print_with_changes(answer: Any, spool: ChangeSpool) -> None:
     """Print `answer` as JSON, with the streamed changes as its `changes`."""
     fields = msgspec.json.decode(msgspec.json.encode(answer), type=dict[str, msgspec.Raw])
     if isinstance(answer, DiffResult):

@@ -1,4 +1,4 @@
-"""Parameter types of the command line: sizes, seconds, backends, workspace names and variables."""
+"""Parameter types of the command line (sizes, seconds, backends, workspace names, variables) and shared options."""
 
 from __future__ import annotations
 
@@ -137,3 +137,16 @@ class Backend(_TextType):
 SIZE: Final = Size()
 NAME: Final = Name()
 BACKEND: Final = Backend()
+
+include_option = click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only files that match (.gitignore's syntax); may be repeated.",
+)
+exclude_option = click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out paths that match, and what is below them; may be repeated.",
+)
