@@ -153,7 +153,7 @@ def record_xattrs(record: Record) -> Mapping[bytes, bytes]:
 def _is_acl_if_named_so(name: bytes, value: bytes) -> bool:
     if name in _ACLS:
         try:
-            posix_acl.check(value)
+            posix_acl.parse(value)
         except OSError:
             return False
     return True

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from protocol.errors import os_error
 
-__all__ = ["ACCESS", "DEFAULT", "Inherited", "access_acl", "check", "chmod", "inherit", "is_empty"]
+__all__ = ["ACCESS", "DEFAULT", "AclEntry", "Inherited", "access_acl", "chmod", "inherit", "parse"]
 
 ACCESS: Final = b"system.posix_acl_access"
 DEFAULT: Final = b"system.posix_acl_default"
@@ -49,8 +49,8 @@ class Inherited(NamedTuple):
     default: bytes | None
 
 
-def _parse(value: bytes) -> list[AclEntry]:
-    """Decode an xattr value.  EINVAL; EOPNOTSUPP for another version."""
+def parse(value: bytes) -> list[AclEntry]:
+    """Decode an xattr value; no entries mean that there is no ACL.  EINVAL; EOPNOTSUPP for another version."""
     if not value:
         return []  # setxattr(2) with an empty value removes an ACL
     if len(value) < len(_VERSION) or (len(value) - len(_VERSION)) % _ENTRY.size:
@@ -64,39 +64,25 @@ def _parse(value: bytes) -> list[AclEntry]:
     return entries
 
 
-def check(value: bytes) -> None:
-    """EINVAL or EOPNOTSUPP if `value` is not a valid ACL."""
-    _parse(value)
-
-
-def is_empty(value: bytes) -> bool:
-    """Whether an xattr value has no entries, which means that there is no ACL.  EINVAL, EOPNOTSUPP."""
-    return not _parse(value)
-
-
 def _pack(entries: list[AclEntry]) -> bytes:
     return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in entries)
 
 
-def _group_tag(entries: list[AclEntry]) -> int:
-    """The tag whose permission is the mode's group bits: the mask if there is one."""
-    return _MASK if any(entry.tag == _MASK for entry in entries) else _GROUP_OBJ
-
-
-def _shift(tag: int, group_tag: int) -> int | None:
-    """The position in the mode of the permission of `tag`; None if it is not in the mode."""
-    return {_USER_OBJ: 6, group_tag: 3, _OTHER: 0}.get(tag)
+def _shifts(entries: list[AclEntry]) -> dict[int, int]:
+    """The positions in the mode of the permissions of tags.  The mask, if there is one, has the group bits."""
+    group_tag = _MASK if any(entry.tag == _MASK for entry in entries) else _GROUP_OBJ
+    return {_USER_OBJ: 6, group_tag: 3, _OTHER: 0}
 
 
 def access_acl(mode: int, value: bytes) -> tuple[int, bytes | None]:
     """The mode after an access ACL was set, and the value to store: None if the mode is equivalent.  EINVAL."""
-    entries = _parse(value)
+    entries = parse(value)
     if not entries:
         return mode, None
-    group_tag = _group_tag(entries)
+    shifts = _shifts(entries)
     bits = 0
     for entry in entries:
-        shift = _shift(entry.tag, group_tag)
+        shift = shifts.get(entry.tag)
         if shift is not None:
             bits |= (entry.permission & 7) << shift
     is_plain = {entry.tag for entry in entries} == _REQUIRED
@@ -105,11 +91,11 @@ def access_acl(mode: int, value: bytes) -> tuple[int, bytes | None]:
 
 def chmod(value: bytes, mode: int) -> bytes:
     """The access ACL after a chmod to `mode`."""
-    entries = _parse(value)
-    group_tag = _group_tag(entries)
+    entries = parse(value)
+    shifts = _shifts(entries)
     changed = []
     for entry in entries:
-        shift = _shift(entry.tag, group_tag)
+        shift = shifts.get(entry.tag)
         changed.append(entry if shift is None else entry._replace(permission=mode >> shift & 7))
     return _pack(changed)
 
@@ -120,12 +106,12 @@ def inherit(default: bytes | None, mode: int, umask: int) -> Inherited:
         return Inherited(mode, None, None)
     if default is None:
         return Inherited(mode & ~(umask & _RWX), None, None)
-    entries = _parse(default)
-    group_tag = _group_tag(entries)
+    entries = parse(default)
+    shifts = _shifts(entries)
     masked = []
     bits = 0
     for entry in entries:
-        shift = _shift(entry.tag, group_tag)
+        shift = shifts.get(entry.tag)
         if shift is not None:
             entry = entry._replace(permission=entry.permission & mode >> shift & 7)  # noqa: PLW2901
             bits |= entry.permission << shift

@@ -41,6 +41,11 @@ MAPPED = {
 StartContainer = Callable[..., Container]
 
 
+def tmpfs(place: str, **options: int) -> dict[str, Any]:
+    """Options of `PodmanService.create` for a tmpfs in the container."""
+    return {"mounts": [{"type": "tmpfs", "target": place, **options}]}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
@@ -171,6 +176,16 @@ def attempt(container: Container, *argv: str, **options: Any) -> tuple[int, byte
     with PodmanClient(base_url=container.service.address.url) as client:
         status, (out, error) = client.containers.get(container.id).exec_run(list(argv), demux=True, **options)
     return int(status), out or b"", error or b""
+
+
+def control(container: Container, verb: str, **options: Any) -> None:
+    """Stop, restart, pause or unpause a container by podman-py's method of that name."""
+    container.service.call(f"{verb} {container.name}", container.id, lambda one: getattr(one, verb)(**options))
+
+
+def shown(container: Container) -> dict[str, Any]:
+    """The whole of what `podman inspect` shows of a container."""
+    return dict(container.service.call("inspecting", container.id, lambda one: one.attrs))
 
 
 def inside(container: Container, *argv: str, **options: Any) -> bytes:

@@ -21,9 +21,8 @@ import pytest
 from protocol import Filesystem, HostFilesystem
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
-from protocol.backends.container.podman.state import ContainerMount
 from protocol.testing import FilesystemContract, StreamingContract
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, check_git_works, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, attempt, check_git_works, inside, tmpfs
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
 
@@ -141,7 +140,7 @@ def test_a_read_only_mount_of_it_changes_nothing(container: Container, mount_con
 def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
     start_container: StartContainer, python_image: str, mount_container: MountContainer
 ) -> None:
-    container = start_container(python_image, mounts=[ContainerMount("tmpfs", "", "/workspace", size_bytes=2**20)])
+    container = start_container(python_image, options=tmpfs("/workspace", size=2**20))
     root = Path(mount_container(container, transport="agent").path)
 
     with pytest.raises(OSError, match="No space left"):
@@ -156,7 +155,7 @@ def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
 def test_a_read_only_root_is_read_and_a_directory_that_cannot_be_made_is_told_of(
     start_container: StartContainer, python_image: str, mount_container: MountContainer
 ) -> None:
-    container = start_container(python_image, read_only=True)
+    container = start_container(python_image, options={"read_only": True})
     root = Path(mount_container(container, transport="agent", workdir="/etc").path)
 
     assert (root / "passwd").read_text().startswith("root:")
@@ -169,7 +168,7 @@ def test_a_read_only_root_is_read_and_a_directory_that_cannot_be_made_is_told_of
 def test_what_root_makes_here_is_the_containers_own_users(
     start_container: StartContainer, python_image: str, mount_container: MountContainer
 ) -> None:
-    container = start_container(python_image, user="dev")
+    container = start_container(python_image, options={"user": "dev"})
     root = Path(mount_container(container, transport="agent", workdir="/srv/app").path)
     (root / "f").write_text("x")
     (root / "d").mkdir()

@@ -23,7 +23,7 @@ from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, ExecResult, Executor
 from protocol.execution.runner import CommandLimits
 from protocol.tools import TOOLS, ToolContext
-from tests.container.conftest import StartContainer, inside
+from tests.container.conftest import StartContainer, control, inside
 
 SLEEPERS = 'ps -o args | grep "[s]leep [1-9]000" || true'
 
@@ -207,7 +207,7 @@ def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_co
     thread.start()
     while not sleepers(own_container):
         pass
-    own_container.pause()
+    control(own_container, "pause")
     try:
         thread.join(120)
         assert [(one.timed_out, one.stdout) for one in done] == [(True, b"said\n")]
@@ -215,7 +215,7 @@ def test_the_time_of_a_command_is_over_also_in_a_container_that_is_paused(own_co
             with pytest.raises(OSError, match="podman unpause"):
                 executor.run(["true"], stdin=stdin)
     finally:
-        own_container.unpause()
+        control(own_container, "unpause")
     thread.join(120)
     assert executor.run(["echo", "fine"]).stdout == b"fine\n"
     assert sleepers(own_container) == []

@@ -16,7 +16,7 @@ from protocol.backends.container.podman.ownership import WORKSPACE_LABEL, create
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.workspace import open_container, open_image
-from tests.container.conftest import MountContainer, StartContainer, inside
+from tests.container.conftest import MountContainer, StartContainer, inside, shown
 from tests.mount.conftest import socket_of
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.workspace import Workspace
@@ -53,8 +53,10 @@ def test_a_workspace_of_an_image_has_a_container_of_its_own_until_it_is_unmounte
     state = podman.inspect(made)
     Path(workspace.path, "f").write_text("x")
 
-    assert (state.network, state.image, workspace.status().container) == ("none", busybox_image, "running")
-    assert state.pids_limit
+    whole = shown(podman.container(made))
+    assert (whole["HostConfig"]["NetworkMode"], whole["ImageName"]) == ("none", busybox_image)
+    assert whole["HostConfig"]["PidsLimit"] > 0
+    assert workspace.status().container == "running"
     assert state.name.startswith(f"vfsd-{workspace.name}-")
     assert inside(podman.container(made), "cat /workspace/f") == b"x"
     workspace.unmount()

@@ -16,10 +16,9 @@ import pytest
 from protocol.backends.container.podman.address import default_address, parse_address
 from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.service import PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
-from protocol.backends.container.podman.state import ContainerMount
+from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
 from protocol.backends.container.workspace import open_container
-from tests.container.conftest import MountContainer, StartContainer, attempt, inside
+from tests.container.conftest import MountContainer, StartContainer, attempt, control, inside, shown
 from tests.container.service import running_service
 
 
@@ -66,7 +65,7 @@ def test_a_socket_that_nobody_listens_on_is_an_error_that_says_so(workdir: Path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(workdir / "dead.sock"))
     with pytest.raises(OSError, match="listens") as caught:
-        PodmanService(f"unix://{workdir}/dead.sock").version()
+        PodmanService(f"unix://{workdir}/dead.sock").inspect("x")
     assert caught.value.errno == errno.ECONNREFUSED
     with pytest.raises(OSError, match="listens"):
         PodmanService(f"unix://{workdir}/dead.sock").connect()
@@ -83,18 +82,21 @@ def test_a_container_that_is_not_there_is_an_error_that_names_it(podman: PodmanS
 def test_inspecting_shows_what_a_container_was_made_with(
     start_container: StartContainer, busybox_image: str, workdir: Path
 ) -> None:
-    mount = ContainerMount("bind", str(workdir), "/data", read_only=True)
+    mount = ContainerMount(str(workdir), "/data", read_only=True)
     container = start_container(
-        pids_limit=77, user="dev", labels={"a": "b"}, environment={"X": "1"}, mounts=[mount], working_dir="/tmp"
+        pids_limit=77, labels={"a": "b"}, mounts=[mount], options={"user": "dev", "environment": {"X": "1"}}
     )
 
     state = container.inspect()
 
     assert (state.id, state.name, state.status, state.running) == (container.id, container.name, "running", True)
-    assert (state.image, state.user, state.pids_limit, state.network) == (busybox_image, "dev", 77, "none")
     assert state.labels["a"] == "b"
-    assert state.environment["X"] == "1"
-    assert (state.working_dir, state.mounts) == ("/tmp", (mount,))
+    whole = shown(container)
+    assert (whole["ImageName"], whole["Config"]["User"]) == (busybox_image, "dev")
+    assert (whole["HostConfig"]["PidsLimit"], whole["HostConfig"]["NetworkMode"]) == (77, "none")
+    assert "X=1" in whole["Config"]["Env"]
+    (data,) = whole["Mounts"]
+    assert (data["Type"], data["Source"], data["Destination"], data["RW"]) == ("bind", str(workdir), "/data", False)
     assert container.id.encode() in Path(f"/proc/{state.conmon_pid}/cmdline").read_bytes()
     assert inside(container, "cat /proc/self/status | grep ^Uid").split()[1] == b"1000"
 
@@ -105,24 +107,24 @@ def test_a_container_has_no_network_and_a_limit_of_processes_unless_asked_otherw
     container = start_container()
 
     assert inside(container, "ls /sys/class/net").split() == [b"lo"]
-    assert container.inspect().pids_limit
+    assert shown(container)["HostConfig"]["PidsLimit"] > 0
 
 
 def test_a_container_goes_through_its_life(start_container: StartContainer) -> None:
     container = start_container()
     first = container.inspect()
 
-    container.pause()
+    control(container, "pause")
     assert (container.inspect().status, container.inspect().running) == ("paused", True)
-    container.unpause()
-    container.stop(timeout_s=5)
+    control(container, "unpause")
+    control(container, "stop", timeout=5)
     stopped = container.inspect()
     assert (stopped.status, stopped.running, stopped.pid) == ("exited", False, 0)
     container.start()
     container.start()
     assert container.inspect().pid not in {0, first.pid}
     container.kill()
-    container.restart(timeout_s=0)
+    control(container, "restart", timeout=0)
     assert container.inspect().running
     container.remove()
     container.remove()
@@ -133,7 +135,7 @@ def test_a_container_goes_through_its_life(start_container: StartContainer) -> N
 def test_the_first_process_of_ours_ends_at_once_when_it_is_told_to(start_container: StartContainer) -> None:
     container = start_container()
 
-    container.stop(timeout_s=600)
+    control(container, "stop", timeout=600)
 
     assert container.inspect().exit_code == 0
 
@@ -147,18 +149,20 @@ def test_the_first_process_of_ours_reaps_what_others_leave(start_container: Star
     assert attempt(container, "sh", "-c", waiting)[0] == 0
 
 
-def test_two_containers_of_one_name_cannot_be_made(start_container: StartContainer, podman: PodmanService) -> None:
+def test_two_containers_of_one_name_cannot_be_made(
+    start_container: StartContainer, podman: PodmanService, busybox_image: str
+) -> None:
     container = start_container()
 
     with pytest.raises(FileExistsError, match=container.name):
-        podman.create(ContainerSpec(container.inspect().image, name=container.name))
+        podman.create(ContainerSpec(busybox_image, name=container.name))
 
 
 def test_containers_are_found_by_their_labels(start_container: StartContainer, podman: PodmanService) -> None:
     one = start_container(labels={"mine": "1", "kind": "x"})
     two = start_container(labels={"mine": "2", "kind": "x"})
     start_container()
-    two.stop(0)
+    control(two, "stop", timeout=0)
 
     assert {state.id for state in podman.labelled({"mine": ""})} == {one.id, two.id}
     assert [state.id for state in podman.labelled({"mine": "2", "kind": "x"})] == [two.id]
@@ -308,4 +312,4 @@ def test_an_ssh_that_does_not_get_there_is_an_error_in_its_own_words(fake_ssh: P
     fake_ssh.write_text("#!/bin/sh\necho 'me@there: Permission denied (publickey).' >&2\nexit 255\n")
 
     with pytest.raises(ConnectionRefusedError, match="publickey"):
-        PodmanService("ssh://me@there/run/podman.sock").version()
+        PodmanService("ssh://me@there/run/podman.sock").inspect("x")

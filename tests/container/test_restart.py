@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.state import ContainerMount
-from tests.container.conftest import MountContainer, StartContainer, inside
+from protocol.backends.container.podman.spec import ContainerMount
+from tests.container.conftest import MountContainer, StartContainer, control, inside
 from tests.mount.conftest import complaints
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -103,7 +103,7 @@ def test_what_changed_while_it_was_not_served_is_seen(
 ) -> None:
     volume = workdir / "volume"
     volume.mkdir()
-    container = start_container(mounts=[ContainerMount("bind", str(volume), "/workspace", read_only=False)])
+    container = start_container(mounts=[ContainerMount(str(volume), "/workspace")])
     workspace = mount_container(container, transport="rootfs", complaints=STOPPED)
     root = Path(workspace.path)
     (root / "kept").write_text("old")
@@ -134,7 +134,7 @@ def test_files_and_directories_that_were_open_go_on_after_a_restart(
     with (root / "a" / "b" / "f").open("r+b", buffering=0) as file:
         assert file.read(5) == b"01234"
 
-        container.restart(timeout_s=0)
+        control(container, "restart", timeout=0)
         eventually(is_served_again(workspace))
 
         assert file.read() == b"56789"
@@ -189,18 +189,18 @@ def test_a_paused_container_is_read_and_written_through_proc(
     container: Container, root: Path, workspace: Workspace
 ) -> None:
     (root / "f").write_text("x")
-    container.pause()
+    control(container, "pause")
 
     (root / "f").write_text("written while it stands still")
     assert workspace.status().container == "paused"
     assert workspace.status().connected
 
-    container.unpause()
+    control(container, "unpause")
     assert inside(container, "cat /workspace/f") == b"written while it stands still"
 
 
 def test_it_is_unmounted_while_its_container_is_stopped(container: Container, workspace: Workspace) -> None:
-    container.stop(0)
+    control(container, "stop", timeout=0)
     eventually(lambda: not answers(Path(workspace.path)))
 
     workspace.unmount()
@@ -224,7 +224,7 @@ def test_restarts_one_after_another_leave_a_mount_that_works(
     container: Container, workspace: Workspace, root: Path
 ) -> None:
     for number in range(3):
-        container.restart(timeout_s=0)
+        control(container, "restart", timeout=0)
         eventually(is_served_again(workspace, number + 1))
         (root / f"f{number}").write_text("x")
 

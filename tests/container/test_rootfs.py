@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.container.podman.service import Container
-from protocol.backends.container.podman.state import ContainerMount
 from protocol.backends.container.transports.init_process import ContainerInit
 from protocol.backends.container.workspace import open_container
-from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside
+from tests.container.conftest import MAPPED, MountContainer, StartContainer, check_git_works, inside, tmpfs
 from vfsd.client.workspace import Workspace
 
 pytestmark = pytest.mark.fuse
@@ -208,7 +207,7 @@ def mount_flags(mountpoint: Path) -> set[str]:
 def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
-    container = start_container(mounts=[ContainerMount("tmpfs", "", "/workspace", size_bytes=2**20)])
+    container = start_container(options=tmpfs("/workspace", size=2**20))
     root = Path(mount_container(container).path)
 
     with pytest.raises(OSError, match="No space left"):
@@ -223,7 +222,7 @@ def test_a_full_disk_is_enospc_and_has_room_again_when_something_is_removed(
 def test_a_read_only_root_is_read_and_not_written(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
-    container = start_container(read_only=True)
+    container = start_container(options={"read_only": True})
 
     root = Path(mount_container(container, workdir="/etc").path)
 
@@ -248,7 +247,7 @@ def test_a_read_only_mount_changes_nothing_inside(
 
 
 def test_what_is_mounted_below_is_not_entered(start_container: StartContainer, mount_container: MountContainer) -> None:
-    container = start_container(mounts=[ContainerMount("tmpfs", "", "/workspace/below")])
+    container = start_container(options=tmpfs("/workspace/below"))
     root = Path(mount_container(container).path)
 
     with pytest.raises(OSError, match="cross-device"):
@@ -290,7 +289,7 @@ def test_owners_are_shown_as_the_container_shows_them(
 def test_what_root_makes_here_is_the_containers_own_users(
     start_container: StartContainer, mount_container: MountContainer
 ) -> None:
-    container = start_container(user="dev")
+    container = start_container(options={"user": "dev"})
     root = Path(mount_container(container).path)
 
     (root / "f").write_text("x")

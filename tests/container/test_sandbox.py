@@ -19,7 +19,7 @@ from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.state import ContainerState
 from protocol.execution.executor import Executor
 from protocol.tools import TOOLS, ToolContext
-from tests.container.conftest import inside
+from tests.container.conftest import inside, shown
 from tests.container.test_exec import container_of, where_of
 from tests.mount.conftest import ENGINES, mounted, socket_of
 from tests.support.exec_suite import Where, line_of, run, started
@@ -104,9 +104,9 @@ def test_a_sandbox_sees_nothing_else_of_this_machine(sandboxed: SandboxIt, podma
     assert done.stdout.decode().split()[-1] == "1"  # the heading: no network
     assert done.exit_status != 0
     (state,) = sandboxes(podman, workspace)
-    assert state.network == "none"
-    assert state.pids_limit == 2048
-    assert workspace.status().commands == f"in a sandbox of {state.image} (container {state.name})"
+    whole = shown(podman.container(state.id))
+    assert (whole["HostConfig"]["NetworkMode"], whole["HostConfig"]["PidsLimit"]) == ("none", 2048)
+    assert workspace.status().commands == f"in a sandbox of {whole['ImageName']} (container {state.name})"
 
 
 def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> None:

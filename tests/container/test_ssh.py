@@ -80,11 +80,11 @@ def test_errors_on_the_way_are_those_of_ssh(podman: PodmanService, sshd: Sshd) -
         PodmanService(f"ssh://{sshd.host}/nowhere/podman.sock") as nowhere,
         pytest.raises(OSError, match="no Podman service answers at /nowhere") as caught,
     ):
-        nowhere.version()
+        nowhere.inspect("x")
     assert caught.value.filename == nowhere.address.url
     sshd.known_hosts.write_text("")
     with (
         PodmanService(f"ssh://{sshd.host}{podman.address.path}") as unknown,
         pytest.raises(ConnectionRefusedError, match="Host key verification failed"),
     ):
-        unknown.version()
+        unknown.inspect("x")

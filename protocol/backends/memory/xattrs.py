@@ -77,7 +77,7 @@ def _acl_to_keep(mode: int, name: bytes, value: bytes) -> tuple[int, bytes | Non
         raise os_error(errno.EOPNOTSUPP)
     if name == posix_acl.ACCESS:
         return posix_acl.access_acl(mode, value)
-    empty = posix_acl.is_empty(value)
+    empty = not posix_acl.parse(value)
     if not stat.S_ISDIR(mode) and not empty:
         raise os_error(errno.EACCES)
     return mode, None if empty else value
@@ -120,4 +120,4 @@ def without_capability(xattrs: Xattrs | None) -> Xattrs | None:
 def check_imported(xattrs: Mapping[bytes, bytes]) -> None:
     """Raise EINVAL or EOPNOTSUPP for ACLs that setxattr(2) would refuse."""
     for name in _ACLS & xattrs.keys():
-        posix_acl.check(xattrs[name])
+        posix_acl.parse(xattrs[name])

@@ -32,8 +32,7 @@ from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.errors import ContainerNotFoundError
 from protocol.backends.container.podman.ownership import create_owned
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
-from protocol.backends.container.podman.state import ContainerMount
+from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerMount, ContainerSpec
 from protocol.execution.executor import Command
 from protocol.execution.runner import Process
 from vfsd.machine.logs import log_failure
@@ -146,7 +145,7 @@ class Sandbox:
             self._image,
             network=options.network or "none",
             pids_limit=options.pids_limit or PIDS_LIMIT,
-            mounts=[ContainerMount("bind", workspace.mountpoint, WORKDIR, read_only=workspace.read_only)],
+            mounts=[ContainerMount(workspace.mountpoint, WORKDIR, read_only=workspace.read_only)],
             memory_bytes=options.memory_bytes,
             options={**_OPTIONS, "hostname": _hostname(workspace.name)},
         )

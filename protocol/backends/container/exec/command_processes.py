@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import trio
@@ -28,7 +28,7 @@ from protocol.backends.container.exec.container_processes import (
     ContainerProcesses,
 )
 from protocol.backends.container.podman.errors import ContainerNotFoundError
-from protocol.backends.container.podman.exec_stream import open_exec
+from protocol.backends.container.podman.exec_stream import exec_status
 from protocol.backends.container.podman.ownership import has_died, this_daemon
 from protocol.backends.container.podman.service import Container
 
@@ -45,7 +45,7 @@ def _visible_processes(container: Container) -> ContainerProcesses | None:
     if not container.service.is_local:
         return None
     state = container.inspect()
-    outside = ContainerProcesses(state.id, state.pid)
+    outside = ContainerProcesses(state)
     return outside if outside.is_here else None
 
 
@@ -118,18 +118,10 @@ class CommandProcesses:
     # -- from inside ---------------------------------------------------------------------------------
     async def _in_shell(self, script: str, *arguments: str) -> bool:
         """Run a script in the container; whether it succeeded or the container is not running."""
-        argv: Sequence[str] = ["/bin/sh", "-c", script, "sh", *arguments]
-        container = self._container
+        argv = ["/bin/sh", "-c", script, "sh", *arguments]
         try:
             with trio.fail_after(_SHELL_S):
-                # Not `async with`, which would kill the shell by this same function.
-                shell = await open_exec(container.service, container.id, argv, user="0", cwd="/")
-                try:
-                    while await shell.receive():
-                        pass
-                    return await shell.wait() == 0
-                finally:
-                    await shell.disconnect()
+                return await exec_status(self._container.service, self._container.id, argv, user="0") == 0
         except trio.TooSlowError:
             return False
         except OSError as error:

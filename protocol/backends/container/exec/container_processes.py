@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from protocol.backends.container.podman.state import ContainerState
+
 __all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "ContainerProcesses"]
 
 MARK: Final = "VFSD_EXEC"
@@ -107,12 +109,13 @@ def _environment(pid: int) -> bytes:
 
 
 class ContainerProcesses:
-    """The processes of the container `container_id`, whose first process is `init_pid`."""
+    """The processes of a container in the state `state`."""
 
-    def __init__(self, container_id: str, init_pid: int) -> None:
-        self._id = container_id.encode()
-        self._init = init_pid
-        self._namespace = self._namespace_of(init_pid)
+    def __init__(self, state: ContainerState) -> None:
+        self._id = state.id.encode()
+        self._init = state.pid
+        self._is_paused = state.paused
+        self._namespace = self._namespace_of(state.pid)
         self._ours = self._namespace_of(os.getpid())
 
     @property
@@ -190,8 +193,11 @@ class ContainerProcesses:
                     os.killpg(process.group, number)
 
     def kill(self, mark: str, *, with_orphans: bool, timeout_s: float) -> bool:
-        """Kill all; False if some are left after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        """Kill all; False if some are left after `timeout_s`, or at once if the container is paused.
+
+        The processes of a paused container start no others, and end when it is unpaused.
+        """
+        deadline = time.monotonic() + (0 if self._is_paused else timeout_s)
         pause_s = _PAUSE_S
         while found := self.find(mark, with_orphans=with_orphans):
             # Stop all before killing: a killed process makes room for a new one.

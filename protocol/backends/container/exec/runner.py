@@ -19,7 +19,7 @@ from protocol.backends.container.exec.command_processes import CommandProcesses,
 from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
 from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
 from protocol.backends.container.podman.conmon import release_monitor
-from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, open_exec
+from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, exec_status, open_exec
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
 from protocol.errors import os_error
@@ -140,13 +140,8 @@ class ContainerCommandRunner:
     async def _has_shell(self, container: Container) -> bool:
         """Whether the container has a /bin/sh."""
         if container.id not in self._shell_exists:
-            probe = await open_exec(container.service, container.id, ["/bin/sh", "-c", ":"], stdin=False)
-            try:
-                while await probe.receive():
-                    pass
-                self._shell_exists = {container.id: await probe.wait() == 0}
-            finally:
-                await probe.aclose()
+            status = await exec_status(container.service, container.id, ["/bin/sh", "-c", ":"])
+            self._shell_exists = {container.id: status == 0}
         return self._shell_exists[container.id]
 
 

@@ -30,7 +30,7 @@ import trio
 from protocol.backends.container.podman.http_connection import PodmanConnection, connect
 from protocol.backends.container.podman.service import PodmanService
 
-__all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "open_exec"]
+__all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "exec_status", "open_exec"]
 
 STDOUT: Final = 1
 STDERR: Final = 2
@@ -183,14 +183,8 @@ class ExecStream:
         if inside is None:
             return
         for argv in (["kill", "-KILL", inside], ["sh", "-c", f"kill -KILL {int(inside)}"]):
-            killer = await open_exec(self._service, container, argv, user="0", stdin=False)
-            try:
-                while await killer.receive():
-                    pass
-                if await killer.wait() == 0:
-                    return
-            finally:
-                await killer.disconnect()
+            if await exec_status(self._service, container, argv, user="0") == 0:
+                return
         raise OSError(errno.ESRCH, "a process in the container cannot be killed: the image has neither kill nor sh")
 
     async def disconnect(self) -> None:
@@ -206,12 +200,6 @@ class ExecStream:
                     await self.kill()
             await self.disconnect()
         await trio.lowlevel.checkpoint()  # raises Cancelled if the caller was cancelled
-
-    async def __aenter__(self) -> ExecStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
 
 async def open_exec(
@@ -260,6 +248,20 @@ async def open_exec(
     except (KeyError, TypeError):
         raise OSError(errno.EPROTO, "the Podman service does not identify the process that it started") from None
     return ExecStream(service, exec_id, stream, connection.plain, early, tty=tty)
+
+
+async def exec_status(service: PodmanService, container: str, argv: Sequence[str], *, user: str | None = None) -> int:
+    """Run `argv` at the root of a container without input, discard its output, and return its exit status.
+
+    Errors as for `open_exec`.  If this is cancelled, the command continues.
+    """
+    stream = await open_exec(service, container, argv, user=user, cwd="/", stdin=False)
+    try:
+        while await stream.receive():
+            pass
+        return await stream.wait()
+    finally:
+        await stream.disconnect()
 
 
 async def _ask(service: PodmanService, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

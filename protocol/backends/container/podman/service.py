@@ -79,11 +79,6 @@ class PodmanService:
         except OSError as error:
             raise connect_error(error, self.address) from None
 
-    def version(self) -> str:
-        """The service's version; also the cheapest check that the service answers."""
-        with self._client("asking for the version") as client:
-            return str(client.version()["Version"])  # type: ignore[no-untyped-call]
-
     def _endpoint(self) -> ServiceAddress:
         """The address to connect to: for ssh, the near end of the tunnel."""
         if self.address.kind != "ssh":
@@ -192,21 +187,8 @@ class Container:
         """Start the container; a no-op if it is running."""
         self._call("starting", lambda one: one.start())
 
-    def stop(self, timeout_s: int = 10) -> None:
-        """Send SIGTERM to the init process, SIGKILL after `timeout_s`, and wait until it has ended."""
-        self._call("stopping", lambda one: one.stop(timeout=timeout_s, ignore=True))
-
-    def restart(self, timeout_s: int = 10) -> None:
-        self._call("restarting", lambda one: one.restart(timeout=timeout_s))
-
-    def kill(self, signal: str = "SIGKILL") -> None:
-        self._call("killing", lambda one: one.kill(signal))
-
-    def pause(self) -> None:
-        self._call("pausing", lambda one: one.pause())
-
-    def unpause(self) -> None:
-        self._call("unpausing", lambda one: one.unpause())
+    def kill(self) -> None:
+        self._call("killing", lambda one: one.kill("SIGKILL"))
 
     def remove(self) -> None:
         """Kill the container and remove it with its anonymous volumes; a no-op if it is gone."""

@@ -6,15 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from protocol.backends.container.podman.state import ContainerMount
-
-__all__ = ["INIT_COMMAND", "PIDS_LIMIT", "ContainerSpec"]
+__all__ = ["INIT_COMMAND", "PIDS_LIMIT", "ContainerMount", "ContainerSpec"]
 
 PIDS_LIMIT: Final = 2048  # the default of `podman run`: containers.conf(5)
 # The first process of vfsd's own containers: it waits, and reaps orphans (wait waits for every child).
 INIT_COMMAND: Final = ("/bin/sh", "-c", 'trap "exit 0" TERM INT; while :; do sleep 86400 & wait $!; done')
 # The values of --network that are not names of networks: podman-run(1).
 _NETWORK_MODES: Final = ("none", "bridge", "host", "private", "slirp4netns", "pasta", "container:", "ns:")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerMount:
+    """The directory `source` of the service's host, to be mounted at `destination`."""
+
+    source: str
+    destination: str
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,8 @@ class ContainerSpec:
     network: str = "none"
     pids_limit: int = PIDS_LIMIT
     memory_bytes: int | None = None
-    user: str | None = None
-    working_dir: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     mounts: Sequence[ContainerMount] = ()
-    read_only: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
@@ -45,12 +48,11 @@ class ContainerSpec:
             "name": self.name,
             "pids_limit": self.pids_limit,
             "mem_limit": self.memory_bytes,
-            "user": self.user,
-            "working_dir": self.working_dir,
             "labels": dict(self.labels),
-            "environment": dict(self.environment),
-            "mounts": [_mount_option(mount) for mount in self.mounts],
-            "read_only": self.read_only,
+            "mounts": [
+                {"type": "bind", "source": mount.source, "target": mount.destination, "read_only": mount.read_only}
+                for mount in self.mounts
+            ],
             **_network_options(self.network),
             **self.options,
         }
@@ -63,12 +65,3 @@ def _network_options(network: str) -> dict[str, Any]:
     if any(network == mode or (network.startswith(mode) and mode.endswith(":")) for mode in _NETWORK_MODES):
         return {"network_mode": network}
     return {"network_mode": "bridge", "networks": {network: {}}}
-
-
-def _mount_option(mount: ContainerMount) -> dict[str, Any]:
-    option: dict[str, Any] = {"type": mount.kind, "target": mount.destination, "read_only": mount.read_only}
-    if mount.source:
-        option["source"] = mount.source
-    if mount.size_bytes is not None:
-        option["size"] = mount.size_bytes
-    return option

@@ -122,8 +122,8 @@ def test_a_symlink_inherits_nothing_and_knows_no_umask() -> None:
 
 
 def test_an_acl_without_entries_stands_for_none() -> None:
-    assert posix_acl.is_empty(VERSION)
-    assert posix_acl.is_empty(b"")
+    assert not posix_acl.parse(VERSION)
+    assert not posix_acl.parse(b"")
     assert posix_acl.access_acl(stat.S_IFREG | 0o640, VERSION) == (stat.S_IFREG | 0o640, None)
 
 
@@ -139,7 +139,7 @@ def test_an_acl_without_entries_stands_for_none() -> None:
 )
 def test_what_is_no_acl_is_refused_as_the_kernel_refuses_it(oracle: str, value: bytes, code: int) -> None:
     with pytest.raises(OSError, match=r".") as raised:
-        posix_acl.check(value)
+        posix_acl.parse(value)
     assert raised.value.errno == code
     path = f"{oracle}/file"
     with open(path, "x"):
