@@ -5,7 +5,7 @@ context manager.  A file that is deleted while it is read can be read to its end
 """
 
 from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter, TextReader, TextWriter
-from protocol.streams.decoding import PositionedDecoder, check_encoding, text_decoder
+from protocol.streams.decoding import PositionedDecoder, check_encoding
 from protocol.streams.files import FileReader, FileWriter, SeekableContent
 from protocol.streams.text import FileTextReader, FileTextWriter
 
@@ -22,5 +22,4 @@ __all__ = [
     "TextReader",
     "TextWriter",
     "check_encoding",
-    "text_decoder",
 ]

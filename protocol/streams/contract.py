@@ -7,20 +7,36 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias, runtime_checkable
 
-__all__ = ["STREAM_CHUNK_BYTES", "ByteReader", "ByteWriter", "Data", "TextReader", "TextWriter"]
+__all__ = ["STREAM_CHUNK_BYTES", "ByteReader", "ByteWriter", "Data", "Stream", "TextReader", "TextWriter"]
 
 STREAM_CHUNK_BYTES: Final = 64 * 1024
 Data: TypeAlias = bytes | bytearray | memoryview
 
 
-@runtime_checkable
-class ByteReader(Protocol):
-    """A file open for reading.  Iteration gives chunks of 64 KiB from `position` on."""
+class Stream(Protocol):
+    """What every stream has: a path, and closing.  It is a context manager, which closes it."""
 
     @property
     def path(self) -> str:
         """The file's path, normalised."""
         ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def close(self) -> None:
+        """Close the file; a writer finishes it first.  Closing twice does nothing."""
+        ...
+
+
+@runtime_checkable
+class ByteReader(Stream, Protocol):
+    """A file open for reading.  Iteration gives chunks of 64 KiB from `position` on."""
 
     @property
     def size(self) -> int:
@@ -31,9 +47,6 @@ class ByteReader(Protocol):
     def position(self) -> int:
         """The byte offset of the next read.  ValueError when closed."""
         ...
-
-    @property
-    def closed(self) -> bool: ...
 
     def read(self, size: int = -1) -> bytes:
         """Read up to `size` bytes (-1: all remaining); fewer only at the end.  ValueError if closed or `size` < -1."""
@@ -52,18 +65,10 @@ class ByteReader(Protocol):
         ...
 
     def __iter__(self) -> Iterator[bytes]: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None:
-        """Close the file.  Closing twice does nothing."""
-        ...
 
 
 @runtime_checkable
-class ByteWriter(Protocol):
+class ByteWriter(Stream, Protocol):
     """A file open for writing.
 
     With mode "overwrite" the new content becomes visible at `close`, which replaces the old file.  An exception
@@ -71,15 +76,9 @@ class ByteWriter(Protocol):
     """
 
     @property
-    def path(self) -> str: ...
-
-    @property
     def bytes_written(self) -> int:
         """The number of bytes written through this writer."""
         ...
-
-    @property
-    def closed(self) -> bool: ...
 
     def write(self, data: Data) -> int:
         """Write all of `data`; return its size.  ValueError when closed; OSError (ENOSPC, EFBIG)."""
@@ -89,25 +88,13 @@ class ByteWriter(Protocol):
         """Write every chunk; return the total size.  Errors as for `write`."""
         ...
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None:
-        """Finish the file.  Closing twice does nothing."""
-        ...
-
 
 @runtime_checkable
-class TextReader(Protocol):
+class TextReader(Stream, Protocol):
     """A text file open for reading.  Iteration gives lines with their endings; only "\n" ends a line.
 
     Undecodable bytes raise UnicodeDecodeError: its `start` and `end` are offsets in the file, its `object` the bytes.
     """
-
-    @property
-    def path(self) -> str: ...
 
     @property
     def encoding(self) -> str: ...
@@ -116,9 +103,6 @@ class TextReader(Protocol):
     def line_number(self) -> int:
         """The number of lines read so far, which is the number of the next line, counted from 0."""
         ...
-
-    @property
-    def closed(self) -> bool: ...
 
     def readline(self) -> str:
         """Read the next line with its ending; "" at the end.  ValueError when closed."""
@@ -133,20 +117,11 @@ class TextReader(Protocol):
         ...
 
     def __iter__(self) -> Iterator[str]: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @runtime_checkable
-class TextWriter(Protocol):
+class TextWriter(Stream, Protocol):
     """A text file open for writing; see `ByteWriter`."""
-
-    @property
-    def path(self) -> str: ...
 
     @property
     def encoding(self) -> str: ...
@@ -154,18 +129,8 @@ class TextWriter(Protocol):
     @property
     def bytes_written(self) -> int: ...
 
-    @property
-    def closed(self) -> bool: ...
-
     def write(self, text: str) -> int:
         """Write all of `text`; return its size in bytes.  ValueError when closed or if it cannot be encoded."""
         ...
 
     def write_all(self, texts: Iterable[str]) -> int: ...
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-__all__ = ["PositionedDecoder", "check_encoding", "text_decoder"]
+__all__ = ["PositionedDecoder", "check_encoding"]
 
 
 def check_encoding(encoding: str) -> None:
@@ -15,16 +15,11 @@ def check_encoding(encoding: str) -> None:
         raise ValueError(str(error)) from None
 
 
-def text_decoder(encoding: str) -> PositionedDecoder:
-    """A decoder for the content of one file, from its start.  ValueError for an unknown encoding."""
-    check_encoding(encoding)
-    return PositionedDecoder(encoding)
-
-
 class PositionedDecoder:
-    """An incremental decoder whose errors give offsets in the file."""
+    """Decode one file in chunks, with errors that give offsets in the file.  ValueError for an unknown encoding."""
 
     def __init__(self, encoding: str) -> None:
+        check_encoding(encoding)
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._position = 0  # of the next byte
 

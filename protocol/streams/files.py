@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 from protocol.paths import located
 from protocol.streams.contract import STREAM_CHUNK_BYTES, Data
 
-__all__ = ["Closing", "FileReader", "FileWriter", "SeekableContent"]
+__all__ = ["ClosingStream", "FileReader", "FileWriter", "SeekableContent"]
 
 _WRITE_BYTES: Final = 1 << 20
 
@@ -31,8 +31,8 @@ class SeekableContent(Protocol):
     def close(self) -> None: ...
 
 
-class Closing:
-    """The common part of all streams: a path, and closing."""
+class ClosingStream(ABC):
+    """Implements `Stream`, except for `close`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -50,9 +50,19 @@ class Closing:
         if self._closed:
             raise ValueError("I/O operation on closed file")
 
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
 
-class FileReader(Closing):
-    """`ByteReader` over an open file, which it closes."""
+    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class FileReader(ClosingStream):
+    """Implements `ByteReader` over an open file, which it closes."""
 
     def __init__(self, path: str, content: SeekableContent) -> None:
         super().__init__(path)
@@ -110,15 +120,6 @@ class FileReader(Closing):
     def __iter__(self) -> Iterator[bytes]:
         return self.chunks()
 
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         if not self._closed:
             try:
@@ -128,7 +129,7 @@ class FileReader(Closing):
                 self._content.close()
 
 
-class FileWriter(Closing):
+class FileWriter(ClosingStream):
     """Implements `ByteWriter` over an open file, which it closes.
 
     `position` is the offset to begin at.  `commit` is called after everything is written and before the file is closed;
@@ -171,13 +172,7 @@ class FileWriter(Closing):
         self._check_open()
         return sum(self.write(chunk) for chunk in chunks)
 
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
         if kind is None:
             self.close()
         else:

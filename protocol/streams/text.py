@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 from protocol.streams.contract import STREAM_CHUNK_BYTES, ByteReader, ByteWriter
-from protocol.streams.decoding import check_encoding, text_decoder
-from protocol.streams.files import Closing
+from protocol.streams.decoding import PositionedDecoder, check_encoding
+from protocol.streams.files import ClosingStream
 
 __all__ = ["FileTextReader", "FileTextWriter"]
 
 
-class FileTextReader(Closing):
-    """`TextReader` over a `ByteReader`, which it closes.  ValueError for an unknown encoding."""
+class FileTextReader(ClosingStream):
+    """Implements `TextReader` over a `ByteReader`, which it closes.  ValueError for an unknown encoding."""
 
     def __init__(self, reader: ByteReader, encoding: str = "utf-8") -> None:
         super().__init__(reader.path)
         self._reader = reader
         self._encoding = encoding
-        self._decoder = text_decoder(encoding)
+        self._decoder = PositionedDecoder(encoding)
         self._text = ""  # decoded text, not yet returned from `_at` on
         self._at = 0
         self._line_number = 0
@@ -83,22 +82,13 @@ class FileTextReader(Closing):
     def __iter__(self) -> Iterator[str]:
         return self.lines()
 
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         self._closed = True
         self._reader.close()
 
 
-class FileTextWriter(Closing):
-    """`TextWriter` over a `ByteWriter`, which it closes."""
+class FileTextWriter(ClosingStream):
+    """Implements `TextWriter` over a `ByteWriter`, which it closes."""
 
     def __init__(self, writer: ByteWriter, encoding: str = "utf-8") -> None:
         super().__init__(writer.path)
@@ -123,15 +113,9 @@ class FileTextWriter(Closing):
         self._check_open()
         return sum(self.write(text) for text in texts)
 
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         self._closed = True
-        self._writer.__exit__(kind, error, traceback)
+        self._writer.__exit__(kind, *details)
 
     def close(self) -> None:
         self._closed = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,13 +13,10 @@ from protocol.execution.executor import Executor
 from protocol.filesystem import Filesystem
 from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import Params
-from protocol.tools.events import FileEvent, Subscriber
+from protocol.tools.events import FileEvent, Subscriber, deliver
 from protocol.tree import Tree
 
 __all__ = ["Tool", "ToolContext", "printable"]
-
-_logger = logging.getLogger(__name__)
-
 
 P = TypeVar("P", bound=Params)
 R = TypeVar("R")  # a `Result`, or a dataclass of `protocol.types`
@@ -46,11 +42,8 @@ class ToolContext:
     keep_going: CancelCheck = never_cancelled
 
     def published(self, event: FileEvent) -> None:
-        """Publish `event`.  An error of a subscriber is only logged, because the change is already made."""
-        try:
-            self.publish(event)
-        except Exception:
-            _logger.exception("a subscriber failed on %s", event)
+        """Publish `event`."""
+        deliver(event, self.publish)
 
 
 @dataclass(frozen=True, slots=True)

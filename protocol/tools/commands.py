@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from protocol.errors import os_error
-from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult, Executor
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S
 from protocol.paths import normalise
 from protocol.tool_messages import Params, Result
 from protocol.tools.base import Tool, ToolContext
@@ -18,20 +18,20 @@ __all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams"]
 # bash where available, because models write bash
 _SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; fi; exec sh -c "$1"'
 
-Directory = Annotated[str, Meta(description="Where to run it, relative to the root of the workspace.")]
-Timeout = Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which it is killed.")]
+
+class _RunParams(Params, frozen=True):
+    cwd: Annotated[str, Meta(description="Where to run it, relative to the root of the workspace.")] = "."
+    timeout_s: Annotated[float, Meta(gt=0, le=3_600, description="Seconds after which it is killed.")] = (
+        DEFAULT_TIMEOUT_S
+    )
 
 
-class ShellParams(Params, frozen=True):
+class ShellParams(_RunParams, frozen=True, kw_only=True):
     command: Annotated[str, Meta(min_length=1, description="A command line for bash, or sh where there is no bash.")]
-    cwd: Directory = "."
-    timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
 
-class PythonParams(Params, frozen=True):
+class PythonParams(_RunParams, frozen=True, kw_only=True):
     code: Annotated[str, Meta(min_length=1, description="A Python program; what it prints is the answer.")]
-    cwd: Directory = "."
-    timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
 
 class CommandResult(Result, frozen=True):
@@ -45,37 +45,24 @@ class CommandResult(Result, frozen=True):
 
 
 def _shell(params: ShellParams, context: ToolContext) -> CommandResult:
-    argv = ["sh", "-c", _SHELL, "sh", params.command]
-    return _result(
-        _executor(context).run(
-            argv,
-            cwd=normalise(params.cwd),
-            timeout_s=params.timeout_s,
-            output_limit_bytes=DEFAULT_OUTPUT_BYTES,
-        )
-    )
+    return _run(["sh", "-c", _SHELL, "sh", params.command], params, context)
 
 
 def _python(params: PythonParams, context: ToolContext) -> CommandResult:
     # on standard input, because an argument has at most 128 KiB (MAX_ARG_STRLEN, linux/binfmts.h)
-    return _result(
-        _executor(context).run(
-            ["python3", "-"],
-            cwd=normalise(params.cwd),
-            timeout_s=params.timeout_s,
-            output_limit_bytes=DEFAULT_OUTPUT_BYTES,
-            stdin=params.code.encode(),
-        )
-    )
+    return _run(["python3", "-"], params, context, stdin=params.code.encode())
 
 
-def _executor(context: ToolContext) -> Executor:
+def _run(argv: list[str], params: _RunParams, context: ToolContext, *, stdin: bytes = b"") -> CommandResult:
     if context.executor is None:
         raise os_error(errno.EOPNOTSUPP, "this workspace cannot run commands")
-    return context.executor
-
-
-def _result(done: ExecResult) -> CommandResult:
+    done = context.executor.run(
+        argv,
+        cwd=normalise(params.cwd),
+        timeout_s=params.timeout_s,
+        output_limit_bytes=DEFAULT_OUTPUT_BYTES,
+        stdin=stdin,
+    )
     return CommandResult(
         exit_status=done.exit_status,
         stdout=done.stdout.decode("utf-8", "replace"),
@@ -92,7 +79,7 @@ def _render(result: CommandResult) -> str:
     if result.truncated:
         parts.append("(there was more output; it was cut off)")
     if result.timed_out:
-        parts.append("(its time was over: it was killed)")
+        parts.append("(it timed out and was killed)")
     elif result.exit_status:
         parts.append(f"(exit status {result.exit_status})")
     return "\n".join(parts) or "(no output)"

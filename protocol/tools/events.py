@@ -7,7 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["DirectoryCreated", "EventHook", "FileDeleted", "FileEdited", "FileEvent", "FileWritten", "Subscriber"]
+__all__ = [
+    "DirectoryCreated",
+    "EventHook",
+    "FileDeleted",
+    "FileEdited",
+    "FileEvent",
+    "FileWritten",
+    "Subscriber",
+    "deliver",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -48,11 +57,19 @@ FileEvent: TypeAlias = FileWritten | FileEdited | FileDeleted | DirectoryCreated
 Subscriber: TypeAlias = Callable[[FileEvent], object]
 
 
+def deliver(event: FileEvent, subscriber: Subscriber) -> None:
+    """Call `subscriber`.  Its error is only logged, because the change is already made."""
+    try:
+        subscriber(event)
+    except Exception:
+        _logger.exception("a subscriber failed on %s", event)
+
+
 class EventHook:
     """Calls its subscribers with each event, in order.
 
     Hooks can be chained, because a hook is itself a subscriber.  An exception of a subscriber is logged and affects
-    neither the other subscribers nor the tool, whose change is already made.
+    neither the other subscribers nor the tool.
     """
 
     def __init__(self) -> None:
@@ -70,7 +87,4 @@ class EventHook:
 
     def __call__(self, event: FileEvent) -> None:
         for subscriber in tuple(self._subscribers):
-            try:
-                subscriber(event)
-            except Exception:
-                _logger.exception("a subscriber failed on %s", event)
+            deliver(event, subscriber)

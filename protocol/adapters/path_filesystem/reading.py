@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.paths import CallLimits
-from protocol.streams import ByteReader, text_decoder
+from protocol.streams import ByteReader, PositionedDecoder
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE, ReadBytesResult, ReadResult
 
 __all__ = ["bytes_page", "check_byte_page", "check_line_page", "text_page"]
@@ -29,7 +29,7 @@ def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str,
     if limit is None:
         limit = DEFAULT_READ_LINES
     page = _Page(offset, None if limit == READ_ENTIRE_FILE else offset + limit, limits.read_bytes)
-    decoder = text_decoder(encoding)
+    decoder = PositionedDecoder(encoding)
     try:
         for chunk in reader:
             page.add(decoder.decode(chunk), reader.path)
