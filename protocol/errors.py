@@ -21,6 +21,7 @@ __all__ = [
     "errno_of",
     "only_error",
     "os_error",
+    "shown",
 ]
 
 
@@ -57,6 +58,11 @@ def os_error(code: int, detail: str | None = None) -> OSError:
     """Return the `OSError` for errno `code`, of the subclass that Python maps it to."""
     text = _text(code)
     return OSError(code, text, detail) if detail else OSError(code, text)
+
+
+def shown(path: bytes) -> str:
+    """A path or a name for a message; bytes that are not UTF-8 as "\\xNN"."""
+    return path.decode("utf-8", "backslashreplace")
 
 
 # Cached, because a busy mount constantly answers "No such file" and "No data available".

@@ -9,15 +9,31 @@ Threading: a tree is immutable; one thread at a time may read it.
 from __future__ import annotations
 
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["CHUNK_BYTES", "TYPE_MASK", "Filtered", "Tree", "TreeEntry", "unfiltered"]
+__all__ = [
+    "CHUNK_BYTES",
+    "TYPE_MASK",
+    "ByteProgress",
+    "Filtered",
+    "Tree",
+    "TreeEntry",
+    "no_progress",
+    "unfiltered",
+]
 
 CHUNK_BYTES: Final = 64 * 1024  # of a stream
 # The file type in a mode.  A call of stat.S_IFMT takes longer than most of the checks that need it.
 TYPE_MASK: Final = 0o170000
+
+# Called with (bytes of content done, all bytes).  An exception that it raises ends the work.
+ByteProgress: TypeAlias = Callable[[int, int], None]
+
+
+def no_progress(done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ returns a tree.
 """
 
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.progress import ByteProgress, no_progress
 from protocol.archive.read import ArchiveTree, open_archive
 from protocol.archive.write import ArchiveSummary, export_archive, write_archive
+from protocol.tree import ByteProgress, no_progress
 
 __all__ = [
     "ArchiveLimits",

@@ -14,10 +14,9 @@ from protocol.archive.content import decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.manifest import PERCENT, SPECIAL, Manifest, Record, decode_manifest, record_xattrs
 from protocol.archive.members import Member, read_members
-from protocol.archive.names import FILES, MANIFEST, check_path, shown, unescape
-from protocol.archive.progress import ByteProgress, no_progress
-from protocol.errors import ArchiveError
-from protocol.tree import TYPE_MASK, TreeEntry
+from protocol.archive.names import FILES, MANIFEST, check_path, unescape
+from protocol.errors import ArchiveError, shown
+from protocol.tree import TYPE_MASK, ByteProgress, TreeEntry, no_progress
 from protocol.volume import ROOT_INODE
 
 __all__ = ["Contents", "read_contents"]

@@ -14,8 +14,8 @@ import msgspec
 
 from protocol.archive import records as zr
 from protocol.archive.limits import ArchiveLimits
-from protocol.archive.names import check_name, is_utf8, shown
-from protocol.errors import ArchiveError
+from protocol.archive.names import check_name, is_utf8
+from protocol.errors import ArchiveError, shown
 
 __all__ = ["Member", "read_members"]
 

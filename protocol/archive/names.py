@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from protocol.errors import ArchiveError
+from protocol.errors import ArchiveError, shown
 from protocol.volume import NAME_MAX
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "check_path",
     "escape",
     "is_utf8",
-    "shown",
     "unescape",
 ]
 
@@ -58,11 +57,6 @@ def unescape(text: str) -> bytes:
     if escape(name) != text:
         raise ValueError("not the escaped form of any name")
     return name
-
-
-def shown(name: bytes) -> str:
-    """`name` for a message."""
-    return name.decode("utf-8", "backslashreplace")
 
 
 def check_name(name: bytes) -> None:

@@ -14,10 +14,8 @@ from protocol.archive.check import Contents, read_contents
 from protocol.archive.content import ContentReader, decompressed
 from protocol.archive.limits import ArchiveLimits
 from protocol.archive.members import Member
-from protocol.archive.names import shown
-from protocol.archive.progress import ByteProgress, no_progress
-from protocol.errors import ArchiveError, os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.errors import ArchiveError, os_error, shown
+from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
 
 __all__ = ["ArchiveTree", "open_archive"]
 

@@ -30,19 +30,18 @@ from protocol.archive.manifest import (
     timestamp,
     xattrs_fit,
 )
-from protocol.archive.names import FILES, MANIFEST, escape, shown
-from protocol.archive.progress import ByteProgress
+from protocol.archive.names import FILES, MANIFEST, escape
 from protocol.archive.selection import Selection, select
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
-from protocol.errors import os_error
-from protocol.tree import Tree, TreeEntry
+from protocol.errors import os_error, shown
+from protocol.tree import ByteProgress, Tree, TreeEntry, no_progress
 
 __all__ = ["ArchiveSummary", "export_archive", "write_archive"]
 
 DEFAULT_LEVEL: Final = 6  # the default of zlib and zip
 
 _CHUNK_BYTES: Final = 256 * 1024
-_ENTRIES_TOLD: Final = 1024  # at most, between two calls of `progress`
+_ENTRIES_PER_REPORT: Final = 1024
 _REGULAR_FILE: Final = 0o100644
 
 
@@ -65,7 +64,7 @@ def write_archive(
     file: BinaryIO,
     *,
     created_ns: int | None = None,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = no_progress,
     level: int = DEFAULT_LEVEL,
     skip_too_long: bool = False,
 ) -> ArchiveSummary:
@@ -92,7 +91,7 @@ def write_archive(
             _add(packer, tree, entry, name, report)
             report.entry()
     writer.finish()
-    report.finish()
+    progress(manifest.total_bytes, manifest.total_bytes)
     directories = sum(entry.is_dir for entry in chosen.entries) - 1
     return ArchiveSummary(manifest.file_count, directories, manifest.total_bytes, writer.offset, chosen.skipped)
 
@@ -103,7 +102,7 @@ def export_archive(
     *,
     overwrite: bool = False,
     created_ns: int | None = None,
-    progress: ByteProgress | None = None,
+    progress: ByteProgress = no_progress,
     level: int = DEFAULT_LEVEL,
     skip_too_long: bool = False,
 ) -> ArchiveSummary:
@@ -291,40 +290,32 @@ def _changed(entry: TreeEntry) -> OSError:
     return OSError(errno.EIO, "the file changed while it was archived", shown(entry.path))
 
 
-def _watched(entries: Iterable[TreeEntry], progress: ByteProgress | None) -> Iterator[TreeEntry]:
+def _watched(entries: Iterable[TreeEntry], progress: ByteProgress) -> Iterator[TreeEntry]:
     """Yield `entries`, calling `progress` now and then, which may raise."""
     for number, entry in enumerate(entries, 1):
-        if progress is not None and number % _ENTRIES_TOLD == 0:
+        if number % _ENTRIES_PER_REPORT == 0:
             progress(0, 0)
         yield entry
 
 
 class _Reporter:
-    """Calls the caller's `progress`."""
+    """Calls the caller's `progress`, after _CHUNK_BYTES or _ENTRIES_PER_REPORT: a call for each file would be slow."""
 
-    def __init__(self, progress: ByteProgress | None, total: int) -> None:
+    def __init__(self, progress: ByteProgress, total: int) -> None:
         self._progress = progress
         self._total = total
         self._done = 0
-        self._told = 0
+        self._reported = 0
         self._entries = 0
 
     def entry(self) -> None:
         """Count an entry: progress of a million empty files is reported too, and can be cancelled."""
         self._entries += 1
-        if self._entries % _ENTRIES_TOLD == 0 and self._done < self._total:
-            self._tell()
+        if self._entries % _ENTRIES_PER_REPORT == 0 and self._done < self._total:
+            self._progress(self._done, self._total)
 
     def add(self, size: int) -> None:
         self._done += size
-        # not for each small file: ten thousand calls would cost more than they are worth
-        if self._done - self._told >= _CHUNK_BYTES and self._done < self._total:
-            self._tell()
-
-    def finish(self) -> None:
-        self._tell()
-
-    def _tell(self) -> None:
-        self._told = self._done
-        if self._progress is not None:
+        if self._done - self._reported >= _CHUNK_BYTES and self._done < self._total:
+            self._reported = self._done
             self._progress(self._done, self._total)

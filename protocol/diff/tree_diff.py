@@ -27,8 +27,10 @@ __all__ = [
     "ComparesContent",
     "Comparison",
     "Counted",
+    "Pair",
     "changes",
     "compare",
+    "compare_pairs",
     "count",
     "entry_or_none",
     "is_at_or_below",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
-_Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
+Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def compare(
         if touched is None
         else _candidates(old, new, sorted(touched, key=_order), scopes)
     )
-    return _compared(old, new, pairs, contents=contents)
+    return compare_pairs(old, new, pairs, contents=contents)
 
 
 def _only_changes(compared: Iterable[Comparison]) -> Iterator[Change]:
@@ -144,11 +146,11 @@ def summary(
         left, right = _pair(old, new, path)
         if left is None and right is None:
             continue
-        pairs: Iterable[_Pair] = [(left, right)]
+        pairs: Iterable[Pair] = [(left, right)]
         if touched is None or not _is_same_inode(left, right):
             walked = path
             pairs = _merged_walk(old, new, path)
-        found = _only_changes(_compared(old, new, pairs, contents=contents))
+        found = _only_changes(compare_pairs(old, new, pairs, contents=contents))
         only: object = new if left is None else old if right is None else None
         if isinstance(only, Counted):
             first += islice(found, most - len(first))
@@ -216,11 +218,11 @@ def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
     return left is not None and right is not None and left.inode == right.inode != 0 and left.is_dir == right.is_dir
 
 
-def _pair(old: Tree, new: Tree, path: bytes) -> _Pair:
+def _pair(old: Tree, new: Tree, path: bytes) -> Pair:
     return entry_or_none(old, path), entry_or_none(new, path)
 
 
-def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[_Pair]:
+def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[Pair]:
     """Every path at and below `top` in either tree, with its entry in each."""
     left_walk = old.walk(top) if entry_or_none(old, top) else iter(())
     right_walk = new.walk(top) if entry_or_none(new, top) else iter(())
@@ -237,7 +239,7 @@ def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[_Pair]:
             right = next(right_walk, None)
 
 
-def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[_Pair]:
+def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[Pair]:
     """What `Tree.touched` promises to cover: the named paths, and all below those that are not one inode."""
     walked: bytes | None = None
     for path in touched:
@@ -257,7 +259,8 @@ def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence
 # --- how two entries differ ---------------------------------------------------------------------------------
 
 
-def _compared(old: Tree, new: Tree, pairs: Iterable[_Pair], *, contents: bool) -> Iterator[Comparison]:
+def compare_pairs(old: Tree, new: Tree, pairs: Iterable[Pair], *, contents: bool = True) -> Iterator[Comparison]:
+    """Compare the two entries of each path; None where a tree does not have it."""
     for left, right in pairs:
         kind: ChangeKind | None
         if left is None or right is None:

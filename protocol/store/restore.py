@@ -12,30 +12,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from protocol.diff.plan import Step, execute, plan_comparisons
-from protocol.diff.tree_diff import Change, ChangeKind, Comparison, is_at_or_below, outermost
+from protocol.diff.tree_diff import Change, Pair, compare_pairs, is_at_or_below, outermost
 from protocol.errors import os_error
 from protocol.store.directory.target import ChangedMeanwhileError, DirectoryTarget
 from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, entry_of
+from protocol.store.trees import MerkleTree, differing_rows
 
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import CachedDirectory
     from protocol.store.format.blobs import Blobs
-    from protocol.store.trees import MerkleTree
     from protocol.tree import TreeEntry
     from protocol.volume import SnapshotInfo
 
-__all__ = ["Plan", "Problem", "RestoreRequest", "RestoredChanges", "apply", "plan"]
-
-_MISSING: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
+__all__ = ["Plan", "Problem", "RestoreRequest", "RestoreRun", "RestoredChanges", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,65 +107,40 @@ def plan(live: MerkleTree, wanted: MerkleTree, paths: Sequence[bytes] = (), *, r
 
     Without `remove`, entries that only `live` has stay.  FileNotFoundError for a path that is in neither.
     """
-    comparing = _Comparing(live, wanted)
-    found = []
+    problems: list[Problem] = []
+    pairs: list[Pair] = []
     for scope in outermost(paths) if paths else [b""]:
         old, new = _row(live, scope), _row(wanted, scope)
         if old is None and new is None:
             raise os_error(errno.ENOENT, os.fsdecode(scope))
-        found += comparing.found(scope, old, new)
+        pairs += _differing(live, wanted, (scope, old, new), problems)
+    found = list(compare_pairs(live, wanted, pairs))
     entries = (_readable_entries(live), _readable_entries(wanted))
-    return Plan(plan_comparisons(found, live, wanted, entries, paths=paths, remove=remove), comparing.problems)
+    return Plan(plan_comparisons(found, live, wanted, entries, paths=paths, remove=remove), problems)
 
 
-class _Comparing:
-    """Compares two trees by rows, and reads no listing whose digest is the same in both."""
+def _differing(
+    live: MerkleTree, wanted: MerkleTree, top: tuple[bytes, Row | None, Row | None], problems: list[Problem]
+) -> Iterator[Pair]:
+    """The entries of each path at and below `top` whose rows differ; a path that must be left alone is a problem.
 
-    def __init__(self, live: MerkleTree, wanted: MerkleTree) -> None:
-        self._live = live
-        self._wanted = wanted
-        self.problems: list[Problem] = []
-
-    def found(self, path: bytes, old: Row | None, new: Row | None) -> list[Comparison]:
-        """The paths, at and below `path`, whose rows differ; without those that must be left alone."""
+    Reads no listing whose digest is the same in both trees.
+    """
+    pending = [top]
+    while pending:
+        path, old, new = pending.pop()
         if old == new:
-            return []
+            continue
         if any(row is not None and row.more.state for row in (old, new)):
-            self.problems.append(Problem(path, "could not be read, or is another mount: left alone"))
-            return []
+            problems.append(Problem(path, "could not be read, or is another mount: left alone"))
+            continue
         try:
-            below = self._below(path, old, new)
-        except DamagedError as error:  # a listing
-            self.problems.append(Problem(path, _left(error)))
-            return []
-        return [_comparison(path, old, new), *below]
-
-    def _below(self, path: bytes, old: Row | None, new: Row | None) -> list[Comparison]:
-        if old is not None and new is not None and old.is_dir and new.is_dir and old.content == new.content:
-            return []
-        there = {row.name: row for row in self._live.rows(old.content)} if old is not None and old.is_dir else {}
-        wanted = {row.name: row for row in self._wanted.rows(new.content)} if new is not None and new.is_dir else {}
-        found: list[Comparison] = []
-        for name in sorted(there.keys() | wanted.keys()):
-            found += self.found(path + b"/" + name if path else name, there.get(name), wanted.get(name))
-        return found
-
-
-def _comparison(path: bytes, old: Row | None, new: Row | None) -> Comparison:
-    before = None if old is None else entry_of(old, path)
-    after = None if new is None else entry_of(new, path)
-    if old is None or new is None:
-        return Comparison(path, "added" if old is None else "removed", before, after)
-    kind: ChangeKind | None = None
-    if stat.S_IFMT(old.mode) != stat.S_IFMT(new.mode):
-        kind = "type"
-    elif not new.is_dir and (old.content, old.size, old.more.rdev) != (new.content, new.size, new.more.rdev):
-        kind = "modified"
-    elif (old.mode, old.uid, old.gid, old.more.xattrs) != (new.mode, new.uid, new.gid, new.more.xattrs) or (
-        old.mtime_ns != new.mtime_ns and not new.is_dir
-    ):
-        kind = "metadata"
-    return Comparison(path, kind, before, after)
+            below = differing_rows(live, wanted, path, old, new)
+        except DamagedError as error:
+            problems.append(Problem(path, _left(error)))
+            continue
+        yield None if old is None else entry_of(old, path), None if new is None else entry_of(new, path)
+        pending += reversed(below)
 
 
 def _readable_entries(tree: MerkleTree) -> Iterator[TreeEntry]:
@@ -182,7 +154,7 @@ def _readable_entries(tree: MerkleTree) -> Iterator[TreeEntry]:
         if row.is_dir:
             with contextlib.suppress(DamagedError):
                 prefix = path + b"/" if path else b""
-                pending += [(prefix + below.name, below) for below in reversed(tree.rows(row.content))]
+                pending += [(prefix + below.name, below) for below in reversed(tree.listed(path, row))]
 
 
 def _left(error: DamagedError) -> str:
@@ -190,73 +162,51 @@ def _left(error: DamagedError) -> str:
 
 
 def _row(tree: MerkleTree, path: bytes) -> Row | None:
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return tree.row(path)
-    except OSError as error:
-        if error.errno in _MISSING:
-            return None
-        raise
+    return None
 
 
 # -- executing -------------------------------------------------------------------------------------
-def apply(
-    todo: Plan,
-    target: DirectoryTarget,
-    wanted: MerkleTree,
-    blobs: Blobs,
-    known: CachedDirectory | None,
-    keep_going: Callable[[int, int], None],
-) -> tuple[list[Change], list[Problem]]:
-    """Execute a plan.  Return what was changed, and what could not be.
+@dataclass
+class RestoreRun:
+    """Executes a plan; implements `protocol.diff.plan.Target`.
 
-    `known` is the directory as it was scanned.  `keep_going` is called with (changes done, total).
+    `known` is the directory as it was scanned.  `progress` is called with (changes done, all changes).
     """
-    run = _Run(target, wanted, blobs, known, keep_going, todo)
-    run.run()
-    problems = sorted(todo.problems + run.problems, key=lambda problem: problem.path.split(b"/"))
-    return [change for change in todo.changes() if change.path in run.done], problems
 
+    plan: Plan
+    target: DirectoryTarget
+    wanted: MerkleTree
+    blobs: Blobs
+    known: CachedDirectory | None
+    progress: Callable[[int, int], None]
 
-class _Run:
-    """Implements `protocol.diff.plan.Target`."""
-
-    def __init__(
-        self,
-        target: DirectoryTarget,
-        wanted: MerkleTree,
-        blobs: Blobs,
-        known: CachedDirectory | None,
-        keep_going: Callable[[int, int], None],
-        todo: Plan,
-    ) -> None:
-        self._target = target
-        self._wanted = wanted
-        self._blobs = blobs
-        self._known = known
-        self._keep_going = keep_going
-        self._steps = todo.steps
-        self._total = todo.count()
+    def __post_init__(self) -> None:
         self._skipped: set[bytes] = set()  # paths at and below which nothing more is done
         self._replaced: dict[bytes, bytes] = {}  # name to link to -> the name that took its part
-        self.done: set[bytes] = set()
-        self.problems: list[Problem] = []
+        self._problems = list(self.plan.problems)
 
-    def run(self) -> None:
-        """Execute all steps; one that fails adds a problem."""
-        for step in self._steps:
+    def run(self) -> tuple[list[Change], list[Problem]]:
+        """Execute all steps; one that fails adds a problem.  Return what was changed, and what could not be."""
+        steps, total = self.plan.steps, self.plan.count()
+        done: set[bytes] = set()
+        for step in steps:
             if step.kind == "put" and step.old is not None and step.old.is_dir and step.new is not None:
                 self._attempt(step, self._verify)  # before the directory goes to make room
-        for step in self._steps:
+        for step in steps:
             if not self._is_skipped(step.path) and self._attempt(step, self._execute) and step.change is not None:
-                self.done.add(step.path)
-                self._keep_going(len(self.done), self._total)
+                done.add(step.path)
+                self.progress(len(done), total)
+        problems = sorted(self._problems, key=lambda problem: problem.path.split(b"/"))
+        return [change for change in self.plan.changes() if change.path in done], problems
 
     def _is_skipped(self, path: bytes) -> bool:
         return bool(self._skipped) and is_at_or_below(path, self._skipped)
 
     def _verify(self, step: Step) -> None:
         if step.new is not None and step.new.is_file:
-            self._blobs.verify(self._wanted.row(step.path).content)
+            self.blobs.verify(self.wanted.row(step.path).content)
 
     def _execute(self, step: Step) -> None:
         execute([step], self)
@@ -280,7 +230,7 @@ class _Run:
             reason = f"{why}: left as it is"
         else:
             return True
-        self.problems.append(Problem(step.path, reason))
+        self._problems.append(Problem(step.path, reason))
         if step.kind in {"directory", "put"}:
             self._skipped.add(step.path)
         return False
@@ -288,20 +238,20 @@ class _Run:
     # -- steps -----------------------------------------------------------------------------------
     def remove(self, old: TreeEntry) -> None:
         expected = None if old.is_dir else self._expected(old.path)
-        self._target.remove(old.path, expected, directory=old.is_dir)
+        self.target.remove(old.path, expected, directory=old.is_dir)
 
     def make_directory(self, new: TreeEntry, old: TreeEntry | None) -> None:
         if old is not None:
             self.remove(old)
-        self._target.make_directory(new)
+        self.target.make_directory(new)
 
     def put(self, new: TreeEntry, old: TreeEntry | None) -> None:
         expected = self._expected_after_removal(old)
         if new.is_file:
-            content = partial(self._blobs.copy, self._wanted.row(new.path).content, new.size)
-            self._note(new.path, self._target.put_file(new, content, expected))
+            content = partial(self.blobs.copy, self.wanted.row(new.path).content, new.size)
+            self._note(new.path, self.target.put_file(new, content, expected))
         else:
-            self._note(new.path, self._target.put_special(new, expected))
+            self._note(new.path, self.target.put_special(new, expected))
 
     def write(self, new: TreeEntry, old: TreeEntry) -> None:
         self.put(new, old)
@@ -312,10 +262,10 @@ class _Run:
             self._replaced[other] = new.path
             self.put(new, old)
         else:
-            self._note(new.path, self._target.put_link(new, other, self._expected_after_removal(old)))
+            self._note(new.path, self.target.put_link(new, other, self._expected_after_removal(old)))
 
     def set_metadata(self, new: TreeEntry) -> None:
-        self._note(new.path, self._target.set_metadata(new, None if new.is_dir else self._expected(new.path)))
+        self._note(new.path, self.target.set_metadata(new, None if new.is_dir else self._expected(new.path)))
 
     def _expected_after_removal(self, old: TreeEntry | None) -> bytes | None:
         """What must be at the path before something is put there; a directory is removed first."""
@@ -328,7 +278,7 @@ class _Run:
 
     def _expected(self, path: bytes) -> bytes | None:
         """The state in which the scan saw the file at `path`."""
-        return None if self._known is None else self._known.key_at(path)
+        return None if self.known is None else self.known.key_at(path)
 
     def _note(self, path: bytes, lacking: list[str]) -> None:
-        self.problems += (Problem(path, reason) for reason in lacking)
+        self._problems += (Problem(path, reason) for reason in lacking)

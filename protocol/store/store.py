@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import upkeep
 from protocol.store.catalog import SnapshotCatalog
-from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Blobs, DigestSink, StoreSink
 from protocol.store.format.layout import (
@@ -34,9 +34,10 @@ from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter
 from protocol.store.format.records import Record, encode_record, info_of
 from protocol.store.journal import InterruptedRestore, RestoreJournal
-from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, apply, plan
-from protocol.store.trees import MerkleTree, content_key, path_key
+from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, RestoreRun, plan
+from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
+from protocol.tree import ByteProgress, no_progress
 from protocol.volume import SnapshotInfo
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Store:
             yield self._stored_tree(workspace, name)
 
     def _stored_tree(self, workspace: str, name: str) -> MerkleTree:
-        return MerkleTree(self._catalog.get(workspace, name).root, self.blobs.listing, self.blobs, content_key)
+        return MerkleTree(self._catalog.get(workspace, name).root, self.blobs.listing, self.blobs)
 
     @contextlib.contextmanager
     def live_tree(
@@ -210,7 +211,7 @@ class Store:
         self.layout.create()
         with self.layout.shared():
             scanned, read = self._scan(workspace, source, unreadable, progress)
-            yield MerkleTree(scanned.root, read, source, path_key)
+            yield MerkleTree(scanned.root, read, source)
 
     # -- restoring -----------------------------------------------------------------------------
     def restore(
@@ -246,7 +247,7 @@ class Store:
             safety, scanned = self._take(
                 workspace, request.safety, target.source, request.safety_tag, "safety", "skip", progress
             )
-        live = MerkleTree(scanned.root, read, target.source, path_key)
+        live = MerkleTree(scanned.root, read, target.source)
         todo = plan(live, wanted, request.paths, remove=request.remove)
         planned(todo)
         journal = RestoreJournal(self.layout, workspace)
@@ -263,7 +264,8 @@ class Store:
             return RestoredChanges((), safety, tuple(todo.problems))
         journal.write(entry)
         with target.opened(entry.token):
-            changes, problems = apply(todo, target, wanted, self.blobs, scanned.directory, progress)
+            run = RestoreRun(todo, target, wanted, self.blobs, scanned.directory, progress)
+            changes, problems = run.run()
             target.sync()
         journal.close(entry)
         return RestoredChanges(tuple(changes), safety, tuple(problems))
@@ -276,12 +278,12 @@ class Store:
             return RestoreJournal(self.layout, workspace).read() if is_idle else None
 
     # -- upkeep --------------------------------------------------------------------------------
-    def check(self, progress: upkeep.FileProgress | None = None) -> CheckReport:
+    def check(self, progress: ByteProgress | None = None) -> CheckReport:
         """Read everything; report what is damaged and which snapshots need it."""
         return upkeep.check(self.layout, self.blobs, progress or no_progress)
 
     def collect_garbage(
-        self, progress: upkeep.FileProgress | None = None, *, wait_s: float = 60.0, repair: bool = False
+        self, progress: ByteProgress | None = None, *, wait_s: float = 60.0, repair: bool = False
     ) -> GarbageReport:
         """Free what no snapshot needs.  EBUSY if other snapshots, restores or readers take longer than `wait_s`.
 
@@ -310,10 +312,8 @@ class Store:
         if cache is None:
             path = os.path.join(self.layout.make_workspace(workspace), "cache")
             cache = self._caches[workspace] = StatCache(path)
-        generation = self.layout.generation()
-        # A later generation may have collected contents that the cache names.
-        trusted = cache.generation == generation
-        scanned = source.scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+        cache.prepare(self.layout.generation())
+        scanned = source.scan(sink, cache, unreadable=unreadable, progress=progress)
         yield scanned
         if scanned.directory is not None:
-            cache.learn(scanned.directory, scanned.changed, generation)
+            cache.learn(scanned.directory, scanned.changed)

@@ -8,77 +8,51 @@ Threading: as for `protocol.tree`, one thread at a time.
 from __future__ import annotations
 
 import errno
-import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-from protocol.errors import os_error
+from protocol.errors import os_error, shown
+from protocol.store.format.blobs import Blobs
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import UNREADABLE, Row, entry_of
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 
-__all__ = ["Contents", "MerkleTree", "ReadRows", "content_key", "merkle_changes", "path_key"]
+if TYPE_CHECKING:
+    from protocol.store.directory.source import Source
+
+__all__ = ["MerkleTree", "ReadRows", "differing_rows"]
 
 _LISTINGS_KEPT: Final = 64
-
-
-class Contents(Protocol):
-    """Reads file contents by key: a store's `Blobs` by digest, a `Source` by path."""
-
-    def read(self, key: bytes, /, offset: int, size: int) -> bytes:
-        """Up to `size` bytes of a content."""
-        ...
-
-    def chunks(self, key: bytes, /, size: int) -> Iterator[bytes]:
-        """A content, in chunks."""
-        ...
-
-
-def content_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
-    """The key of a file in `Blobs`."""
-    return row.content
-
-
-def path_key(path: bytes, row: Row) -> bytes:  # noqa: ARG001
-    """The key of a file in a `Source`."""
-    return path
+ReadRows: TypeAlias = Callable[[bytes], list[Row]]
 
 
 class MerkleTree:
-    """A tree of listings.  `read_listing` decodes a listing; `contents` reads a file by the key that `key` returns."""
+    """A tree of listings.  `read_listing` reads a listing by its digest.
 
-    def __init__(
-        self,
-        root: Row,
-        read_listing: Callable[[bytes], list[Row]],
-        contents: Contents,
-        key: Callable[[bytes, Row], bytes],
-    ) -> None:
+    File contents are read by digest from a store's `Blobs`, or by path from the `Source` of a live state.
+    """
+
+    def __init__(self, root: Row, read_listing: ReadRows, contents: Blobs | Source) -> None:
         self.root = root
         self._read_listing = read_listing
         self._contents = contents
-        self._key = key
         self._listings: OrderedDict[bytes, dict[bytes, Row]] = OrderedDict()
 
-    def rows(self, digest: bytes) -> list[Row]:
-        """The rows of a listing."""
-        return self._read_listing(digest)
-
-    def _listed(self, path: bytes, digest: bytes) -> list[Row]:
-        """The rows of the directory at `path`.  DamagedError, which names the directory."""
+    def listed(self, path: bytes, row: Row) -> list[Row]:
+        """The rows in the directory at `path`, sorted by name.  DamagedError, which names the directory."""
         try:
-            return self._read_listing(digest)
+            return self._read_listing(row.content)
         except DamagedError as error:
-            raise error.at(_shown(path)) from None
+            raise error.at(shown(path)) from None
 
-    def _names(self, path: bytes, digest: bytes) -> dict[bytes, Row]:
-        cached = self._listings.get(digest)
+    def _names(self, path: bytes, row: Row) -> dict[bytes, Row]:
+        cached = self._listings.get(row.content)
         if cached is not None:
-            self._listings.move_to_end(digest)
+            self._listings.move_to_end(row.content)
             return cached
-        cached = self._listings[digest] = {row.name: row for row in self._listed(path, digest)}
+        cached = self._listings[row.content] = {below.name: below for below in self.listed(path, row)}
         if len(self._listings) > _LISTINGS_KEPT:
             self._listings.popitem(last=False)
         return cached
@@ -88,10 +62,10 @@ class MerkleTree:
         row = self.root
         for name in path.split(b"/") if path else ():
             if not stat.S_ISDIR(row.mode):
-                raise os_error(errno.ENOTDIR, _shown(path))
-            below = self._names(path, row.content).get(name)
+                raise os_error(errno.ENOTDIR, shown(path))
+            below = self._names(path, row).get(name)
             if below is None:
-                raise os_error(errno.ENOENT, _shown(path))
+                raise os_error(errno.ENOENT, shown(path))
             row = below
         return row
 
@@ -102,8 +76,8 @@ class MerkleTree:
     def children(self, path: bytes) -> list[bytes]:
         row = self.row(path)
         if not row.is_dir:
-            raise os_error(errno.ENOTDIR, _shown(path))
-        return list(self._names(path, row.content))
+            raise os_error(errno.ENOTDIR, shown(path))
+        return list(self._names(path, row))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
         pending = [(path, self.row(path))]
@@ -112,21 +86,31 @@ class MerkleTree:
             yield entry_of(row, at)
             if stat.S_ISDIR(row.mode):
                 prefix = at + b"/" if at else b""
-                pending += [(prefix + below.name, below) for below in reversed(self._listed(at, row.content))]
+                pending += [(prefix + below.name, below) for below in reversed(self.listed(at, row))]
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         try:
-            return self._contents.read(self._key(path, self._file(path)), offset, size)
+            return self._contents.read(self._key(path), offset, size)
         except DamagedError as error:
-            raise error.at(_shown(path)) from None
+            raise error.at(shown(path)) from None
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        return _naming(path, self._contents.chunks(self._key(path, self._file(path)), size))
+        return _naming(path, self._contents.chunks(self._key(path), size))
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         if not isinstance(other, MerkleTree):
             return None
-        return [path for path, _, _ in merkle_changes(other.root, other.rows, self.root, self.rows)]
+        found = []
+        pending: list[tuple[bytes, Row | None, Row | None]] = [(b"", other.root, self.root)]
+        while pending:
+            path, old, new = pending.pop()
+            if old is None or new is None or not (old.is_dir and new.is_dir):
+                found.append(path)
+                continue
+            if _own(old) != _own(new):
+                found.append(path)
+            pending += differing_rows(other, self, path, old, new)
+        return found
 
     # -- protocol.diff.tree_diff.ComparesContent -------------------------------------------------------
     def same_content(self, path: bytes, other: Tree) -> bool | None:
@@ -137,13 +121,14 @@ class MerkleTree:
             return None
         return mine.content == its.content
 
-    def _file(self, path: bytes) -> Row:
+    def _key(self, path: bytes) -> bytes:
+        """The key of a file's content in `contents`."""
         row = self.row(path)
         if not row.is_file:
-            raise os_error(errno.EISDIR if row.is_dir else errno.EINVAL, _shown(path))
+            raise os_error(errno.EISDIR if row.is_dir else errno.EINVAL, shown(path))
         if row.more.state & UNREADABLE:
-            raise OSError(errno.EACCES, "could not be read when the snapshot was taken", _shown(path))
-        return row
+            raise OSError(errno.EACCES, "could not be read when the snapshot was taken", shown(path))
+        return row.content if isinstance(self._contents, Blobs) else path
 
 
 def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -151,44 +136,7 @@ def _naming(path: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
     try:
         yield from chunks
     except DamagedError as error:
-        raise error.at(_shown(path)) from None
-
-
-ReadRows = Callable[[bytes], list[Row]]
-
-
-def merkle_changes(
-    old: Row, old_rows: ReadRows, new: Row, new_rows: ReadRows
-) -> Iterator[tuple[bytes, Row | None, Row | None]]:
-    """Each path whose row differs, parents first, with both rows (None: not there).
-
-    Of a directory that only one side has, only the directory itself is yielded.  A directory is also yielded if only
-    its mtime differs.
-    """
-    if _own(old) != _own(new):
-        yield b"", old, new
-    pending: list[tuple[bytes, Row, Row]] = [(b"", old, new)]
-    while pending:
-        path, left, right = pending.pop()
-        if left.content == right.content:
-            continue
-        prefix = path + b"/" if path else b""
-        before = {row.name: row for row in old_rows(left.content)}
-        after = new_rows(right.content)
-        for row in after:
-            was = before.pop(row.name, None)
-            if was == row:
-                continue
-            here = prefix + row.name
-            if was is None or was.is_dir != row.is_dir:
-                yield here, was, row
-                continue
-            if not row.is_dir or _own(was) != _own(row):
-                yield here, was, row
-            if row.is_dir:
-                pending.append((here, was, row))
-        for name, row in before.items():
-            yield prefix + name, row, None
+        raise error.at(shown(path)) from None
 
 
 def _own(row: Row) -> tuple[object, ...]:
@@ -196,5 +144,17 @@ def _own(row: Row) -> tuple[object, ...]:
     return row.mode, row.uid, row.gid, row.mtime_ns, row.more.xattrs, row.more.state
 
 
-def _shown(path: bytes) -> str:
-    return os.fsdecode(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+def differing_rows(
+    old: MerkleTree, new: MerkleTree, path: bytes, left: Row | None, right: Row | None
+) -> list[tuple[bytes, Row | None, Row | None]]:
+    """The paths in the directory at `path` whose rows in the two trees differ, sorted, with both rows.
+
+    `left` and `right` are the rows of `path`.  None, or a row that is not a directory, has nothing below it.
+    """
+    if left is not None and right is not None and left.is_dir and right.is_dir and left.content == right.content:
+        return []
+    before = {row.name: row for row in old.listed(path, left)} if left is not None and left.is_dir else {}
+    after = {row.name: row for row in new.listed(path, right)} if right is not None and right.is_dir else {}
+    prefix = path + b"/" if path else b""
+    names = sorted({**before, **after})
+    return [(prefix + name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]

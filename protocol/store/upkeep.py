@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs
     from protocol.store.format.layout import Layout
     from protocol.store.format.packs import BlobLocation, Pack
+    from protocol.tree import ByteProgress
 
-__all__ = ["CheckReport", "Damage", "FileProgress", "GarbageReport", "check", "collect_garbage"]
+__all__ = ["CheckReport", "Damage", "GarbageReport", "check", "collect_garbage"]
 
-# Called with (bytes done, all bytes).  An exception that it raises ends the work.
-FileProgress = Callable[[int, int], None]
 _SMALL_PACK_BYTES: Final = 4 << 20
 _LOST_PATHS_SHOWN: Final = 20
 
@@ -90,7 +89,7 @@ class _Found:
     size_bytes: int = 0
 
 
-def check(layout: Layout, blobs: Blobs, progress: FileProgress) -> CheckReport:
+def check(layout: Layout, blobs: Blobs, progress: ByteProgress) -> CheckReport:
     """Read the whole store, compare each content with its digest, and walk each snapshot."""
     if not layout.exists():
         return CheckReport(0, 0, 0)
@@ -124,7 +123,7 @@ def _snapshot_of(layout: Layout, name: str) -> tuple[tuple[str, str], ...]:
     return ((found[0], f"number {found[1]}"),)
 
 
-def _check_contents(blobs: Blobs, found: _Found, progress: FileProgress) -> None:
+def _check_contents(blobs: Blobs, found: _Found, progress: ByteProgress) -> None:
     packs = blobs.packs.all()
     objects = list(blobs.objects.all())
     total = sum(pack.size_bytes for pack in packs)
@@ -222,7 +221,7 @@ def _interrupted(layout: Layout) -> list[str]:
 
 # -- collection ------------------------------------------------------------------------------------
 def collect_garbage(
-    layout: Layout, blobs: Blobs, progress: FileProgress, *, wait_s: float, repair: bool
+    layout: Layout, blobs: Blobs, progress: ByteProgress, *, wait_s: float, repair: bool
 ) -> GarbageReport:
     """Free what no snapshot needs.  EBUSY if the store is in use for longer than `wait_s`; EIO if it is damaged.
 
@@ -255,7 +254,7 @@ def collect_garbage(
         )  # fmt: skip
 
 
-def _remove_damage(layout: Layout, blobs: Blobs, progress: FileProgress) -> None:
+def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> None:
     """Remove packs that cannot be read, and contents that do not match their digest."""
     found = _Found()
     _check_contents(blobs, found, progress)
@@ -307,7 +306,7 @@ def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]
 class _Collection:
     """The steps of a garbage collection, and what they freed."""
 
-    def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: FileProgress) -> None:
+    def __init__(self, layout: Layout, blobs: Blobs, needed: set[bytes], progress: ByteProgress) -> None:
         self._layout = layout
         self._blobs = blobs
         self._needed = needed

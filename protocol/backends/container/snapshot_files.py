@@ -19,9 +19,10 @@ import trio
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import ContainerConnection
 from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
-from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
+from protocol.tree import no_progress
 
 __all__ = ["ContainerSource", "MountTarget"]
 
@@ -43,11 +44,10 @@ class ContainerSource:
         return DirectorySource(self._mountpoint)
 
     def scan(
-        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: FileProgress = no_progress,
-    ) -> Scanned:  # fmt: skip
+        self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
+    ) -> Scanned:
         trio.from_thread.run(self._connection.refresh)
-        return self._now().scan(sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+        return self._now().scan(sink, cache, unreadable=unreadable, progress=progress)
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._now().read(path, offset, size)
@@ -61,11 +61,7 @@ class MountTarget(DirectoryTarget):
 
     def __init__(self, mountpoint: str, source: Source) -> None:
         super().__init__(os.fsencode(mountpoint))
-        self._scanned = source
-
-    @property
-    def source(self) -> Source:
-        return self._scanned
+        self.source = source
 
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:
         if expected is not None:

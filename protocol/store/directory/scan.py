@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from protocol.errors import shown
 from protocol.linux.beneath import TEMPORARY_PREFIX, open_beneath
 from protocol.linux.statx import (
     RECORD_BYTES,
@@ -48,11 +49,12 @@ from protocol.store.format.rows import (
     size_of,
     sum_counts,
 )
+from protocol.tree import no_progress
 
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import StatCache
 
-__all__ = ["FileProgress", "Scanned", "Unreadable", "no_progress", "scan"]
+__all__ = ["FileProgress", "Scanned", "Unreadable", "scan"]
 
 _FILES_PER_REPORT: Final = 512
 _TRIES: Final = 5
@@ -63,10 +65,6 @@ _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 # Called with (files scanned, bytes read).  An exception that it raises ends the scan.
 FileProgress = Callable[[int, int], None]
 Unreadable = Literal["fail", "skip"]
-
-
-def no_progress(files: int, size_bytes: int) -> None:
-    """Ignore progress."""
 
 
 if sys.getrecursionlimit() < _FRAMES:
@@ -91,19 +89,16 @@ def scan(
     sink: Sink,
     cache: StatCache,
     *,
-    trusted: bool,
     unreadable: Unreadable,
     progress: FileProgress = no_progress,
 ) -> Scanned:
-    """Scan the directory of the readable descriptor `root` into `sink`.
+    """Scan the directory of the readable descriptor `root` into `sink`; `cache` was prepared for the scan.
 
-    `trusted`: the store still has every content that `cache` names.  EACCES with the first path that cannot be read,
-    unless `unreadable` is "skip".
+    EACCES with the first path that cannot be read, unless `unreadable` is "skip".
     """
-    scanner = _Scanner(sink, trusted=trusted, unreadable=unreadable, progress=progress)
+    scanner = _Scanner(sink, trusted=cache.is_trusted, unreadable=unreadable, progress=progress)
     row, directory = scanner.directory(root, b"", b"", cache.root)
-    counts, links = directory.counts, scanner.links
-    total = TreeCounts(counts.files + len(links), counts.directories, counts.size_bytes + sum(links.values()))
+    total = directory.counts.with_links(scanner.links.values())
     progress(scanner.files, scanner.read_bytes)
     return Scanned(
         row, total, tuple(scanner.leaves.unstable), tuple(scanner.unreadable), tuple(scanner.leftovers), directory,
@@ -208,8 +203,7 @@ class _Scanner:
     # -- errors and progress ---------------------------------------------------------------------
     def _deny(self, path: bytes, error: OSError) -> None:
         if not self._skip_unreadable:
-            shown = path.decode("utf-8", "backslashreplace")
-            raise OSError(error.errno, "cannot be read, so a snapshot would lack it", shown) from None
+            raise OSError(error.errno, "cannot be read, so a snapshot would lack it", shown(path)) from None
         self.unreadable.append(path)
 
     def _count_files(self, files: int) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
+from protocol.diff.tree_diff import is_below
 from protocol.errors import os_error
 from protocol.linux.beneath import DirectoryReference, RootDirectory
-from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, no_progress, scan
+from protocol.store.directory.scan import FileProgress, Scanned, Unreadable, scan
 from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import More, Row, TreeCounts, counts_of, encode_listing, sum_counts
+from protocol.tree import no_progress
 
 if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
@@ -33,9 +35,8 @@ class Source(Protocol):
         ...
 
     def scan(
-        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: FileProgress = no_progress,
-    ) -> Scanned:  # fmt: skip
+        self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
+    ) -> Scanned:
         """Give the state to `sink`, as `protocol.store.directory.scan.scan` does."""
         ...
 
@@ -66,11 +67,10 @@ class DirectorySource:
         return seen.st_dev, seen.st_ino
 
     def scan(
-        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: FileProgress = no_progress,
-    ) -> Scanned:  # fmt: skip
+        self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
+    ) -> Scanned:
         with self.opened() as root:
-            return scan(root.fd, sink, cache, trusted=trusted, unreadable=unreadable, progress=progress)
+            return scan(root.fd, sink, cache, unreadable=unreadable, progress=progress)
 
     @contextmanager
     def _file(self, path: bytes) -> Iterator[int]:
@@ -106,10 +106,9 @@ class TreeSource:
         return None
 
     def scan(
-        self, sink: Sink, cache: StatCache, *, trusted: bool, unreadable: Unreadable = "fail",
-        progress: FileProgress = no_progress,
-    ) -> Scanned:  # fmt: skip
-        del cache, trusted, unreadable  # a tree's entries have no stat data that shows what is unchanged
+        self, sink: Sink, cache: StatCache, *, unreadable: Unreadable = "fail", progress: FileProgress = no_progress
+    ) -> Scanned:
+        del cache, unreadable  # a tree's entries have no stat data that shows what is unchanged
         return _TreeScan(self._tree, sink, progress).run()
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
@@ -134,7 +133,7 @@ class _TreeScan:
     def run(self) -> Scanned:
         root: Row | None = None
         for entry in self._tree.walk():
-            while self._open and not _is_in(entry.path, self._open[-1][0].path):
+            while self._open and not is_below(entry.path, self._open[-1][0].path):
                 self._close()
             if entry.is_dir:
                 self._open.append((entry, []))
@@ -144,12 +143,8 @@ class _TreeScan:
             root = self._close()
         assert root is not None
         below = root.more.counts or TreeCounts()
-        counts = TreeCounts(
-            below.files + len(self._links), below.directories,
-            below.size_bytes + sum(size for _, size in self._links.values()),
-        )  # fmt: skip
         self._progress(self._files, self._read_bytes)
-        return Scanned(root, counts)
+        return Scanned(root, below.with_links([size for _, size in self._links.values()]))
 
     def _close(self) -> Row:
         entry, rows = self._open.pop()
@@ -188,7 +183,3 @@ class _TreeScan:
     def _done(self, count: int) -> None:
         self._read_bytes += count
         self._progress(self._files, self._read_bytes)
-
-
-def _is_in(path: bytes, directory: bytes) -> bool:
-    return not directory or path.startswith(directory + b"/")

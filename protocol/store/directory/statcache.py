@@ -88,31 +88,32 @@ _decoder: Final = msgspec.msgpack.Decoder(CachedDirectory)
 class StatCache:
     """The directories of a workspace, in the file `path` (None: in memory only)."""
 
-    def __init__(self, path: str | None = None, generation: int = 0) -> None:
+    def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._loaded = path is None
-        self._generation = generation
+        self._generation = 0  # in which the store had every content that is named here
+        self._present_generation = 0
         self._log_bytes = 0
         self._base_bytes = 0  # size of the log when it was last rewritten
-        self._root: CachedDirectory | None = None
+        self.root: CachedDirectory | None = None
+        """The root directory with everything below it; None if nothing is cached."""
 
     @property
-    def root(self) -> CachedDirectory | None:
-        """The root directory with everything below it; None if nothing is cached."""
+    def is_trusted(self) -> bool:
+        """Whether the store still has every content that is named here."""
+        return self._generation == self._present_generation
+
+    def prepare(self, generation: int) -> None:
+        """Load the directories for a scan in the store's present `generation`."""
         if not self._loaded:
             self._loaded = True
             self._load()
-        return self._root
+        self._present_generation = generation
 
-    @property
-    def generation(self) -> int:
-        """The store's generation in which the store had every content that is named here."""
-        return self._generation
-
-    def learn(self, root: CachedDirectory, changed: list[CachedDirectory], generation: int) -> None:
-        """Keep the result of a scan; `changed` are the directories that differ from the cached ones."""
-        is_new = self._generation != generation or self._root is None
-        self._root, self._generation, self._loaded = root, generation, True
+    def learn(self, root: CachedDirectory, changed: list[CachedDirectory]) -> None:
+        """Keep the result of the scan; `changed` are the directories that differ from the cached ones."""
+        is_new = not self.is_trusted or self.root is None
+        self.root, self._generation = root, self._present_generation
         if self._path is None:
             return
         # Each directory before those below it.  A log that is cut off then has an outdated entry for a lower
@@ -141,9 +142,9 @@ class StatCache:
 
     def _rewrite(self) -> None:
         assert self._path is not None
-        assert self._root is not None
+        assert self.root is not None
         parts = [_MAGIC, _frame(_encoder.encode((self._generation, time.time_ns())))]
-        pending = [self._root]
+        pending = [self.root]
         while pending:
             directory = pending.pop()
             parts.append(_frame(_encoder.encode(directory)))
@@ -178,7 +179,7 @@ class StatCache:
         self._base_bytes = len(data)
         # Entries that were appended after a torn one are never read, so rewrite the log the next time.
         self._log_bytes = len(data) if read_bytes == len(data) else 3 * len(data) + _SLACK_BYTES
-        self._root = _linked(found)
+        self.root = _linked(found)
 
 
 def _frame(payload: bytes) -> bytes:

@@ -52,23 +52,18 @@ class DirectoryTarget:
 
     Every method makes one change, or raises OSError and makes none.  `expected` is the `change_key` that the scan
     recorded for the entry (None: there was none).  Parts of an entry's metadata that cannot be set are no error;
-    they are returned as sentences.
+    they are returned as sentences.  `source` reads the present state.
     """
 
     def __init__(self, directory: DirectoryReference) -> None:
         self._directory = directory
-        self._source = DirectorySource(directory)
+        self.source: Source = DirectorySource(directory)
         self._root: RootDirectory
         self._temporary_prefix = b""
         self._count = 0
         self._own_changes: dict[int, bytes] = {}  # by inode number, `change_key` after this restore changed a hard link
         self._unlocked: dict[bytes, int] = {}  # directories that were made writable, and the mode before
         self._unsynced = UnsyncedChanges()
-
-    @property
-    def source(self) -> Source:
-        """The present state."""
-        return self._source
 
     @contextlib.contextmanager
     def opened(self, token: str) -> Iterator[None]:

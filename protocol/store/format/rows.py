@@ -14,7 +14,7 @@ import msgspec
 from protocol.tree import TreeEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 __all__ = [
     "ELSEWHERE",
@@ -45,6 +45,10 @@ class TreeCounts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     files: int = 0
     directories: int = 0
     size_bytes: int = 0
+
+    def with_links(self, sizes: Collection[int]) -> TreeCounts:
+        """These counts with the files that have several names, of which `sizes` has the sizes."""
+        return TreeCounts(self.files + len(sizes), self.directories, self.size_bytes + sum(sizes))
 
 
 class More(msgspec.Struct, array_like=True, frozen=True, gc=False):

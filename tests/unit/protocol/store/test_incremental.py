@@ -15,6 +15,7 @@ import pytest
 from protocol.diff.tree_diff import changes
 from protocol.linux.statx import is_racy
 from protocol.store import DirectorySource, Store
+from protocol.store.format.blobs import LARGE_BYTES, StoreSink
 from tests.unit.protocol.store.states import Chaos, State, differences, state_of, state_of_tree
 
 
@@ -45,6 +46,14 @@ class Workspace:
         while is_racy(begin_ns | 1, time.time_ns()):
             pass
         self.take()
+
+    def collect_garbage(self) -> None:
+        """Remove a dropped snapshot and what only it needed."""
+        extra = self.root / "extra"
+        extra.write_bytes(b"x" * 2 * LARGE_BYTES)
+        self._store.drop("w", self.take())
+        extra.unlink()
+        assert self._store.collect_garbage().freed_contents
 
     def state(self, name: str) -> State:
         with self._store.tree("w", name) as tree:
@@ -196,3 +205,18 @@ def test_an_incremental_snapshot_equals_a_full_scan_by_a_new_store(
             assert differences(workspace.state(name), full.state(expected)) == []
             assert workspace.state(name).links == full.state(expected).links == state_of(root).links
         assert differences(workspace.state(name), state_of(root)) == []
+
+
+def test_a_later_daemon_reads_no_unchanged_file_again_after_a_garbage_collection(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.collect_garbage()
+    workspace.settle()
+    workspace.remount()
+    looked_up: list[bytes] = []
+    has = StoreSink.has
+    monkeypatch.setattr(StoreSink, "has", lambda self, digest: looked_up.append(digest) or has(self, digest))
+
+    workspace.take()
+
+    assert looked_up == []

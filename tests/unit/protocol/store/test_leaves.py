@@ -100,7 +100,7 @@ def test_a_name_that_becomes_something_else_meanwhile_is_kept_as_that(directory:
             return super().small(data)
 
     sink = Swapping(Blobs(Layout(os.fspath(root.parent / "store"))))
-    found = scan(directory.descriptor, sink, StatCache(), trusted=False, unreadable="fail")
+    found = scan(directory.descriptor, sink, StatCache(), unreadable="fail")
     rows = {row.name: row for row in sink.rows(found.root.content)}
 
     assert rows[b"2-link"].content == b"elsewhere"
