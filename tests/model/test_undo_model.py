@@ -299,7 +299,7 @@ class UndoMachine(RuleBasedStateMachine):
 
     def content_of(self, name: str) -> Content:
         async def read() -> Content:
-            async with self.subject.snapshots.tree(name) as tree:
+            async with self.subject.snapshots.tree(name, UNOBSERVED) as tree:
                 return {each.decode(): tree.read(each, 0, 100) for each in tree.children(b"")}
 
         return trio.run(read)

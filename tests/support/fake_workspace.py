@@ -297,7 +297,8 @@ class FakeDaemon:
         path = os.fsdecode(m.from_wire_path(params.path))
         if path in self.archives and not params.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists", path)
-        await call.progress(1, 2, "files")
+        call.progress_nowait(1, 2, "files")
+        await trio.lowlevel.checkpoint()
         self.archives[path] = dict(state)
         total = sum(map(len, state.values()))
         return m.ExportResult(params.path, len(state), total, total + 100)

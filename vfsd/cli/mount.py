@@ -20,7 +20,7 @@ from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire import messages
-from vfsd.wire.engine_names import ENGINES, is_engine
+from vfsd.wire.entry_points import ENGINES, is_engine
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import TRANSPORTS, MountOptions

@@ -30,7 +30,7 @@ from protocol.linux.regular_file import open_regular
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.choice import choose_runner
+from vfsd.daemon.exec.choice import choose_commands
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.exec.snapshot_each import SnapshotEach
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -64,7 +64,7 @@ _LOST: Final = "what was in that workspace, snapshots too, is lost"
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
-    If the start fails, everything is undone: OSError, ArchiveError, ValueError.
+    If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
     interpreter.set_up()
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
@@ -131,9 +131,8 @@ class _Daemon:
                 volume, engine, mountpoint = self._backend.volume, self._engine, options.workspace.mountpoint
                 mounted = MountedVolume(volume, engine, self._replay, mountpoint, nursery, container)
                 snapshots = open_snapshots(mounted, self._backend.stored)
-                runner = choose_runner(options, self._backend.container)
                 each = SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
-                self._commands = commands = Commands(options.workspace.name, runner=runner, take_snapshot=each)
+                self._commands = commands = choose_commands(options, self._backend.container, each)
                 methods = Methods(mounted, snapshots, options.workspace, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
@@ -162,8 +161,6 @@ class _Daemon:
                     "mounted, served by the %s engine", self._engine.name,
                     extra={"operation": "mount", "path": options.workspace.mountpoint},
                 )  # fmt: skip
-        except* (OSError, ValueError) as group:
-            raise _first(group) from None
         finally:
             if not self.crashed:
                 await self._leave()
@@ -268,15 +265,6 @@ class _Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(interval_s)
-
-
-def _first(group: BaseExceptionGroup[OSError | ValueError]) -> OSError | ValueError:
-    """Return the first error of a group, which is the one that the starter reports."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, OSError | ValueError)
-    return error
 
 
 def _unless_cancelled(_done_bytes: int, _total_bytes: int) -> None:

@@ -34,29 +34,24 @@ class RunDaemon(Protocol):
 
 
 def run(
-    options: MountOptions, ready: Callable[[Ready], None], run_daemon: RunDaemon, *, report_fd: int | None = None
+    options: MountOptions, ready: Callable[[Ready], None], run_daemon: RunDaemon, starter: _Starter | None = None
 ) -> None:
     """Run the daemon in this process until it is unmounted.  OSError or ValueError if it cannot start.
 
-    `report_fd` is the pipe to the starter.  If the starter closes its end, by dying, before `ready` is called, the
-    start is cancelled and undone: BrokenPipeError.
+    If `starter` ends before it has the report, the start is cancelled and undone: BrokenPipeError.
     """
     logs.configure(options.log.log_level, options.log.log_format)
 
     async def body() -> None:
-        if report_fd is None:
-            await run_daemon(options, ready=ready)
-            return
-        start = _Start(report_fd)
         try:
             async with trio.open_nursery() as nursery:
-                start.scope = nursery.cancel_scope
-                nursery.start_soon(start.watch)
-                await run_daemon(options, ready=start.ended(ready))
+                if starter is not None:
+                    nursery.start_soon(starter.watch, nursery.cancel_scope)
+                await run_daemon(options, ready=ready)
                 nursery.cancel_scope.cancel()
         except* Exception as group:  # noqa: BLE001 (raised again)
             raise _first(group) from None
-        if start.starter_is_gone:
+        if starter is not None and starter.is_gone:
             raise BrokenPipeError(errno.EPIPE, "the process that started this daemon has ended: nothing is mounted")
 
     trio.run(body)
@@ -80,33 +75,37 @@ def _first(group: ExceptionGroup[Exception]) -> Exception:
     return error
 
 
-class _Start:
-    """A start while its starter waits for the report.  `scope` is cancelled if the starter ends."""
+class _Starter:
+    """The process that started this one.  It reads one report from the pipe `report_fd`.
+
+    `is_gone`: it ended before it had the report.
+    """
 
     def __init__(self, report_fd: int) -> None:
-        self._pipe = os.dup(report_fd)  # the original is closed after the report
-        os.set_inheritable(self._pipe, False)
-        self._is_over = False
-        self.scope = trio.CancelScope()
-        self.starter_is_gone = False
+        os.set_inheritable(report_fd, False)  # a child that inherits it would hide this process's end from the starter
+        self._report_fd = report_fd
+        self._watched_fd = os.dup(report_fd)  # `report` closes the original
+        self.has_report = False
+        self.is_gone = False
 
-    def ended(self, ready: Callable[[Ready], None]) -> Callable[[Ready], None]:
-        """Wrap `ready`: after it the starter may end."""
+    def report(self, report: Ready | Failed) -> None:
+        """Send the one report.  BrokenPipeError if the starter is gone."""
+        if self.has_report:
+            raise RuntimeError("the report was sent already")
+        self.has_report = True
+        try:
+            os.write(self._report_fd, encode_report(report))
+        finally:
+            os.close(self._report_fd)
 
-        def call(report: Ready) -> None:
-            self._is_over = True
-            ready(report)
-
-        return call
-
-    async def watch(self) -> None:
-        """Cancel the start when the other end of the pipe is closed."""
+    async def watch(self, start: trio.CancelScope) -> None:
+        """Cancel `start` if the starter ends before it has the report."""
         # Abandoned if cancelled: it returns when the starter has read the report and closed its end.
-        await trio.to_thread.run_sync(_wait_for_closed_reader, self._pipe, abandon_on_cancel=True)
-        if not self._is_over:
+        await trio.to_thread.run_sync(_wait_for_closed_reader, self._watched_fd, abandon_on_cancel=True)
+        if not self.has_report:
             _logger.warning("the process that started this daemon has ended: the start is undone")
-            self.starter_is_gone = True
-            self.scope.cancel()
+            self.is_gone = True
+            start.cancel()
 
 
 def _wait_for_closed_reader(pipe: int) -> None:
@@ -120,38 +119,20 @@ def _wait_for_closed_reader(pipe: int) -> None:
 
 
 def main(arguments: list[str], run_daemon: RunDaemon) -> int:
-    """The exit status: 0 after a clean unmount, 1 when the start or the daemon failed."""
+    """Return the exit status: 0 after a clean unmount, 1 if the start or the daemon failed."""
     options_fd, report_fd = (int(argument) for argument in arguments)
-    os.set_inheritable(report_fd, False)  # a child that inherits it would hide this process's end from the starter
     with open(options_fd, "rb") as file:
         options = decode_options(file.read())
-    report = _Report(report_fd)
+    starter = _Starter(report_fd)
     try:
-        run(options, report.send, run_daemon, report_fd=report_fd)
+        run(options, starter.report, run_daemon, starter)
     except Exception as error:  # noqa: BLE001 (reported, and logged with its traceback)
-        logs.log_failure(_logger, "run" if report.sent else "start", error)
-        if not report.sent:
+        logs.log_failure(_logger, "run" if starter.has_report else "start", error)
+        if not starter.has_report:
             with contextlib.suppress(BrokenPipeError):
-                report.send(Failed.of(error))
+                starter.report(Failed.of(error))
         return 1
     return 0
-
-
-class _Report:
-    """The one line to the starter.  BrokenPipeError if the starter is gone."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.sent = False
-
-    def send(self, report: Ready | Failed) -> None:
-        if self.sent:
-            raise RuntimeError("the report was sent already")
-        self.sent = True
-        try:
-            os.write(self._descriptor, encode_report(report))
-        finally:
-            os.close(self._descriptor)
 
 
 if __name__ == "__main__":

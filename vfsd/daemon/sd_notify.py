@@ -36,12 +36,11 @@ class Notifier:
         return cls(environ.get("NOTIFY_SOCKET") or None, _watchdog_interval_s(environ, pid or os.getpid()))
 
     def ready(self, status: str = "") -> bool:
-        """Report that the mount answers, and that this is the service's main process."""
-        return self._send("READY=1", f"MAINPID={os.getpid()}", *_status(status))
+        """Report that the mount answers, and that this is the service's main process.
 
-    def status(self, text: str) -> bool:
-        """Set the line that `systemctl status` shows."""
-        return self._send(*_status(text))
+        `systemctl status` shows `status`.
+        """
+        return self._send("READY=1", f"MAINPID={os.getpid()}", *_status(status))
 
     def watchdog(self) -> bool:
         """Reset the watchdog's timeout."""

@@ -1,6 +1,6 @@
-"""Engines and backends that installed packages add with entry points.
+"""Engines and backends that installed packages add with entry points, and the names of all engines.
 
-Nothing is searched before a name is asked for that is not built in, because that takes about 40 ms.
+The installed packages are searched only for a name that is not built in, because the search takes about 40 ms.
 """
 
 from __future__ import annotations
@@ -8,10 +8,19 @@ from __future__ import annotations
 import errno
 from typing import Any, Final
 
-__all__ = ["BACKENDS_GROUP", "ENGINES_GROUP", "entry_point_names", "load_entry_point"]
+__all__ = [
+    "BACKENDS_GROUP",
+    "ENGINES",
+    "ENGINES_GROUP",
+    "entry_point_names",
+    "is_engine",
+    "known_engines",
+    "load_entry_point",
+]
 
 BACKENDS_GROUP: Final = "vfsd.backends"
 ENGINES_GROUP: Final = "vfsd.engines"
+ENGINES: Final = ("auto", "native", "pyfuse3")  # the built-in ones
 
 
 def entry_point_names(group: str) -> set[str]:
@@ -19,6 +28,16 @@ def entry_point_names(group: str) -> set[str]:
     from importlib import metadata  # noqa: PLC0415 (start-up: see above)
 
     return metadata.entry_points(group=group).names
+
+
+def is_engine(name: str) -> bool:
+    """Whether an engine has this name."""
+    return name in ENGINES or name in known_engines()
+
+
+def known_engines() -> list[str]:
+    """Return the names of all engines, those of installed packages included."""
+    return [*ENGINES, *sorted(entry_point_names(ENGINES_GROUP) - set(ENGINES))]
 
 
 def load_entry_point(group: str, name: str) -> Any:

@@ -130,7 +130,7 @@ class FsExecResult(msgspec.Struct):
     """Result of `fs.exec`.
 
     `exit_status` is negative if a signal killed the command.  `truncated`: the output exceeded the limit.  `snapshot`
-    is the snapshot that was taken after the command, if any.
+    is the snapshot that was taken after the command, if any; `snapshot_error` is the reason if taking it failed.
     """
 
     exit_status: int
@@ -139,6 +139,7 @@ class FsExecResult(msgspec.Struct):
     timed_out: bool = False
     truncated: bool = False
     snapshot: str | None = None
+    snapshot_error: str | None = None
 
 
 FS_METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {

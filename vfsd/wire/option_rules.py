@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
-from vfsd.wire.engine_names import is_engine, known_engines
+from vfsd.wire.entry_points import is_engine, known_engines
 from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, MountOptions
 
 __all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options", "parse_sandbox"]

@@ -53,7 +53,7 @@ class KernelOptions:
     sends no requests for them.
     """
 
-    engine: str = "auto"  # or the name of an engine: see `vfsd.wire.engine_names`
+    engine: str = "auto"  # or the name of an engine: see `vfsd.wire.entry_points`
     allow_other: bool = False
     cache_timeout_s: float | None = None
     xattrs: bool = True

@@ -49,24 +49,6 @@ class CallContext:
     says "cancelled" means that nothing was changed.
     """
 
-    __slots__ = (
-        "_after",
-        "_cancelled",
-        "_commit_lock",
-        "_committed",
-        "_drop_client",
-        "_id",
-        "_latest",
-        "_progress_ready",
-        "_scope",
-        "_send",
-        "_signalled",
-        "_silent",
-        "_taken",
-        "_token",
-        "client",
-    )
-
     def __init__(
         self,
         request_id: int | str | None,
@@ -80,14 +62,14 @@ class CallContext:
         """`send` sends one line, with back-pressure; `progress_ready`, on the loop, schedules `take_progress`.
 
         A `silent` call (a JSON-RPC notification) sends nothing.  `client` is equal for the calls of one program;
-        `drop_client` closes the connection.
+        `drop_client` closes the connection.  `scope` is the cancel scope that the handler runs in.
         """
         self.client = client
+        self.request_id = request_id
+        self.scope = trio.CancelScope()
         self._drop_client = drop_client
-        self._scope = trio.CancelScope()
         self._committed = False
         self._commit_lock = threading.Lock()
-        self._id = request_id
         self._silent = silent
         self._send = send
         self._progress_ready = progress_ready
@@ -118,19 +100,14 @@ class CallContext:
             self.raise_if_cancelled()
             self._committed = True
 
-    async def progress(self, done: int, total: int, unit: Unit) -> None:
-        """Report progress (`total` 0: not known).  A checkpoint; does not wait for the client."""
-        self.progress_nowait(done, total, unit)
-        await trio.lowlevel.checkpoint()
-
     def progress_nowait(self, done: int, total: int, unit: Unit) -> None:
-        """Report progress from any thread, without blocking.
+        """Report progress from any thread, without blocking.  `total` is 0 if it is not known.
 
         About ten reports a second are sent, each the newest, and the last one before the answer.
         """
         if self._silent:
             return
-        self._latest = ProgressReport(self._id, done, total, unit)
+        self._latest = ProgressReport(self.request_id, done, total, unit)
         # `take_progress` clears the flag before it reads `_latest`, so no report is lost.
         if not self._signalled:
             self._signalled = True
@@ -140,12 +117,7 @@ class CallContext:
     async def output(self, data: bytes) -> None:
         """Send a piece of output; waits while the client reads slowly.  CallCancelledError if it disconnects."""
         for start in range(0, len(data), _OUTPUT_BYTES):
-            await self.notify(OUTPUT_METHOD, Output(self._id, data[start : start + _OUTPUT_BYTES]))
-
-    @property
-    def request_id(self) -> int | str | None:
-        """The id of the call's request, for notifications about it."""
-        return self._id
+            await self.notify(OUTPUT_METHOD, Output(self.request_id, data[start : start + _OUTPUT_BYTES]))
 
     async def notify(self, method: str, params: msgspec.Struct) -> None:
         """Send a notification; waits while the client reads slowly.  CallCancelledError if it disconnects."""
@@ -176,11 +148,6 @@ class CallContext:
         self._after.append(callback)
 
     # -- what the connection uses ---------------------------------------------------------------------
-    @property
-    def scope(self) -> trio.CancelScope:
-        """The cancel scope that the handler runs in."""
-        return self._scope
-
     def abandon(self) -> None:
         """Note that the client disconnected."""
         self._cancelled = True
@@ -191,7 +158,7 @@ class CallContext:
             if self._committed:
                 return False
             self._cancelled = True
-        self._scope.cancel()
+        self.scope.cancel()
         return True
 
     def drop_client(self, reason: str) -> None:

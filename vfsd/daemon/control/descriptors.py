@@ -31,9 +31,6 @@ class SpareDescriptors:
         self._calls = 0  # running calls, for which the spares may be closed
         self.refill()
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def close(self) -> None:
         """Close all spares."""
         while self._held:

@@ -74,7 +74,7 @@ class ExecMethods:
         self._sessions[name] = session
         try:
             await call.notify(STARTED, ExecStarted(call.request_id, name))
-            ended = await self._commands.run(
+            return await self._commands.run(
                 command,
                 CommandLimits(params.timeout_s, params.output_limit_bytes),
                 on_output=session.pass_on,
@@ -83,7 +83,6 @@ class ExecMethods:
         finally:
             del self._sessions[name]
             session.end()
-        return ExecEnded(ended.exit_status, ended.timed_out, ended.truncated, ended.snapshot, ended.snapshot_error)
 
     async def _input(self, params: ExecInputParams, _call: CallContext) -> Empty:
         await self._session(params.session).take_input(params.data, end=params.end)

@@ -234,6 +234,7 @@ class FsMethods:
             done.timed_out,
             done.truncated,
             done.snapshot,
+            done.snapshot_error,
         )
 
 

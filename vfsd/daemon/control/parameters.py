@@ -7,7 +7,7 @@ import os
 from protocol.paths import decode
 from vfsd.wire.messages import InvalidParamsError, from_wire_path
 
-__all__ = ["absolute_path", "filesystem_path", "host_text"]
+__all__ = ["absolute_path", "filesystem_path", "host_text", "tree_paths"]
 
 
 def _decoded(wire: str) -> bytes:
@@ -36,3 +36,14 @@ def filesystem_path(wire: str) -> str:
         return decode(_decoded(wire))
     except ValueError as error:
         raise InvalidParamsError(str(error)) from None
+
+
+def tree_paths(wire: list[str]) -> list[bytes]:
+    """Decode paths in the workspace, in the form that `protocol.tree.Tree` takes."""
+    paths = []
+    for text in wire:
+        parts = [part for part in _decoded(text).split(b"/") if part not in (b"", b".")]
+        if b".." in parts:
+            raise InvalidParamsError(f"a path with '..': {text!r}")
+        paths.append(b"/".join(parts))
+    return paths

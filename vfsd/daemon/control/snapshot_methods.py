@@ -18,7 +18,7 @@ from vfsd.daemon.control.changes import (
     expired_records,
     problem_records,
 )
-from vfsd.daemon.control.parameters import absolute_path, host_text
+from vfsd.daemon.control.parameters import absolute_path, host_text, tree_paths
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
 from vfsd.daemon.snapshots.base import BASE, SAFETY_PREFIX, Outcome, SnapshotService, is_reserved, name_at
 from vfsd.wire.messages import (
@@ -37,7 +37,6 @@ from vfsd.wire.messages import (
     wire_path,
 )
 from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.paths import wire_paths_within
 
 __all__ = ["SnapshotMethods", "required"]
 
@@ -105,7 +104,7 @@ class SnapshotMethods:
             raise InvalidParamsError("restore takes one of: name, archive, undo, redo, base")
         if not params.dry_run:
             self._check_writable()
-        paths = wire_paths_within(params.paths)
+        paths = tree_paths(params.paths)
         if params.of is not None and params.name is None:
             raise InvalidParamsError("of takes the name of a snapshot")
         if params.redo and paths:
@@ -125,7 +124,7 @@ class SnapshotMethods:
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = str(self._options.backend) if params.base else name
         if params.dry_run:
-            async with snapshots.tree(None) as live, snapshots.tree(name) as wanted:
+            async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
                 found = await compare(live, wanted, paths, call, stream=params.stream)
             return RestoreResult(source, None, found.counts, found.records, found.truncated)
         return self._restored(source, await snapshots.restore(name, paths, call))
@@ -139,7 +138,7 @@ class SnapshotMethods:
         snapshots = self._snapshots
         async with snapshots.staged(origin, call) as staged:
             if params.dry_run:
-                async with snapshots.tree(None) as live:
+                async with snapshots.tree(None, call) as live:
                     found = await compare(live, staged.tree, paths, call, stream=params.stream)
                 return RestoreResult(source, None, found.counts, found.records, found.truncated)
             return self._restored(source, await snapshots.put(staged, paths, call, replace=True))

@@ -25,7 +25,7 @@ from vfsd.daemon.control.changes import (
     problem_records,
     written_patch,
 )
-from vfsd.daemon.control.parameters import absolute_path
+from vfsd.daemon.control.parameters import absolute_path, tree_paths
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, no_lower_layer
@@ -43,7 +43,6 @@ from vfsd.wire.messages import (
     wire_path,
 )
 from vfsd.wire.options import WorkspaceOptions
-from vfsd.wire.paths import wire_paths_within
 
 __all__ = ["TreeMethods"]
 
@@ -64,11 +63,11 @@ class TreeMethods:
         snapshots = required(self._snapshots)
         from_base = params.a is None and snapshots.has_base
         a = BASE if from_base else params.a if params.a is not None else await _newest(snapshots)
-        paths = wire_paths_within(params.paths)
+        paths = tree_paths(params.paths)
         rule = path_filter(params.include, params.exclude)
         if params.b is None:
             await self._mounted.write_back()
-        async with snapshots.tree(a) as all_old, snapshots.tree(params.b) as all_new:
+        async with snapshots.tree(a, call) as all_old, snapshots.tree(params.b, call) as all_new:
             old, new = filtered(all_old, rule), filtered(all_new, rule)
             if params.mode == "patch":
                 found = await in_thread(
@@ -100,10 +99,10 @@ class TreeMethods:
         snapshots, volume = required(self._snapshots), snapshotable(self._mounted.volume)
         async with AsyncExitStack() as stack:
             tree: Tree = await stack.enter_async_context(
-                snapshots.frozen(call) if params.snapshot is None else snapshots.tree(params.snapshot)
+                snapshots.frozen(call) if params.snapshot is None else snapshots.tree(params.snapshot, call)
             )
             if params.changes_only:
-                base = await stack.enter_async_context(snapshots.tree(BASE))
+                base = await stack.enter_async_context(snapshots.tree(BASE, call))
                 tree = await in_thread(changed_tree, base, tree)
             epoch = params.source_date_epoch
             summary = await in_thread(
@@ -142,7 +141,7 @@ class TreeMethods:
         if volume is None:
             raise no_lower_layer()
         assert isinstance(self._snapshots, VolumeSnapshots)
-        paths = wire_paths_within(params.paths)
+        paths = tree_paths(params.paths)
         async with self._mounted.change_lock:
             await self._mounted.write_back()
             with (

@@ -1,37 +1,43 @@
-"""choose_runner: the runner of a workspace's commands, by its options."""
+"""choose_commands: how a workspace runs commands, by its options."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from protocol.execution.host import HostCommandRunner
+from vfsd.daemon.exec.commands import Commands, TakeSnapshot
 from vfsd.machine.optional_dependencies import missing_package
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
-    from protocol.execution.runner import CommandRunner
     from vfsd.wire.options import MountOptions
 
-__all__ = ["choose_runner"]
+__all__ = ["choose_commands"]
 
 
-def choose_runner(options: MountOptions, container: ContainerWorkspace | None) -> CommandRunner | None:
-    """A runner for this host, the workspace's `container` or a sandbox; None if the workspace cannot run commands.
+def choose_commands(
+    options: MountOptions, container: ContainerWorkspace | None, take_snapshot: TakeSnapshot | None
+) -> Commands:
+    """Return the commands of this host, of the workspace's `container`, or of a sandbox; else none can be run.
 
     OSError if a package is missing.
     """
+    name = options.workspace.name
+    run_with = functools.partial(Commands, name, take_snapshot=take_snapshot)
     if options.commands.exec_on_host:
-        return HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": options.workspace.name})
+        return run_with(runner=HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": name}))
     # Imported here because Podman's client takes longer to import than everything else together.
     if container is not None:
         from protocol.backends.container.exec.runner import ContainerCommandRunner  # noqa: PLC0415
 
         target = container.target
-        return ContainerCommandRunner(target.container, target.workdir, owned=options.workspace.backend.kind == "image")
+        is_owned = options.workspace.backend.kind == "image"
+        return run_with(runner=ContainerCommandRunner(target.container, target.workdir, owned=is_owned))
     if options.commands.sandbox is not None:
         try:
             from vfsd.daemon.exec.sandbox import Sandbox  # noqa: PLC0415
         except ImportError as error:
             raise missing_package("the sandbox", error) from None
-        return Sandbox(options.workspace, options.commands.sandbox.argument, options.container)
-    return None
+        return run_with(sandbox=Sandbox(options.workspace, options.commands.sandbox.argument, options.container))
+    return run_with()

@@ -9,16 +9,19 @@ import errno
 import logging
 import shlex
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import trio
 
 from protocol.execution.executor import Command
 from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, Feed, OnOutput
 from vfsd.machine.logs import log_failure
+from vfsd.wire.exec_messages import ExecEnded
 
-__all__ = ["Commands", "Ended", "MountHolder"]
+if TYPE_CHECKING:
+    from vfsd.daemon.exec.sandbox import Sandbox
+
+__all__ = ["Commands"]
 
 TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
@@ -26,54 +29,29 @@ _TAG_CHARACTERS: Final = 200
 _logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class MountHolder(CommandRunner, Protocol):
-    """A runner that holds the mount itself and has to release it before an unmount."""
-
-    async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Prepare to run commands, and release the mount after any process has unmounted it here."""
-        ...
-
-    def check_idle(self) -> None:
-        """Raise OSError (EBUSY) while a command runs."""
-        ...
-
-    async def leave(self) -> None:
-        """Release the mount, which ends running commands.  The next command takes it again."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The result of a command.
-
-    `snapshot` names the snapshot that was taken after the command, `snapshot_error` says why there is none.
-    """
-
-    exit_status: int
-    timed_out: bool = False
-    truncated: bool = False
-    snapshot: str | None = None
-    snapshot_error: str | None = None
-
-
 class Commands:
-    """Runs a workspace's commands with `runner`.
+    """Runs a workspace's commands with `runner`, or else in `sandbox`.
 
     `take_snapshot`, if given, is called after each command with a tag and returns the snapshot's name.
     """
 
     def __init__(
-        self, workspace: str, *, runner: CommandRunner | None = None, take_snapshot: TakeSnapshot | None = None
+        self,
+        workspace: str,
+        *,
+        runner: CommandRunner | None = None,
+        sandbox: Sandbox | None = None,
+        take_snapshot: TakeSnapshot | None = None,
     ) -> None:
         self._workspace = workspace
-        self._runner = runner
+        self._runner = runner or sandbox
+        self._sandbox = sandbox
         self._take_snapshot = take_snapshot
 
-    async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> Ended:
+    async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> ExecEnded:
         """Run a command until it ends; see `protocol.execution.runner.CommandRun`.
 
-        Cancelling kills it.  OSError if it cannot be started.
+        Cancelling kills it.  OSError if it cannot be started.  The answer names the snapshot that was taken after it.
         """
         if self._runner is None:
             raise self._unsupported()
@@ -85,7 +63,7 @@ class Commands:
                 await self._snapshot(command)  # the command may have changed files
             raise
         snapshot, snapshot_error = await self._snapshot(command)
-        return Ended(exit_status, run.timed_out, run.truncated, snapshot, snapshot_error)
+        return ExecEnded(exit_status, run.timed_out, run.truncated, snapshot, snapshot_error)
 
     @property
     def where(self) -> str | None:
@@ -93,21 +71,21 @@ class Commands:
         return None if self._runner is None else self._runner.where
 
     async def attend(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Prepare the runner, and keep it while the mount is served.  OSError if that fails."""
-        if isinstance(self._runner, MountHolder):
-            await self._runner.attend(task_status=task_status)
+        """Create the sandbox, if there is one, and keep it while the mount is served.  OSError if that fails."""
+        if self._sandbox is not None:
+            await self._sandbox.attend(task_status=task_status)
         else:
             task_status.started()
 
     def check_idle(self) -> None:
         """Raise OSError (EBUSY) while commands keep the mount busy in a way that the kernel does not see."""
-        if isinstance(self._runner, MountHolder):
-            self._runner.check_idle()
+        if self._sandbox is not None:
+            self._sandbox.check_idle()
 
     async def leave(self) -> None:
-        """Release the runner's hold on the mount, for an unmount."""
-        if isinstance(self._runner, MountHolder):
-            await self._runner.leave()
+        """Remove the sandbox, for an unmount."""
+        if self._sandbox is not None:
+            await self._sandbox.leave()
 
     async def _snapshot(self, command: Command) -> tuple[str | None, str | None]:
         """Take a snapshot; return its name, or else the reason of the failure.  Raises nothing: the command has run."""

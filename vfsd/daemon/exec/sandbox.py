@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Implements `vfsd.daemon.exec.commands.MountHolder` by a container of `image`.
+    """Runs commands in a container of `image`, which holds the mount and releases it before an unmount.
 
     The container is created when it is first needed, and again if it is gone.
     """
@@ -96,7 +96,7 @@ class Sandbox:
             self._running -= 1
 
     def check_idle(self) -> None:
-        """See `MountHolder`."""
+        """Raise OSError (EBUSY) while a command runs."""
         if self._running:
             running = "a command runs" if self._running == 1 else f"{self._running} commands run"
             raise OSError(
@@ -104,13 +104,13 @@ class Sandbox:
             )
 
     async def leave(self) -> None:
-        """Remove the container, which releases the mount.  The next command creates another."""
+        """Remove the container, which ends its commands and releases the mount.  The next command creates another."""
         async with self._lock:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._remove)
 
     async def attend(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """See `MountHolder`."""
+        """Create the container, and remove it when any process has unmounted the workspace here."""
         await self.begin()
         task_status.started()
         # poll(2) on mountinfo reports changes as POLLPRI.  The loop waits only for readability, so epoll converts it.

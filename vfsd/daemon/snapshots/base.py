@@ -256,7 +256,7 @@ class SnapshotService(Protocol):
         """Put `staged` into the live state; see `SnapshotableVolume.import_tree`."""
         ...
 
-    def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AbstractAsyncContextManager[Tree]:
+    def tree(self, name: str | None, observer: CallObserver) -> AbstractAsyncContextManager[Tree]:
         """Open a tree of snapshot `name`, of BASE, or of the live state (None).  A worker thread may read it.
 
         If other programs can change the live state directly, a file may have newer content when it is read.

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,7 +40,7 @@ from protocol.tree import Tree
 from protocol.types import ChangeCounts
 from protocol.volume import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import CountedTree, Origin, unlimited
+from vfsd.daemon.snapshots.archives import CountedTree, Origin
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
@@ -62,7 +62,7 @@ from vfsd.daemon.snapshots.base import (
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
 from vfsd.daemon.snapshots.store_restore import HistoryFile, PlannedStep, Step, VolumeUpdate, scan_progress
-from vfsd.daemon.snapshots.threads import counted, entered, in_thread
+from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
@@ -363,10 +363,8 @@ class StoreSnapshots:
             pass
 
     # -- archives ------------------------------------------------------------------------------------
-    @asynccontextmanager
-    async def staged(self, origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
-        async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
-            yield await in_thread(counted, origin.name, tree)
+    def staged(self, origin: Origin, observer: CallObserver) -> AbstractAsyncContextManager[Staged]:
+        return checked(origin, observer)
 
     async def put(self, staged: Staged, paths: Sequence[bytes], observer: CallObserver, *, replace: bool) -> Outcome:
         # Through the store, so that it is restored like a snapshot, and can be completed or undone after a crash.
@@ -407,7 +405,7 @@ class StoreSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:
+    async def tree(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:
         if name == BASE:
             raise no_lower_layer()
         tree: AbstractContextManager[Tree] = (
@@ -426,7 +424,7 @@ class StoreSnapshots:
             name = free_name(STAGED_PREFIX, await self._all())
             await self._take(name, self._source, "an export", observer)
         try:
-            async with self.tree(name) as tree:
+            async with self.tree(name, observer) as tree:
                 yield tree
         finally:
             with trio.CancelScope(shield=True):

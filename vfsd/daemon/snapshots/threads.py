@@ -10,9 +10,10 @@ from typing import ParamSpec, TypeVar
 import trio
 
 from protocol.tree import Tree
-from vfsd.daemon.snapshots.base import Staged
+from vfsd.daemon.snapshots.archives import Origin, unlimited
+from vfsd.daemon.snapshots.base import CallObserver, Staged, in_bytes
 
-__all__ = ["counted", "entered", "in_thread"]
+__all__ = ["checked", "entered", "in_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,8 +38,14 @@ async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
         manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
-def counted(name: str, tree: Tree) -> Staged:
-    """Count the files and bytes of `tree`."""
+@asynccontextmanager
+async def checked(origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
+    """Open `origin` with its content checked, and count its files and bytes."""
+    async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
+        yield await in_thread(_counted, origin.name, tree)
+
+
+def _counted(name: str, tree: Tree) -> Staged:
     files = total_bytes = 0
     for entry in tree.walk():
         files += not entry.is_dir

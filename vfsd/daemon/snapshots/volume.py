@@ -36,12 +36,11 @@ from protocol.volume import (
     staging,
 )
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.archives import Origin, read_origin, unlimited
+from vfsd.daemon.snapshots.archives import Origin, read_origin
 from vfsd.daemon.snapshots.base import (
     BASE,
     SAFETY_PREFIX,
     SNAPSHOT_PREFIX,
-    UNOBSERVED,
     CallObserver,
     Dropped,
     Interrupted,
@@ -55,7 +54,7 @@ from vfsd.daemon.snapshots.base import (
     no_lower_layer,
 )
 from vfsd.daemon.snapshots.history import UndoHistory, expired
-from vfsd.daemon.snapshots.threads import counted, entered
+from vfsd.daemon.snapshots.threads import checked
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
@@ -175,8 +174,8 @@ class VolumeSnapshots:
     async def staged(self, origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
         volume = staging(self._volume)
         if volume is None:
-            async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
-                yield await trio.to_thread.run_sync(counted, origin.name, tree)
+            async with checked(origin, observer) as staged:
+                yield staged
             return
         prepared = preparing(volume)
 
@@ -346,7 +345,7 @@ class VolumeSnapshots:
 
     # -- states --------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def tree(self, name: str | None, observer: CallObserver = UNOBSERVED) -> AsyncIterator[Tree]:  # noqa: ARG002
+    async def tree(self, name: str | None, observer: CallObserver) -> AsyncIterator[Tree]:  # noqa: ARG002
         with self._lower().base_tree() if name == BASE else self._volume.tree(name) as tree:
             yield tree
 

@@ -56,7 +56,7 @@ class FsDaemon(FakeDaemon):
         self.mounted = FakeMountedVolume(self.volume)
         options = MountOptions.of(self.mountpoint, self.name, exec_on_host=self.on_host)
         runner = HostCommandRunner(self.mountpoint, {"VFSD_WORKSPACE": self.name}) if self.on_host else None
-        commands = Commands(self.name, runner=runner)
+        self.commands = commands = Commands(self.name, runner=runner)
         fs_methods = FsMethods(self.mounted, options.workspace, commands)  # type: ignore[arg-type]
         methods = {**fs_methods.handlers(), **ExecMethods(commands).handlers()}
         self._token = trio.lowlevel.current_trio_token()
@@ -376,6 +376,16 @@ def test_words_of_a_command_arrive_as_they_are(able: FsDaemon) -> None:
 
 def test_a_command_that_fails_is_no_failure_of_exec(able: FsDaemon) -> None:
     assert data("exec", "--", "sh", "-c", "echo e >&2; exit 9").items() >= {"exit_status": 9, "stderr": "e\n"}.items()
+
+
+def test_exec_says_why_the_snapshot_after_a_command_failed(able: FsDaemon) -> None:
+    async def fail(tag: str) -> str:
+        raise OSError(errno.ENOSPC, "no space for a snapshot")
+
+    able.commands._take_snapshot = fail
+    done = data("exec", "--", "true")
+    assert (done["exit_status"], done["snapshot"]) == (0, None)
+    assert done["snapshot_error"] == "no space for a snapshot"
 
 
 def test_options_of_exec(able: FsDaemon, place: Path) -> None:

@@ -37,15 +37,15 @@ def test_a_service_says_what_it_does(manager: tuple[socket.socket, str]) -> None
     assert received(manager) == {"READY": "1", "MAINPID": str(os.getpid()), "STATUS": "serving /mnt"}
     assert notifier.watchdog()
     assert received(manager) == {"WATCHDOG": "1"}
-    assert notifier.status("12 snapshots")
-    assert received(manager) == {"STATUS": "12 snapshots"}
     assert notifier.stopping()
     assert received(manager) == {"STOPPING": "1"}
+    assert notifier.stopping("unmounting")
+    assert received(manager) == {"STOPPING": "1", "STATUS": "unmounting"}
 
 
 def test_a_status_with_a_newline_cannot_forge_an_assignment(manager: tuple[socket.socket, str]) -> None:
-    Notifier(manager[1]).status("serving /a\nSTOPPING=1 \udcff")
-    assert received(manager) == {"STATUS": "serving /a STOPPING=1 \\udcff"}
+    Notifier(manager[1]).ready("serving /a\nSTOPPING=1 \udcff")
+    assert received(manager) == {"READY": "1", "MAINPID": str(os.getpid()), "STATUS": "serving /a STOPPING=1 \\udcff"}
 
 
 def test_without_a_socket_nothing_is_sent() -> None:

@@ -29,7 +29,8 @@ async def test_progress_reaches_the_client_while_the_call_runs(path: str) -> Non
     release = trio.Event()
 
     async def export(params: ExportParams, call: CallContext) -> ExportResult:
-        await call.progress(3, 10, "files")
+        call.progress_nowait(3, 10, "files")
+        await trio.lowlevel.checkpoint()
         await release.wait()
         return EXPORTED
 
@@ -45,7 +46,8 @@ async def test_of_many_figures_the_newest_win_and_the_last_come_before_the_answe
 ) -> None:
     async def export(params: ExportParams, call: CallContext) -> ExportResult:
         for done in range(10_001):
-            await call.progress(done, 10_000, "bytes")
+            call.progress_nowait(done, 10_000, "bytes")
+            await trio.lowlevel.checkpoint()
         return EXPORTED
 
     async with serving(path, {"export": export}), peer(path) as client:

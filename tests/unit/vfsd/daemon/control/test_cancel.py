@@ -301,7 +301,8 @@ async def test_what_only_reads_ends_at_once(path: str) -> None:
 
 async def test_a_client_that_a_keyboard_interrupt_left_makes_further_calls(path: str) -> None:
     async def drop(params: DropParams, call: CallContext) -> Empty:
-        await call.progress(1, 2, "files")
+        call.progress_nowait(1, 2, "files")
+        await trio.lowlevel.checkpoint()
         await trio.sleep_forever()
         raise AssertionError
 

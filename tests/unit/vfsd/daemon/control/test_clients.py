@@ -86,7 +86,8 @@ async def test_progress_and_output_reach_their_callbacks_in_order(path: str, sub
     async def diff(params: DiffParams, call: CallContext) -> DiffResult:
         for piece in range(10):
             await call.output(bytes([piece]) * 300_000)
-        await call.progress(10, 10, "files")
+        call.progress_nowait(10, 10, "files")
+        await trio.lowlevel.checkpoint()
         return DiffResult("a", None, ChangeCounts(), [])
 
     pieces: list[bytes] = []
