@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
+from protocol.linux.beneath import proc_path
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import Caller, SnapshotableVolume, Volume
@@ -57,7 +58,7 @@ class Below(Driver):
         assert isinstance(volume, OverlayVolume)
         state = volume._overlay
         made = state.inodes[number]
-        place = os.path.join(volume.lower.root, path)
+        place = os.path.join(os.readlink(proc_path(volume.lower.fd)), path)
         if not os.path.isdir(os.path.dirname(place)) or os.path.lexists(place):
             return number  # its directory is above alone, or something else was there
         if made.is_dir:
@@ -96,7 +97,7 @@ class TestOverlayVolumeOverWhatIsThere(TestOverlayVolume):
         assert fs.read(number) == b"data"
         assert isinstance(fs.volume, OverlayVolume)
         assert fs.volume.usage().used_bytes == 0
-        os.unlink(fs.volume.lower.root + b"/d/f")
+        os.unlink(b"d/f", dir_fd=fs.volume.lower.fd)
         fs.volume.lower.close()
         with fails(errno.ESTALE):
             fs.read(number)

@@ -145,7 +145,7 @@ def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, re
     (repository / "src" / "sum.c").write_text("theirs\n")
     refused = workspace.apply()
     assert not refused.applied
-    assert refused.conflicts == {"src/sum.c": "was changed there since"}
+    assert refused.conflicts == {"src/sum.c": "was changed by another program"}
     assert not (repository / "new").exists()
     assert workspace.apply([root / "new"]).applied
     assert (repository / "new").read_text() == "new\n"
@@ -204,14 +204,14 @@ def test_apply_protects_what_others_wrote_after_the_workspace_changed_the_file_h
                 time.sleep(0.05)
             refused = workspace.apply()
             assert not refused.applied
-            assert refused.conflicts == dict.fromkeys(CHANGES, "was changed there since")
+            assert refused.conflicts == dict.fromkeys(CHANGES, "was changed by another program")
             assert {(place / name).read_text() for name in CHANGES} == {"others\n"}
             assert not (place / "new").exists()
         assert workspace.apply(force=True).applied
         assert (place / "over").read_text() == "mine\n"
         assert not (place / "unlink").exists()
         check_invariants(workspace)
-    assert ["changed below" in line for line in complaints(daemon)] == [True] * len(CHANGES)
+    assert ["changed a file below" in line for line in complaints(daemon)] == [True] * len(CHANGES)
 
 
 def test_apply_refuses_to_remove_a_directory_to_which_others_added_a_file(mount: MountIt, workdir: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_file_that_changes_below_is_followed_and_reported(engine: str, reposit
                 assert found in ("page 1\n" * 20, whole)
         assert workspace.status().changed_below == 1
         check_invariants(workspace)
-    assert ["changed below" in line for line in complaints(name)] == [True]
+    assert ["changed a file below" in line for line in complaints(name)] == [True]
 
 
 def test_an_export_of_the_changes_holds_only_them(mount: MountIt, repository: Path, workdir: Path) -> None:
@@ -356,7 +356,7 @@ def test_the_next_mount_of_the_directory_finishes_an_apply_and_says_so(
     options = mount_options(workdir / "m", f"{backend}:{half_applied}", name=workdir.name, engine=engine)  # type: ignore[arg-type]
     ready = launch(options)
     with Workspace.attach(ready.name) as workspace:
-        assert "an apply was killed half-way, and is finished now" in str(ready.recovered)
+        assert "an earlier apply was killed; its remaining" in str(ready.recovered)
         assert (Path(workspace.path) / "README").read_bytes() == b"READ me"
         assert (half_applied / "a" / "twin").exists()
         assert ".vfsd-apply" not in os.listdir(half_applied)
@@ -378,7 +378,7 @@ def test_status_tells_of_an_apply_that_was_killed_and_the_next_one_finishes_it(
     assert "`vfsd apply` finishes it" in str(workspace.status().interrupted)
     done = workspace.apply()
     assert done.applied
-    assert "is finished now" in str(done.recovered)
+    assert "are written now" in str(done.recovered)
     assert (place / "mine").read_text() == "mine"
     assert ".vfsd-apply" not in os.listdir(place)
     assert workspace.status().interrupted is None

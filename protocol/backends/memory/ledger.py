@@ -298,6 +298,12 @@ class Ledger:
         inode.xattrs = xattrs
 
     # -- old versions ----------------------------------------------------------------------------
+    def enter_old(self, version: Inode) -> None:
+        """Charge a pre-image that shares no object."""
+        self.kept += version_bytes(version)
+        if version.xattrs is not None:
+            self.kept += xattrs_bytes(version.xattrs)
+
     def forget(self, version: Inode | None) -> None:
         """Remove the charge of a pre-image: an old version, or None for the record that there was no inode."""
         if version is None:

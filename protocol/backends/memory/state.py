@@ -13,6 +13,7 @@ inode without links has lookups; the counters are the sums over the live inodes.
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -446,6 +447,18 @@ class MemoryState:
     # -- paths ---------------------------------------------------------------------------------
     def find_links(self, numbers: Iterable[int]) -> None:
         """Complete the `links` of these inodes.  Any thread.  In memory they are always complete."""
+
+    def inode_at(self, path: bytes) -> Inode:
+        """Return the live inode at `path`.  ENOENT, ENOTDIR."""
+        node = self.root_inode
+        for name in path.split(b"/") if path else ():
+            if node.children is None:
+                raise os_error(errno.ENOTDIR, os.fsdecode(path))
+            number = node.children.get(name)
+            if number is None:
+                raise os_error(errno.ENOENT, os.fsdecode(path))
+            node = self.inodes[number]
+        return node
 
     def path(self, inode: Inode) -> bytes | None:
         """Return one path of a live inode, or None if it has no name."""

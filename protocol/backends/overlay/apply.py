@@ -1,19 +1,19 @@
-"""apply: write the changes of an overlay into the directory below it.
+"""OverlayApply: writes the changes of an overlay into its lower directory.
 
-Check: before anything is written, every path to be replaced or removed must still be what the overlay was made over,
-and a path to be made must be absent.  A path that already is as wanted counts as done, so an interrupted apply that
-is run again completes.
+Check: before anything is written, every path to be replaced or removed must still be as the overlay first saw it, and
+a path to be made must not exist.  A path that already has its new state counts as done, so running an interrupted
+apply again completes it.
 
-Write: stage everything new, commit the steps to the journal, execute them.  Directories are made, files are renamed
-into place (a path that changes its type makes room first), removals follow, and attributes of directories come last.
-At any moment each path has its old or its new state.  If the process is killed, the next one that opens the journal
-brings the whole directory to its old or its new state (see `journal`).
+Write: stage all new entries, commit the steps to the journal, execute them.  Directories are made, files are renamed
+into place (the old entry of a path that changes its type is removed first), then paths are removed, and attributes of
+directories are set last.  At any moment each path has its old or its new state.  If the process is killed, the next
+one that opens the journal brings the whole directory to its old or its new state (see `journal`).
 
-Invariant, without `force`: content that was written below after the workspace first changed a path is never replaced or
-removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh` and
-`OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks for
-conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
-A directory is removed only if it holds nothing that the base does not hold.
+Invariant, without `force`: content that another program wrote below after the workspace first changed the path is never
+replaced or removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh`
+and `OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks
+for conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
+A directory is removed only if it has no entry that is not in the base.
 
 Before a file below is replaced, content that snapshots still need is kept (`LowerFile.keep`).
 
@@ -34,10 +34,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.overlay.inode import OverlayInode
-from protocol.backends.overlay.journal import ApplyJournal, Recovered, is_left, journal
-from protocol.backends.overlay.lower import RESERVED, ChangedBelowError, Identity, identity, is_gone
-from protocol.backends.overlay.steps import Step, Steps, attributes_of, place, set_attributes, set_by_name
-from protocol.diff.tree_diff import Change, changes
+from protocol.backends.overlay.journal import ApplyJournal, Recovered, has_journal, journal
+from protocol.backends.overlay.lower import JOURNAL_NAME, ChangedBelowError, Identity, identity, is_gone
+from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
+from protocol.diff.tree_diff import Change, changes, entry_or_none
 from protocol.linux.beneath import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.tree import TreeEntry
@@ -58,14 +58,14 @@ _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 @dataclass(slots=True)
 class Applied:
-    """The changes to write, the conflicts (then nothing was written), and the state below afterwards."""
+    """The changes to write, the conflicts (without `force` nothing is written then), and what the run left below."""
 
     changes: list[Change] = field(default_factory=list)
     conflicts: list[ApplyConflict] = field(default_factory=list)
-    identities: _Identities = field(default_factory=dict)
+    identities: _Identities = field(default_factory=dict)  # by path, of the paths that were written
     error: BaseException | None = None
     renewed: dict[tuple[int, int], Identity] = field(default_factory=dict)  # by (st_dev, st_ino): new ctime
-    recovered: Recovered | None = None  # from an apply that was killed earlier
+    recovered: Recovered | None = None  # an apply that was killed earlier
 
     @property
     def recovery(self) -> str | None:
@@ -119,7 +119,7 @@ class OverlayApply:
         result = Applied(found)
         if self._dry_run:
             result.conflicts = self._conflicts(found)
-        elif found or is_left(self._root):
+        elif found or has_journal(self._root):
             with journal(self._root, before) as begun:
                 result.recovered = begun.recover()
                 result.conflicts = self._conflicts(found)
@@ -157,26 +157,20 @@ class OverlayApply:
             raise
 
     def _expected(self, path: bytes) -> Identity | None:
-        """The identity at `path` when this run first asked: during the run the base may follow a change below."""
-        if path not in self._expectations:
-            self._expectations[path] = self._identity_in_base(path)
-        return self._expectations[path]
-
-    def _identity_in_base(self, path: bytes) -> Identity | None:
+        """Return the identity at `path` when this run first asked: the base may follow a change below meanwhile."""
         if path in self._identities:
             return self._identities[path]
-        try:
-            version = self._base.find(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return version.lower.identity if isinstance(version, OverlayInode) else None
+        if path not in self._expectations:
+            version = self._base.find(path) if entry_or_none(self._base, path) else None
+            self._expectations[path] = version.lower.identity if isinstance(version, OverlayInode) else None
+        return self._expectations[path]
 
     def _conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
         return [conflict for change in found if (conflict := self._conflict(change)) is not None]
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
-        if change.path.partition(b"/")[0] == RESERVED:
-            return ApplyConflict(change.path, "has a name that is reserved there")
+        if change.path.partition(b"/")[0] == JOURNAL_NAME:
+            return ApplyConflict(change.path, "has the name of the journal that an apply keeps there")
         there = self._stat(change.path)
         if self._is_done(change, there):
             self._done.add(change.path)
@@ -187,25 +181,21 @@ class OverlayApply:
                 return None
             if change.new is not None and change.new.is_dir and stat.S_ISDIR(there.st_mode):
                 return None
-            return ApplyConflict(change.path, "was made there since")
+            return ApplyConflict(change.path, "was created by another program")
         if there is None:
-            return ApplyConflict(change.path, "was removed there since")
+            return ApplyConflict(change.path, "was removed by another program")
         if not self._is_unchanged(change, there):
-            return ApplyConflict(change.path, "was changed there since")
+            return ApplyConflict(change.path, "was changed by another program")
         if stat.S_ISDIR(there.st_mode) and (change.new is None or not change.new.is_dir):
             others = self._others_in(change.path)
             if others:
-                return ApplyConflict(
-                    others[0], "is there, in a directory that is to go, and the workspace never showed it"
-                )
+                return ApplyConflict(others[0], "was created by another program in a directory that would be removed")
         return None
 
     def _others_in(self, path: bytes) -> list[bytes]:
-        """The paths in a directory below that neither the base nor an earlier run put there, sorted."""
-        try:
-            shown = set(self._base.children(path))
-        except (FileNotFoundError, NotADirectoryError):
-            shown = set()
+        """Return the paths in a lower directory that are neither in the base nor written by an earlier run, sorted."""
+        directory = entry_or_none(self._base, path)
+        shown = set(self._base.children(path) if directory is not None and directory.is_dir else ())
         found = (path + b"/" + entry.name for entry in self._lower.scan(path)[1] if entry.name not in shown)
         return sorted(each for each in found if self._identities.get(each) is None)
 
@@ -215,13 +205,13 @@ class OverlayApply:
         if expected is None:
             return False
         if stat.S_ISDIR(there.st_mode):
-            # The inode number of a removed file may be given to a new directory.
+            # A new directory may get the inode number of a removed file.
             was_directory = change.old is None or change.old.is_dir or change.path in self._identities
             return was_directory and now[:2] == expected[:2]
         return now == expected or (now[:2] in self._touched and now[:4] == expected[:4])
 
     def _is_done(self, change: Change, there: os.stat_result | None) -> bool:
-        """Whether the path already is as wanted, left so by an interrupted run."""
+        """Return whether the path already has its new state, from an interrupted run."""
         new = change.new
         if new is None or there is None:
             return new is None and there is None
@@ -248,7 +238,7 @@ class OverlayApply:
     # -- staging -----------------------------------------------------------------------------------
     def _execute(self, found: Sequence[Change], begun: ApplyJournal) -> None:
         """Stage, commit and execute the changes."""
-        # also the changes that are not written by this run
+        # All changes, not only those that this run writes.
         self._changed = {change.path for change in changes(self._base, self._live)}
         todo = [change for change in found if change.path not in self._done]
         plan = list(self._plan(todo, begun))
@@ -283,7 +273,7 @@ class OverlayApply:
         yield from in_place
         for change in reversed(todo):
             if change.new is not None and change.new.is_dir:
-                yield Step("attributes", change.path, attributes=attributes_of(change.new))
+                yield Step("attributes", change.path, attributes=change.new)
 
     def _removals(self, todo: Sequence[Change]) -> Iterator[Step]:
         for change in reversed(todo):
@@ -301,14 +291,14 @@ class OverlayApply:
         if new.is_dir:
             yield Step("directory", change.path, seen)
         elif there is not None and self._is_same_file(change, there):
-            yield Step("attributes", change.path, seen, attributes=attributes_of(new))
+            yield Step("attributes", change.path, seen, attributes=new)
         else:
             if there is not None and stat.S_ISDIR(there.st_mode):
                 yield from self._removals(list(changes(self._base, self._live, paths=[change.path]))[1:])
             yield Step("leaf", change.path, seen, self._stage(new, begun))
 
     def _is_same_file(self, change: Change, there: os.stat_result) -> bool:
-        """Whether only attributes differ, and no name that must stay unchanged shares the file."""
+        """Return whether only attributes differ, and all names of the file get them."""
         if change.kind != "metadata" or change.old is None or change.new is None:
             return False
         names = self._live.paths(self._live.find(change.path))
@@ -328,7 +318,7 @@ class OverlayApply:
         return staged
 
     def _link_other(self, directory: Handle, name: bytes, new: TreeEntry) -> bool:
-        """Link the staged entry to another name of the same file that is in place or staged; False if there is none."""
+        """Stage the entry as a link to another name of its file, in place or staged; False if there is none."""
         if new.nlink < 2:
             return False
         for other in self._live.paths(self._live.find(new.path)):
@@ -342,19 +332,19 @@ class OverlayApply:
         return False
 
     def _make(self, directory: Handle, name: bytes, new: TreeEntry) -> None:
+        flags = os.O_PATH
         if new.is_symlink:
             os.symlink(new.target, name, dir_fd=directory.fd)
-        elif not new.is_file:
-            os.mknod(name, new.mode, new.rdev, dir_fd=directory.fd)
+        elif new.is_file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         else:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            handle = Handle(os.open(name, flags, 0o600, dir_fd=directory.fd))
+            os.mknod(name, new.mode, new.rdev, dir_fd=directory.fd)
+        handle = Handle(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory.fd))
+        if new.is_file:
             self._write_content(handle.fd, new)
-            set_attributes(handle.fd, attributes_of(new))
-            if len(self._staged) < _FEW_FILES or os.fstat(handle.fd).st_dev != self._device:
-                os.fsync(handle.fd)
-            return
-        set_by_name(directory, name, attributes_of(new), is_symlink=new.is_symlink)
+        set_attributes(handle.fd, new)
+        if new.is_file and (len(self._staged) < _FEW_FILES or os.fstat(handle.fd).st_dev != self._device):
+            os.fsync(handle.fd)
 
     def _write_content(self, descriptor: int, new: TreeEntry) -> None:
         content = self._live.find(new.path).content
@@ -371,9 +361,9 @@ class OverlayApply:
         if len(self._staged) >= _FEW_FILES:
             syncfs(self._root)
 
-    # -- what goes on being read -------------------------------------------------------------------
+    # -- identities of the lower files -------------------------------------------------------------
     def _keep(self, change: Change) -> None:
-        """Keep the old content of a file that is about to be replaced, for the workspace and its snapshots."""
+        """Keep the old content of a file that is about to be replaced readable for the workspace and its snapshots."""
         if change.old is None or not change.old.is_file:
             return
         there = self._stat(change.path)
@@ -381,18 +371,18 @@ class OverlayApply:
             return
         version = self._base.find(change.path)
         if isinstance(version, OverlayInode):
-            with contextlib.suppress(ChangedBelowError):  # forced: the content was lost before
+            with contextlib.suppress(ChangedBelowError):  # with `force`: the old content was lost before
                 version.lower.keep()
 
     def _touch(self, directory: Handle, name: bytes) -> None:
-        """Record an inode whose ctime is about to change, to read its identity again at the end."""
+        """Record an inode whose ctime is about to change, so that `_renewed` reads its identity again."""
         handle = Handle(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd))
         there = os.fstat(handle.fd)
         self._touched.setdefault((there.st_dev, there.st_ino), (handle, identity(there)))
         self._lower.moving.add((there.st_dev, there.st_ino))
 
     def _renewed(self) -> dict[tuple[int, int], Identity]:
-        """Current identities of the inodes whose ctime this run changed, unless other programs changed them too."""
+        """Return the current identities of the inodes whose ctime this run, and no other program, changed."""
         found = {}
         for key, (handle, before) in self._touched.items():
             now = identity(os.fstat(handle.fd))
@@ -401,7 +391,7 @@ class OverlayApply:
         return found
 
     def _identity_left(self, change: Change) -> Identity | None:
-        """The identity that this run left at a path; `_SOMETHING_ELSE` if another program has changed it since."""
+        """Return the identity that this run left at a path; `_SOMETHING_ELSE` if another program changed it since."""
         there = self._stat(change.path)
         new = change.new
         if there is None:

@@ -1,17 +1,17 @@
-"""ApplyJournal: makes an apply one atomic change of the directory below, whenever the process is killed.
+"""ApplyJournal: makes an apply one atomic change of the lower directory, even if the process is killed.
 
-Everything that an apply puts in place is first staged in `.vfsd-apply` in that directory, so that putting it in place
-is a rename, and so that the next process finds it.  Then the steps are written to `plan` in one go: that is the commit.
+An apply first stages all new entries in `.vfsd-apply` in that directory, so that each of them is put in place by a
+rename.  Then it writes the steps to a temporary file and renames that to `plan`: this is the commit.
 
 - Killed before the commit: `recover` removes the staged entries; the directory has its old state.
 - Killed after the commit: `recover` executes the remaining steps; the directory has its new state.  Paths that other
-  programs changed meanwhile stay as they are; the new version is put next to them, as NAME.vfsd-new.
+  programs changed meanwhile stay unchanged; the new version is put next to them, as NAME.vfsd-new.
 
-A journal is followed only where it was made: by this user, in this very directory.  A journal that came with the files,
-in a repository or an archive, or that another user put there, is not trusted.
+A journal is trusted only if this user made it, in this very directory.  A journal that came with the files, in a
+repository or an archive, or that another user put there, is refused.
 
-`recover` may itself be killed and run again.  A lock on the journal's directory (flock(2), released when its holder
-dies) tells a running apply from a killed one.
+`recover` may itself be killed and run again.  A lock on the journal's directory (flock(2), released when the process
+that holds it ends) distinguishes a running apply from a killed one.
 
 Threading: any one thread.
 """
@@ -30,12 +30,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.backends.overlay.lower import RESERVED, is_gone
+from protocol.backends.overlay.lower import JOURNAL_NAME, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
 from protocol.linux.beneath import Handle, open_beneath
 from protocol.linux.regular_file import open_regular, read_regular
 
-__all__ = ["ApplyJournal", "Recovered", "is_interrupted", "is_left", "journal", "recover"]
+__all__ = ["ApplyJournal", "Recovered", "has_journal", "is_interrupted", "journal", "recover"]
 
 _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"
@@ -43,24 +43,19 @@ _DONE: Final = b"done"
 _ELSEWHERE: Final = b"elsewhere"  # staged entries in other directories, on other mounts
 _VERSION: Final = 2
 _OTHERS_MAY_WRITE: Final = 0o022
-# another process may hold the lock only to check whether there is something to recover
-_PATIENCE: Final = 10
-_PAUSE_S: Final = 0.05
-_NAMED: Final = 5  # paths that a sentence names
+# Another process may hold the lock for a moment, to check whether there is something to recover.
+_LOCK_ATTEMPTS: Final = 10
+_LOCK_PAUSE_S: Final = 0.05
+_NAMED: Final = 5  # paths that a message names
 _REJECTED: Final = b".vfsd-new"
 _MOST_BYTES: Final = 1 << 30  # of a plan: more than any apply writes, less than would exhaust the memory
-_Step = Callable[[], None]
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The result of `recover`: `undone` if nothing was committed; else `paths` are those that remained to be done.
+    """The result of `recover`: either `undone`, or completed with `paths`, those that the killed apply had left.
 
-    `rejected` are the paths that other programs had changed; the wanted version, if any, is next to them.
+    `rejected` are the paths that other programs had changed; the version of the apply, if any, is next to them.
     """
 
     undone: bool
@@ -69,14 +64,12 @@ class Recovered:
 
     def __str__(self) -> str:
         if self.undone:
-            return "an apply was killed before it had changed anything: what it had prepared is removed"
-        said = (
-            f"an apply was killed half-way, and is finished now ({len(self.paths)} paths were left{_named(self.paths)})"
-        )
+            return "an earlier apply was killed before it changed anything; its temporary files are removed"
+        text = f"an earlier apply was killed; its remaining {len(self.paths)} paths are written now{_named(self.paths)}"
         if self.rejected:
-            said += f"; {len(self.rejected)} paths that others changed meanwhile are left as they are"
-            said += f"{_named(self.rejected)}, with the new version next to them as *.vfsd-new"
-        return said
+            text += f"; {len(self.rejected)} paths that other programs changed meanwhile stay unchanged"
+            text += f"{_named(self.rejected)}, and the new version is next to them as *.vfsd-new"
+        return text
 
 
 def _named(paths: Sequence[bytes]) -> str:
@@ -89,27 +82,27 @@ def _named(paths: Sequence[bytes]) -> str:
 class ApplyJournal:
     """The journal of one apply, locked.  `before` is called before each change on the disk."""
 
-    def __init__(self, root: int, directory: Handle, before: _Step) -> None:
+    def __init__(self, root: int, directory: Handle, before: Callable[[], None]) -> None:
         self.root = root
         self.directory = directory
         self.before = before
         self._count = 0
 
     def stage(self, path: bytes) -> tuple[Handle, bytes, bytes]:
-        """Return where to make the new entry of `path`: directory, name, and its path for a `Step`."""
+        """Return where to make the new entry for `path`: directory, name, and its path for a `Step`."""
         self._count += 1
         self.before()
         above = self._nearest(path.rpartition(b"/")[0])
         if above is None:
             name = b"%d" % self._count
-            return self.directory, name, RESERVED + b"/" + name
-        name = RESERVED + b"-%d" % self._count
+            return self.directory, name, JOURNAL_NAME + b"/" + name
+        name = JOURNAL_NAME + b"-%d" % self._count
         staged = above + b"/" + name
         self._note(staged)
         return *place(self.root, staged), staged
 
     def _nearest(self, above: bytes) -> bytes | None:
-        """None if entries staged here can be renamed into `above`; else the nearest directory on its mount."""
+        """Return None if entries staged in the journal can be renamed into `above`, else a directory on its mount."""
         device = os.fstat(self.root).st_dev
         while above and not ((there := _stat_at(self.root, above)) and stat.S_ISDIR(there.st_mode)):
             above = above.rpartition(b"/")[0]  # not made yet
@@ -129,7 +122,7 @@ class ApplyJournal:
         os.write(handle.fd, staged + b"\0")
 
     def commit(self, steps: Sequence[Step]) -> None:
-        """Commit: from now on the steps are executed, whatever happens."""
+        """Write the plan: from now on the steps are executed, now or by `recover`."""
         inode = os.fstat(self.directory.fd).st_ino
         records = [step.record() for step in steps]
         plan = {"version": _VERSION, "pid": os.getpid(), "inode": inode, "steps": records}
@@ -147,11 +140,11 @@ class ApplyJournal:
         os.fsync(self.directory.fd)
 
     def done(self) -> None:
-        """Record that all steps are done: nothing is left to recover."""
+        """Record that all steps are executed: there is nothing to recover."""
         self._rename(_PLAN, _DONE)
 
     def recover(self) -> Recovered | None:
-        """Finish or undo a killed apply; None if there was none."""
+        """Complete or undo a killed apply; None if there was none."""
         names = self._names()
         if names:
             self._check_own()
@@ -170,8 +163,8 @@ class ApplyJournal:
         """Raise EPERM if another user made the journal or can write to it: its steps must not run as this user."""
         seen = os.fstat(self.directory.fd)
         if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS_MAY_WRITE:
-            reason = f"an apply of user {seen.st_uid} was killed here, and is that user's to finish"
-            raise OSError(errno.EPERM, reason, os.fsdecode(RESERVED))
+            reason = f"user {seen.st_uid} began an apply here that was killed: let that user run `vfsd apply` again"
+            raise OSError(errno.EPERM, reason, os.fsdecode(JOURNAL_NAME))
 
     def _names(self) -> set[bytes]:
         return set(map(os.fsencode, os.listdir(self.directory.fd)))
@@ -182,7 +175,7 @@ class ApplyJournal:
         left, rejected = [], []
         for step in todo:
             self.before()
-            if self._is_left(step):
+            if self._is_pending(step):
                 left.append(step.path)
             if not self._run(steps, step):
                 self._reject(step)
@@ -195,32 +188,33 @@ class ApplyJournal:
         try:
             return read_regular(name, _MOST_BYTES, dir_fd=self.directory.fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, os.fsdecode(RESERVED + b"/" + name)) from None
+            raise OSError(error.errno, error.strerror, os.fsdecode(JOURNAL_NAME + b"/" + name)) from None
 
     def _steps_of(self, text: bytes) -> list[Step]:
-        """The steps of a plan.  EOPNOTSUPP, EINVAL for a plan that was not made here."""
-        shown = os.fsdecode(RESERVED)
+        """Return the steps of a plan.  EOPNOTSUPP, EINVAL for a plan that was not made here."""
+        shown = os.fsdecode(JOURNAL_NAME)
         try:
             plan = json.loads(text.decode("ascii"))
             if plan["version"] != _VERSION:
-                raise OSError(errno.EOPNOTSUPP, f"a journal of version {plan['version']}: made by another vfsd", shown)
+                reason = f"written in format {plan['version']} by another version of vfsd: use that version"
+                raise OSError(errno.EOPNOTSUPP, reason, shown)
             if plan["inode"] != os.fstat(self.directory.fd).st_ino:
-                raise OSError(errno.EINVAL, "this journal was made elsewhere, and copied here: remove it", shown)
+                raise OSError(errno.EINVAL, "made elsewhere and copied here: remove it", shown)
             return [Step.of_record(record) for record in plan["steps"]]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
-            raise OSError(errno.EINVAL, "no journal that an apply has written: remove it", shown) from None
+            raise OSError(errno.EINVAL, "not a journal of an apply: remove it", shown) from None
 
     def _run(self, steps: Steps, step: Step) -> bool:
         try:
             return steps.run(step)
         except OSError as error:
-            # its directory is gone, or holds entries of other programs
+            # The directory was removed, or has entries of other programs.
             if is_gone(error) or error.errno == errno.ENOTEMPTY:
                 return False
             raise
 
-    def _is_left(self, step: Step) -> bool:
-        """Whether the step was still to be done, as far as that can be told."""
+    def _is_pending(self, step: Step) -> bool:
+        """Return whether the step was probably not executed yet."""
         if step.do == "leaf":
             return self._is_staged(step)
         there = _stat_at(self.root, step.path)
@@ -232,7 +226,7 @@ class ApplyJournal:
         return _stat_at(self.root, step.staged) is not None
 
     def _reject(self, step: Step) -> None:
-        """Put a staged entry next to the entry that blocks it; without its directory, into the root."""
+        """Rename a staged entry to a free name next to its path, or in the root if that directory was removed."""
         if step.do != "leaf" or not self._is_staged(step):
             return
         source, staged = place(self.root, step.staged)
@@ -252,7 +246,7 @@ class ApplyJournal:
         os.rename(staged, name + suffix, src_dir_fd=source.fd, dst_dir_fd=directory.fd)
 
     def clear(self) -> None:
-        """Remove everything staged: first the plan, if it was abandoned; last the mark that all steps are done."""
+        """Remove all staged entries: an abandoned plan first, so that it is not executed; the mark `done` last."""
         names = self._names()
         if _PLAN in names:
             self.before()
@@ -269,8 +263,8 @@ class ApplyJournal:
 
 
 def _is_staged_elsewhere(path: bytes) -> bool:
-    """Whether `ApplyJournal.stage` gives such names: nothing else is removed, whatever a plan says."""
-    return path.rpartition(b"/")[2].startswith(RESERVED + b"-")
+    """Return whether `ApplyJournal.stage` makes such names: nothing else is removed, whatever the file lists."""
+    return path.rpartition(b"/")[2].startswith(JOURNAL_NAME + b"-")
 
 
 def _stat_at(root: int, path: bytes) -> os.stat_result | None:
@@ -293,56 +287,53 @@ def _unlink_at(root: int, path: bytes) -> None:
 
 
 @contextmanager
-def journal(root: int, before: _Step = _nothing) -> Iterator[ApplyJournal]:
-    """Open and lock the journal in the directory of descriptor `root`, and remove it at the end.  EBUSY.
-
-    It may contain something to `recover`.
-    """
+def journal(root: int, before: Callable[[], None] = lambda: None) -> Iterator[ApplyJournal]:
+    """Make or open the journal in the directory of descriptor `root`, locked, and remove it at the end.  EBUSY."""
     while True:
         before()
         with contextlib.suppress(FileExistsError):
-            os.mkdir(RESERVED, 0o700, dir_fd=root)
-        directory = _locked(root, _PATIENCE)
+            os.mkdir(JOURNAL_NAME, 0o700, dir_fd=root)
+        directory = _locked(root, _LOCK_ATTEMPTS)
         if directory is not None:
             break
     found = ApplyJournal(root, directory, before)
     try:
         yield found
     finally:
-        # only if empty: entries that could not be recovered stay
+        # It fails if entries are left that could not be recovered.
         with contextlib.suppress(OSError):
-            os.rmdir(RESERVED, dir_fd=root)
-        fcntl.flock(directory.fd, fcntl.LOCK_UN)  # an error's traceback may hold the descriptor for longer
+            os.rmdir(JOURNAL_NAME, dir_fd=root)
+        fcntl.flock(directory.fd, fcntl.LOCK_UN)  # the traceback of an error may keep the descriptor open
 
 
-def _locked(root: int, patience: int) -> Handle | None:
-    """The journal's directory; None if it was removed meanwhile.  EBUSY."""
+def _locked(root: int, attempts: int) -> Handle | None:
+    """Lock the journal's directory; None if it does not exist, or was removed meanwhile.  EBUSY."""
     try:
-        directory = Handle(open_beneath(root, RESERVED, os.O_RDONLY | os.O_DIRECTORY))
+        directory = Handle(open_beneath(root, JOURNAL_NAME, os.O_RDONLY | os.O_DIRECTORY))
     except FileNotFoundError:
         return None
-    for attempt in range(patience):
+    for attempt in range(attempts):
         try:
             fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if attempt == patience - 1:
-                raise OSError(errno.EBUSY, "another apply into the same directory is going on") from None
-            time.sleep(_PAUSE_S)
+            if attempt == attempts - 1:
+                raise OSError(errno.EBUSY, "another apply into this directory is running: try again later") from None
+            time.sleep(_LOCK_PAUSE_S)
     try:
-        there = os.stat(RESERVED, dir_fd=root, follow_symlinks=False)
+        there = os.stat(JOURNAL_NAME, dir_fd=root, follow_symlinks=False)
     except FileNotFoundError:
         return None
     return directory if os.path.samestat(there, os.fstat(directory.fd)) else None
 
 
-def is_left(root: int) -> bool:
-    """Whether there is a journal, anyone's, in the directory of descriptor `root`."""
-    return _stat_at(root, RESERVED) is not None
+def has_journal(root: int) -> bool:
+    """Return whether the directory of descriptor `root` has a journal, of any user."""
+    return _stat_at(root, JOURNAL_NAME) is not None
 
 
 def is_interrupted(root: int) -> bool:
-    """Whether an apply was killed there and `recover` has something to do."""
+    """Return whether an apply was killed in the directory of descriptor `root`, so that `recover` has work."""
     try:
         directory = _locked(root, 1)
     except OSError as error:
@@ -352,13 +343,10 @@ def is_interrupted(root: int) -> bool:
     return directory is not None and bool(os.listdir(directory.fd))
 
 
-def recover(root: str | bytes, before: _Step = _nothing) -> Recovered | None:
-    """Finish or undo a killed apply in the directory `root`; None, without writing anything, if there was none.
-
-    EBUSY while an apply runs there.
-    """
+def recover(root: str | bytes, before: Callable[[], None] = lambda: None) -> Recovered | None:
+    """Complete or undo a killed apply in the directory `root`; None if there was none.  EBUSY while one runs there."""
     top = Handle(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    if not is_left(top.fd):
+    if not has_journal(top.fd):
         return None
     with journal(top.fd, before) as found:
         return found.recover()

@@ -1,13 +1,10 @@
-"""Lower: the directory below an overlay, read and never changed.
+"""Lower: the directory below an overlay, which is only read.
 
-Nothing leads outside: every path is opened beneath the root (`protocol.linux.beneath.RootDirectory`).
+The `Identity` of a file is its state when it was loaded.  A read compares it with fstat(2) after reading the bytes,
+and discards them if it differs (`ChangedBelowError`), so all bytes of a file belong to one version.  A change that
+keeps the size and happens within the same tick of the file system's clock (some milliseconds) is not detected.
 
-What a file was when it was first looked at is its `Identity`.  A read asks for it once more after the bytes have
-come: where it differs they are thrown away (`ChangedBelowError`), so what is handed out is of one version.  What
-this cannot see is a change within the same tick of the file system's clock as the one before (some milliseconds)
-that leaves the size as it was.
-
-Threading: any thread.  Descriptors are closed by whoever lets go of them last (`Handle`).
+Threading: any thread.
 """
 
 from __future__ import annotations
@@ -23,9 +20,8 @@ from protocol.linux.beneath import Handle, HandleCache, RootDirectory, open_to_r
 from protocol.linux.syscalls import seek_hole
 
 __all__ = [
+    "JOURNAL_NAME",
     "KEPT_BYTES",
-    "RESERVED",
-    "VANISHED",
     "ChangedBelowError",
     "Identity",
     "Lower",
@@ -37,9 +33,9 @@ __all__ = [
 
 Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 
-VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
-RESERVED: Final = b".vfsd-apply"  # of the root's names, the one that `apply` keeps its journal under (see `journal`)
-KEPT_BYTES: Final = 256 * 1024  # of a file to be replaced below: smaller ones are kept whole, others open
+_VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE})
+JOURNAL_NAME: Final = b".vfsd-apply"  # in the root: where `apply` keeps its journal, which the overlay does not show
+KEPT_BYTES: Final = 256 * 1024  # a file up to this size is kept in memory when it is replaced below, a larger one open
 _DIRECTORIES_KEPT: Final = 64
 _FEWEST_FILES: Final = 16
 _MOST_FILES: Final = 512
@@ -47,19 +43,20 @@ _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, 
 
 
 class ChangedBelowError(OSError):
-    """A file below is not any more what it was when it was first looked at (ESTALE); `path` is relative to DIR."""
+    """A file of the lower directory changed since it was loaded (ESTALE); `path` is relative to that directory."""
 
     def __init__(self, path: bytes) -> None:
         super().__init__(
             errno.ESTALE,
-            "changed below the overlay by others: what was not copied of it is lost, and to discard it shows theirs",
+            "another program changed the file below the overlay, and the parts that were not copied up are lost;"
+            " `vfsd discard` shows the new file",
             path.decode("utf-8", "backslashreplace"),
         )
         self.path = path
 
 
 class Scanned(NamedTuple):
-    """An entry of a directory below: its inode number and type bits as the directory says them."""
+    """An entry of a lower directory, with the inode number and the type bits that the directory lists."""
 
     name: bytes
     inode: int
@@ -67,49 +64,42 @@ class Scanned(NamedTuple):
 
 
 def identity(seen: os.stat_result) -> Identity:
-    """What tells whether a file is still the same and unchanged."""
+    """Return what changes if a file is replaced or modified."""
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether there is no such thing below (any more)."""
-    return error.errno in VANISHED
+    """Return whether the error means that the path does not exist (any more), or leads out of the directory."""
+    return error.errno in _VANISHED
 
 
-class Lower:
-    """The directory `root` and what is in it.  Paths are bytes relative to it, b"" is itself."""
+class Lower(RootDirectory):
+    """The directory `root`.  Paths are bytes relative to it, b"" is the directory itself.  Methods raise OSError."""
 
     def __init__(self, root: str | bytes) -> None:
-        """OSError where `root` is no directory that can be read."""
-        self.root = os.fsencode(os.path.abspath(root))
-        self._below = RootDirectory(self.root, kept=_DIRECTORIES_KEPT)
+        super().__init__(os.fsencode(os.path.abspath(root)), kept=_DIRECTORIES_KEPT)
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = max(_FEWEST_FILES, min(_MOST_FILES, soft // 4)) if soft > 0 else _MOST_FILES
         self._files = HandleCache(most)
-        self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of which `apply` itself moves the ctime now
-        self.scans = 0  # directories read: what tests and statistics want to know
+        self.moving: set[tuple[int, int]] = set()  # (st_dev, st_ino) of the inodes whose ctime `apply` changes now
 
     def is_same(self, now: Identity, was: Identity) -> bool:
-        """Whether a file is what it was: its ctime apart, while we ourselves move that."""
+        """Return whether a file is unchanged.  A ctime that `apply` changes now does not count."""
         return now == was or (now[:4] == was[:4] and now[:2] in self.moving)
 
-    def directory(self, path: bytes) -> Handle:
-        """An O_PATH descriptor of a directory."""
-        return self._below.directory(path)
-
     def stat(self, path: bytes) -> os.stat_result:
-        """lstat(2)."""
-        handle, name = self._below.parent(path)
+        """Return the result of lstat(2)."""
+        handle, name = self.parent(path)
         return os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
 
     def readlink(self, path: bytes) -> bytes:
-        """readlink(2)."""
-        handle, name = self._below.parent(path)
+        """Return the target of a symlink."""
+        handle, name = self.parent(path)
         return os.readlink(name, dir_fd=handle.fd)
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes] | None:
-        """The extended attributes, those that may be read; None for none."""
-        handle, name = self._below.parent(path)
+        """Return the extended attributes that may be read; None if there are none."""
+        handle, name = self.parent(path)
         place = proc_path(handle.fd) + b"/" + name
         try:
             names = os.listxattr(place, follow_symlinks=False)
@@ -125,31 +115,30 @@ class Lower:
                 found[os.fsencode(each)] = os.getxattr(place, each, follow_symlinks=False)
             except OSError as error:
                 if error.errno == errno.EINVAL:
-                    # security.capability without capabilities: there, and not to be read (security/commoncap.c).
+                    # security.capability without capabilities exists but cannot be read (security/commoncap.c).
                     found[os.fsencode(each)] = b""
                 elif error.errno not in _UNSUPPORTED:
                     raise
         return found or None
 
     def scan(self, path: bytes) -> tuple[int, list[Scanned]]:
-        """The device of a directory, and its entries."""
-        self.scans += 1
+        """Return the device of a directory and its entries."""
         handle = self.directory(path)
         descriptor = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle.fd)
         try:
             with os.scandir(descriptor) as entries:
                 found = [Scanned(os.fsencode(entry.name), entry.inode(), _kind(entry)) for entry in entries]
             if not path:
-                found = [entry for entry in found if entry.name != RESERVED]
+                found = [entry for entry in found if entry.name != JOURNAL_NAME]
             return os.fstat(descriptor).st_dev, found
         finally:
             os.close(descriptor)
 
-    def open(self, file: LowerFile) -> Handle:
-        """A descriptor of a regular file, to be read; not necessarily of the one that is expected."""
+    def open_file(self, file: LowerFile) -> Handle:
+        """Open the regular file at the path of `file` for reading.  It may be another one by now."""
         handle = self._files.get(file)
         if handle is None:
-            directory, name = self._below.parent(file.path)
+            directory, name = self.parent(file.path)
             try:
                 handle = Handle(open_to_read(directory.fd, name))
             except OSError as error:
@@ -160,13 +149,13 @@ class Lower:
         return handle
 
     def forget(self, file: LowerFile) -> None:
-        """Let go of the descriptor of a file that is not what it was."""
+        """Forget the descriptor of a file that changed."""
         self._files.drop(file)
 
     def close(self) -> None:
-        """Let go of all descriptors but the root's."""
+        """Forget all descriptors except the root's."""
         self._files.clear()
-        self._below.forget_directories()
+        self.forget_directories()
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
@@ -183,7 +172,7 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 class LowerFile:
-    """What is at a path below, as it was when it was first looked at.  `kept` outlives the file (see `keep`)."""
+    """The file at a path of the lower directory, in the state in which it was loaded.  `kept` outlives it (`keep`)."""
 
     __slots__ = ("identity", "kept", "lower", "path", "sectors")
 
@@ -196,11 +185,10 @@ class LowerFile:
 
     @property
     def size(self) -> int:
-        """Bytes, as it was."""
         return self.identity[2]
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, all below the file's end.  ChangedBelowError."""
+        """Return `size` bytes from `offset`, all of them within the file.  ChangedBelowError."""
         if isinstance(self.kept, bytes):
             return self.kept[offset : offset + size]
         handle = self._handle()
@@ -219,7 +207,7 @@ class LowerFile:
         return data
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """(start, end) of each run of data between the two offsets, in order.  ChangedBelowError."""
+        """Yield (start, end) of each run of data between two offsets, in order.  ChangedBelowError."""
         if isinstance(self.kept, bytes):
             yield start, min(end, len(self.kept))
             return
@@ -240,23 +228,23 @@ class LowerFile:
             at = after
 
     def keep(self) -> None:
-        """Go on with what it is now, though its name is about to be taken away or given to another.  See `apply`."""
+        """Keep the present content readable after the path is removed or replaced.  See `apply`.  ChangedBelowError."""
         if self.kept is None:
             if self.size <= KEPT_BYTES:
                 self.kept = self.read(0, self.size)
                 return
-            handle = self.lower.open(self)
+            handle = self.lower.open_file(self)
             self._check(handle)
             self.kept = handle
 
     def _handle(self) -> Handle:
-        return self.kept if isinstance(self.kept, Handle) else self.lower.open(self)
+        return self.kept if isinstance(self.kept, Handle) else self.lower.open_file(self)
 
     def _check(self, handle: Handle) -> None:
         seen = identity(os.fstat(handle.fd))
         if self.lower.is_same(seen, self.identity):
             return
-        # Losing its name moves a kept inode's ctime.
+        # An inode that is kept open gets another ctime when its path is removed.
         if self.kept is None or seen[:4] != self.identity[:4]:
             self.lower.forget(self)
             raise ChangedBelowError(self.path)

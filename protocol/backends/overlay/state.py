@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode
-from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES, version_bytes, xattrs_bytes
+from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
+from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES, Xattrs
 from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OverlayState"]
 
-_Place = tuple[int, bytes]  # directory, name
 _TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
 _LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind
@@ -60,20 +59,20 @@ class OverlayState(MemoryState):
         self.path_filter = path_filter
         self.lock = threading.RLock()
         self.check_new_name = self._check_new_name
-        self._waiting: dict[int, tuple[_Place, ...]] = {}  # numbers without an inode yet, their names
+        self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
         self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
         self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # directories of the lower layer: their path there
         self.table = InodeTable({}, self._make)
         self.ledger.leave(self.inodes[ROOT_INODE])
         self.inodes = self.table
-        self._all_met = False
+        self._all_loaded = False
         self._root(seen)
 
     def _root(self, seen: os.stat_result) -> None:
         root = OverlayInode(ROOT_INODE, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
         root.lower = LowerFile(self.lower, b"", seen)
-        _show(root, seen)
+        _set_size_and_times(root, seen)
         root.nlink = seen.st_nlink
         root.xattrs = self.lower.xattrs(b"")
         root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))
@@ -81,7 +80,7 @@ class OverlayState(MemoryState):
         self.table[ROOT_INODE] = root
         self.ledger.enter_new(root)
 
-    # -- looking below -------------------------------------------------------------------------
+    # -- loading ---------------------------------------------------------------------------------
     def _fill(self, number: int) -> None:
         """Load the entries of the directory `number`.  OSError if it cannot be opened."""
         path = self._paths[number]
@@ -91,7 +90,7 @@ class OverlayState(MemoryState):
         except OSError as error:
             if not is_gone(error):
                 raise
-            device, found = 0, []  # removed below since its inode was loaded
+            device, found = 0, []  # the lower directory was removed since its inode was loaded
         with self.lock:
             directory = self.table.loaded(number)
             if directory is None or not isinstance(directory.children, UnfilledChildren):
@@ -118,33 +117,33 @@ class OverlayState(MemoryState):
         if limit is not None and self.ledger.total > limit + limit // 8:
             raise os_error(errno.ENOMEM)
 
-    def _give_number(self, place: _Place, key: tuple[int, int], kind: int) -> int:
+    def _give_number(self, link: Link, key: tuple[int, int], kind: int) -> int:
         """Return a new number for a name, or the number of the loaded file that has this further name."""
         if kind != stat.S_IFDIR:
             number = self._numbers.get(key)
-            if number is not None and self._add_name(number, place):
+            if number is not None and self._add_name(number, link):
                 return number
         number = self.next_inode
         self.next_inode += 1
         if kind != stat.S_IFDIR:
             self._numbers[key] = number
-        self._waiting[number] = (place,)
+        self._waiting[number] = (link,)
         self._kinds[number] = kind
         return number
 
-    def _add_name(self, number: int, place: _Place) -> bool:
-        """Record `place` as a further name of the file `number`; False if it is a name of another file."""
+    def _add_name(self, number: int, link: Link) -> bool:
+        """Record `link` as a further name of the file `number`; False if it is a name of another file."""
         waiting = self._waiting.get(number)
         if waiting is not None:
-            self._waiting[number] = (*waiting, place)
+            self._waiting[number] = (*waiting, link)
             return True
         live = self.table.loaded(number)
         if live is None or live.nlink <= len(live.links):
             return False  # another file has reused the inode number
         for version in self.versions(number):
-            version.links = (*version.links, place)
+            version.links = (*version.links, link)
             if version is live:
-                self.ledger.metadata += ENTRY_BYTES + len(place[1])
+                self.ledger.metadata += ENTRY_BYTES + len(link[1])
             else:
                 self.ledger.kept += VERSION_LINK_BYTES
         return True
@@ -155,9 +154,9 @@ class OverlayState(MemoryState):
             made = self.table.loaded(number)
             if made is not None:
                 return made
-            places = self._waiting[number]
+            links = self._waiting[number]
             self._check_memory()
-            directory, name = places[0]
+            directory, name = links[0]
             above = self._paths[directory]
             path = above + b"/" + name if above else name
             try:
@@ -165,12 +164,12 @@ class OverlayState(MemoryState):
                 inode = self._inode(number, path, seen)
             except OSError as error:
                 if is_gone(error):
-                    self._vanished(number, places)
+                    self._vanished(number, links)
                     raise os_error(error.errno or 0, os.fsdecode(path)) from None
                 raise
-            inode.links = places
+            inode.links = links
             if inode.children is None:
-                inode.nlink = max(seen.st_nlink, len(places))
+                inode.nlink = max(seen.st_nlink, len(links))
             self._correct_kind(number, directory, seen.st_mode & TYPE_MASK)
             del self._waiting[number], self._kinds[number]
             self.count(inode, +1)
@@ -183,7 +182,7 @@ class OverlayState(MemoryState):
     def _inode(self, number: int, path: bytes, seen: os.stat_result) -> OverlayInode:
         inode = OverlayInode(number, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
         inode.lower = LowerFile(self.lower, path, seen)
-        _show(inode, seen)
+        _set_size_and_times(inode, seen)
         inode.xattrs = self.lower.xattrs(path)
         kind = seen.st_mode & TYPE_MASK
         if kind == stat.S_IFDIR:
@@ -201,17 +200,17 @@ class OverlayState(MemoryState):
         return inode
 
     def kind(self, number: int) -> int:
-        """The type bits of an inode, loaded or not."""
-        known = self.table.loaded(number)
-        if known is not None:
-            return known.mode
+        """Return the type bits of an inode, loaded or not."""
+        inode = self.table.loaded(number)
+        if inode is not None:
+            return inode.mode
         try:
             return self._kinds[number]
         except KeyError:  # another thread has just loaded it
             return self.table[number].mode
 
     def modes(self, numbers: list[int]) -> list[int]:
-        """See `MemoryState.modes`; looks at nothing below."""
+        """See `MemoryState.modes`.  Loads no inode."""
         return list(map(self.kind, numbers))
 
     def _correct_kind(self, number: int, directory: int, kind: int) -> None:
@@ -221,11 +220,11 @@ class OverlayState(MemoryState):
             for version in self.versions(directory):
                 version.nlink += change
 
-    def _vanished(self, number: int, places: Iterable[_Place]) -> None:
+    def _vanished(self, number: int, links: Iterable[Link]) -> None:
         """Drop the names of a file that no longer exists below, in all versions."""
         is_directory = self._kinds.pop(number) == stat.S_IFDIR
         del self._waiting[number]
-        for directory, name in places:
+        for directory, name in links:
             live = self.table.loaded(directory)
             if live is None or live.children is None or live.children.get(name) != number:
                 continue
@@ -249,18 +248,17 @@ class OverlayState(MemoryState):
                 yield version
 
     def find_links(self, numbers: Iterable[int]) -> None:
-        """See `MemoryState.find_links`: looks at everything below, once, where names were not met."""
-        if self._all_met:
+        """See `MemoryState.find_links`.  If a name is missing, loads every directory, once."""
+        if self._all_loaded:
             return
         for number in numbers:
             if any(
                 version.children is None and version.nlink > len(version.links) for version in self.versions(number)
             ):
-                self.look_everywhere()
+                self._load_all()
                 return
 
-    def look_everywhere(self) -> None:
-        """Load every directory of the lower layer."""
+    def _load_all(self) -> None:
         todo = [ROOT_INODE]
         while todo:
             directory = self.table.get(todo.pop())
@@ -271,15 +269,15 @@ class OverlayState(MemoryState):
             except PermissionError:
                 continue
             todo += [number for number in numbers if self.kind(number) & TYPE_MASK == stat.S_IFDIR]
-        self._all_met = True
+        self._all_loaded = True
 
-    # -- what changes below ----------------------------------------------------------------------
+    # -- changes of the lower directory ----------------------------------------------------------
     def refresh(self, number: int) -> tuple[bool, bool]:
-        """Look again at a file that changed below.
+        """Compare a file with the lower directory, and follow it if it changed there.
 
-        Returns whether the live version follows the lower file, and whether anything is different now.  A live
-        version that was changed in the overlay does not follow: the lower content that it was based on is gone.  Then
-        no other version follows either, in particular not the base's: its identity is the one that the workspace
+        Return whether the live version follows the lower file, and whether the file differs from the loaded one.  A
+        live version that was changed in the overlay does not follow: the lower content that it was based on is gone.
+        Then no other version follows either, in particular not the base's: its identity is the one that the workspace
         showed when it first changed the file, and `apply` compares with that.
         """
         with self.lock:
@@ -303,42 +301,24 @@ class OverlayState(MemoryState):
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
                 if isinstance(version, OverlayInode) and _follows(version, old.identity):
-                    self._uncharge(version, is_live=version is live)
                     self._follow(version, new, seen, xattrs, is_live=version is live)
-                    self._charge(version, is_live=version is live)
             return live.lower is new, True
 
-    def _uncharge(self, version: Inode, *, is_live: bool) -> None:
-        if is_live:
-            self.ledger.leave(version)
-        else:
-            self.ledger.forget(version)
-
-    def _charge(self, version: Inode, *, is_live: bool) -> None:
-        """Charge a version that shares nothing with other versions."""
-        if is_live:
-            self.ledger.enter_new(version)
-        else:
-            self.ledger.kept += version_bytes(version)
-            self.ledger.kept += xattrs_bytes(version.xattrs) if version.xattrs is not None else 0
-
     def _follow(
-        self,
-        inode: OverlayInode,
-        new: LowerFile,
-        seen: os.stat_result,
-        xattrs: dict[bytes, bytes] | None,
-        *,
-        is_live: bool,
+        self, inode: OverlayInode, new: LowerFile, seen: os.stat_result, xattrs: Xattrs | None, *, is_live: bool
     ) -> None:
+        ledger = self.ledger
+        uncharge, charge = (ledger.leave, ledger.enter_new) if is_live else (ledger.forget, ledger.enter_old)
+        uncharge(inode)
         inode.lower = new
         inode.mode, inode.uid, inode.gid = seen.st_mode, seen.st_uid, seen.st_gid
         inode.xattrs = None if xattrs is None else dict(xattrs)  # versions share a dict only if the ledger counts it
         if inode.content is not None:
-            inode.content = LowerContent(new, self.ledger)
+            inode.content = LowerContent(new, ledger)
             if is_live:
                 self.resize(inode, seen.st_size)
-        _show(inode, seen)
+        _set_size_and_times(inode, seen)
+        charge(inode)
 
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
         """Take over the identities of inodes whose ctime an apply changed, by (st_dev, st_ino)."""
@@ -356,8 +336,8 @@ class OverlayState(MemoryState):
     def own(self, inode: Inode) -> Inode:
         """See `MemoryState.own`.
 
-        Every change of an inode comes through here first.  Afterwards its `lower` does not move (see `refresh`), and
-        any change of the file below has a ctime other than the one in its identity.
+        Every change of an inode calls this first.  Afterwards its `lower` stays the same (see `refresh`), and any
+        change of the lower file gives it a ctime other than the one in the identity.
         """
         if inode.epoch != self.epoch and isinstance(inode, OverlayInode):
             if isinstance(inode.children, UnfilledChildren):
@@ -367,7 +347,6 @@ class OverlayState(MemoryState):
         return super().own(inode)
 
     def revive(self, version: Inode) -> Inode:
-        """See `MemoryState.revive`."""
         if isinstance(version, OverlayInode) and self.table.loaded(version.inode) is None:
             self.table.below += 1
         return super().revive(version)
@@ -379,18 +358,16 @@ class OverlayState(MemoryState):
         super().add_entry(directory, name, inode)
 
     def drop_entry(self, directory: Inode, name: bytes, inode: Inode) -> None:
-        """See `MemoryState.drop_entry`."""
         _count_entries(directory)
         super().drop_entry(directory, name, inode)
 
     def move_entry(self, old: Inode, old_name: bytes, new: Inode, new_name: bytes, inode: Inode) -> None:
-        """See `MemoryState.move_entry`."""
         _count_entries(old)
         _count_entries(new)
         super().move_entry(old, old_name, new, new_name, inode)
 
     def _check_new_name(self, directory: Inode, name: bytes) -> None:
-        """EPERM where `name` would be hidden as a directory or as a file: which of them is made is not known yet."""
+        """Raise EPERM if `name` is hidden as a directory or as a file: the caller does not know yet which it makes."""
         self.check_name(directory, name, is_directory=True)
         self.check_name(directory, name, is_directory=False)
 
@@ -402,7 +379,7 @@ class OverlayState(MemoryState):
         if above is not None and self.path_filter.hides(
             above + b"/" + name if above else name, is_directory=is_directory
         ):
-            raise os_error(1, name.decode("utf-8", "backslashreplace"))
+            raise os_error(errno.EPERM, name.decode("utf-8", "backslashreplace"))
 
 
 def _outlast_tick(ctime_ns: int) -> None:
@@ -427,15 +404,15 @@ def _counted_size(children: Mapping[bytes, int]) -> int:
     return DIRECTORY_BASE_BYTES + DIRECTORY_ENTRY_BYTES * len(children)
 
 
-def _show(inode: Inode, seen: os.stat_result) -> None:
-    """Take over size and times."""
+def _set_size_and_times(inode: Inode, seen: os.stat_result) -> None:
+    """Set size and times to those of the lower file."""
     inode.size = seen.st_size
     inode.atime_ns, inode.mtime_ns, inode.ctime_ns = seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns
     inode.birth_ns = min(inode.mtime_ns, inode.ctime_ns)
 
 
 def _follows(inode: OverlayInode, was: Identity) -> bool:
-    """Whether a version shows exactly the lower file."""
+    """Return whether a version has no changes over the lower file, whose identity is `was`."""
     content = inode.content
     return (
         inode.lower.identity == was

@@ -1,13 +1,13 @@
-"""OverlayTree: one state of an overlay as a read-only tree that follows files changed below.
+"""OverlayTree: one state of an overlay as a read-only tree that follows changes of the lower files.
 
-A file with no changes in memory is read as it now is below, from its beginning.  If it changes between two pieces, or
-parts of it are held in memory, reading fails with ESTALE, naming the file.
+A file without changes in the overlay is read in its present state, from its beginning.  If it changes between two
+pieces, or the overlay holds parts of it, reading fails with ESTALE and names the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.overlay.lower import ChangedBelowError
@@ -21,38 +21,28 @@ if TYPE_CHECKING:
 __all__ = ["OverlayTree"]
 
 
-class _LooksAgain(Protocol):
-    def look_again(self, inode: int, path: bytes) -> tuple[bool, bool]:
-        """See `OverlayVolume.look_again`."""
-        ...
-
-
 class OverlayTree(SnapshotTree):
-    """See `SnapshotTree`."""
+    """See `SnapshotTree`.  `recheck` is `OverlayVolume.recheck`."""
 
-    def __init__(self, volume: _LooksAgain, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
+    def __init__(
+        self, recheck: Callable[[int, bytes], tuple[bool, bool]], state: MemoryState, epoch: Epoch, pinned: Epoch
+    ) -> None:
         super().__init__(state, epoch, pinned)
-        self._volume = volume
-
-    def _followed(self, node: Inode, error: ChangedBelowError) -> None:
-        follows, _ = self._volume.look_again(node.inode, error.path)
-        if not follows:
-            raise error
+        self._recheck = recheck
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """See `SnapshotTree.read`."""
         return self.read_node(self._file(path), offset, size)
 
     def read_node(self, node: Inode, offset: int, size: int) -> bytes:
-        """See `SnapshotTree.read_node`."""
         try:
             return super().read_node(node, offset, size)
         except ChangedBelowError as error:
-            self._followed(node, error)
+            follows, _ = self._recheck(node.inode, error.path)
+            if not follows:
+                raise
             return super().read_node(node, offset, size)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """See `SnapshotTree.chunks`."""
         node = self._file(path)
         first = self.read_node(node, 0, size)
         if first:

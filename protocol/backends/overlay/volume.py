@@ -1,16 +1,17 @@
 """OverlayVolume: a memory volume over a lower directory, which is only read.
 
-Unchanged paths are shown as they are below; changes are held in memory, by block.  Snapshots, restores, views and
-imports are those of the memory volume.  The first epoch, which users do not see, is the *base*: the state below.
+Unchanged paths are shown as they are in the lower directory; changes are held in memory, by block.  Snapshots,
+restores, views and imports are those of the memory volume.  The first epoch, which users do not see, is the *base*: the
+state of the lower directory.
 
-Changes below while the overlay is mounted:
+Changes of the lower directory by other programs, while the overlay is mounted:
 
-- A file without changes in the overlay follows.  The read that discovers the change fails with ESTALE, the kernel's
-  cache of the file is invalidated (`on_change`), and from then on the new content is shown.  Without `on_change` no
-  read fails.  The kernel does not repeat reads that it has cached; so `tidy` checks all files that the kernel knows, a
-  part of them at a time.
+- A file without changes in the overlay follows.  The read that discovers the change fails with ESTALE, `on_change`
+  invalidates the kernel's cache of the file, and the next read returns the new content.  Without `on_change` no read
+  fails.  The kernel does not repeat reads that it has cached, so `tidy` checks all files that the kernel has looked up,
+  a part of them at a time.
 - A file with changes in the overlay (content in part, attributes, another name) does not follow: reading content that
-  has to come from below fails with ESTALE, until the file is discarded.
+  has to come from the lower file fails with ESTALE, until the file is discarded.
 - Names that appear or disappear in a directory that was listed already are not noticed; a name that disappeared is
   removed when it is first looked up.
 
@@ -45,6 +46,7 @@ from protocol.backends.overlay.journal import is_interrupted
 from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, identity
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
+from protocol.diff.tree_diff import entry_or_none, outermost
 from protocol.volume import CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
@@ -60,11 +62,11 @@ _SUPERUSER: Final = Caller(0, 0)
 _CHANGING: Final = (
     "forget", "link", "mkdir", "mknod", "removexattr", "rmdir", "setattr", "setxattr", "symlink", "tmpfile", "unlink"
 )  # fmt: skip
-_LOOKED_AT: Final = 1000  # files at a time: takes some milliseconds
+_CHECKED_AT_ONCE: Final = 1000  # files: takes some milliseconds
 
 
 def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Callable[P, T]:
-    """Hold `lock`, the state's, during each call: a view's thread may be looking below."""
+    """Hold `lock`, the state's, during each call: the thread of a view may be loading."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,10 +79,9 @@ def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Cal
 class OverlayVolume(MemoryVolume):
     """A volume over the directory `root`.  Implements `protocol.volume.SnapshotableVolume`.
 
-    `max_bytes` and `max_inodes` bound what is held above.  `max_memory` bounds that, the snapshots, and what is
-    remembered of the directory below: an eighth beyond it, listing and looking up what is new fails with ENOMEM.
-    `include` and `exclude` are the patterns of a `PathFilter`; a hidden name cannot be made either (EPERM).
-    `on_change` is called, from any thread, with what changed below; see `invalidation_done`.
+    `max_bytes` and `max_inodes` bound the changes.  `max_memory` bounds the changes, the snapshots, and the records of
+    the lower directory: an eighth beyond it, loading further names and inodes fails with ENOMEM.  `include` and
+    `exclude` are the patterns of a `PathFilter`; making a hidden name fails with EPERM.
     """
 
     capabilities = replace(MemoryVolume.capabilities, lower_layer=True, prepared_imports=False)
@@ -105,10 +106,10 @@ class OverlayVolume(MemoryVolume):
         self._base = self._overlay.open_epoch(None)
         self.on_change: Callable[[CacheInvalidation], None] | None = None
         self.changed_below = 0
-        self.identities: dict[bytes, Identity | None] = {}  # what `apply` left below, by path
+        self.identities: dict[bytes, Identity | None] = {}  # of the files that `apply` wrote, by path
         self._not_invalidated: set[int] = set()
-        self._lost: set[int] = set()  # inodes whose remaining content is lost, and for which that was logged
-        self._round: Iterator[int] = iter(())
+        self._lost: set[int] = set()  # inodes whose lower content is lost, which was logged
+        self._unchecked: Iterator[int] = iter(())  # the rest of a round of `tidy`
 
     def check_invariants(self) -> None:
         """See `MemoryVolume.check_invariants`; loads nothing from the lower directory."""
@@ -116,7 +117,7 @@ class OverlayVolume(MemoryVolume):
             OverlayInvariants(self._overlay).check()
 
     def _bind(self) -> None:
-        """Replace the memory volume's methods that read below, and hold the lock in those that change the state."""
+        """Replace the memory volume's methods that read the lower directory; lock those that change the state."""
         self._memory_find, self.find = self.find, self._find
         self._memory_read_pieces, self.read_pieces = self.read_pieces, self._read_pieces
         self._memory_seek, self.seek = self.seek, self._seek
@@ -125,57 +126,54 @@ class OverlayVolume(MemoryVolume):
         self._memory_rename, self.rename = self.rename, self._rename
         for name in _CHANGING:
             setattr(self, name, _locked(self._lock, getattr(self, name)))
-        self._history.make_tree = functools.partial(OverlayTree, self, self._overlay)
+        self._history.make_tree = functools.partial(OverlayTree, self.recheck, self._overlay)
         self._history.starts_empty = False
 
-    # -- the state below -------------------------------------------------------------------------
+    # -- the base ----------------------------------------------------------------------------------
     @contextmanager
     def base_tree(self) -> Iterator[SnapshotTree]:
-        """The state below, as it was first looked at: what `diff` compares with."""
+        """See `protocol.volume.OverlaidVolume`, also for the following methods."""
         with self._history.view(self._base) as tree:
             yield tree
 
     def discard(self, paths: Sequence[bytes] = ()) -> CacheInvalidation:
-        """Make the live state, at and below `paths` or everywhere, equal to the base.  ENOENT for a path in neither."""
         with self._lock:
             return self._history.restore_epoch(self._base, paths)
 
     @property
     def apply_interrupted(self) -> bool:
-        """Whether an `apply` into the directory below was killed; the next one finishes or undoes it."""
-        return is_interrupted(self.lower.directory(b"").fd)
+        return is_interrupted(self.lower.fd)
 
     def usage(self) -> VolumeUsage:
         return replace(super().usage(), changed_below=self.changed_below)
 
     @contextmanager
     def applying(self, paths: Sequence[bytes], *, force: bool, dry_run: bool) -> Iterator[OverlayApply]:
-        """See `protocol.volume.OverlaidVolume`."""
         with self.base_tree() as base, self.tree() as live:
             yield OverlayApply(self, base, live, paths, force=force, dry_run=dry_run)
 
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
-        """Make the base equal to `tree` at the paths that `apply` wrote below.  The live state stays."""
+        """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
         paths = [change.path for change in done.changes]
         with self._lock:
             self.identities.update(done.identities)
             state.renew(done.renewed)
-            for path, known in self.identities.items():
-                if known is not None:
-                    self.identities[path] = done.renewed.get(known[:2], known)
+            for path, left in self.identities.items():
+                if left is not None:
+                    self.identities[path] = done.renewed.get(left[:2], left)
             if done.error is not None:
                 return
             generations = {number: inode.generation for number, inode in state.table.items()}
             changed_at = state.changed_at
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
-            present = [path for path in _outermost(paths) if _is_in(tree, path) or _is_live(state, path)]
+            present = [path for path in outermost(paths) if entry_or_none(tree, path) or _is_live(state, path)]
             Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run(present)
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.forget_revived()
-            # The kernel has seen none of this: its inodes keep their generation.
+            # The kernel was not told of these changes, so its inodes keep their generation.
             for number, generation in generations.items():
                 inode = state.table.loaded(number)
                 if inode is not None:
@@ -185,18 +183,13 @@ class OverlayVolume(MemoryVolume):
             state.log.close(self._base)
             self._base = base
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------
     def _find(self, parent: int, name: bytes) -> Inode | None:
         number = self._children(parent).get(name)
         if number is not None:
-            known = self._overlay.table.loaded(number)
-            # The kernel holds no reference, so the file can follow without an invalidation.
-            if (
-                known is not None
-                and not known.lookups
-                and isinstance(known, OverlayInode)
-                and known.content is not None
-            ):
+            inode = self._overlay.table.loaded(number)
+            # The kernel has no reference to the file, so it can follow without an invalidation.
+            if isinstance(inode, OverlayInode) and not inode.lookups and inode.content is not None:
                 self._overlay.refresh(number)
         return self._memory_find(parent, name)
 
@@ -238,41 +231,41 @@ class OverlayVolume(MemoryVolume):
             return run(*args, **kwargs)
 
     def _follow(self, inode: int, error: ChangedBelowError) -> None:
-        """Return if the file that changed below can be read now; else raise `error`."""
-        follows, changed = self.look_again(inode, error.path)
+        """Return if the file that changed can be read now; else raise `error`."""
+        follows, changed = self.recheck(inode, error.path)
         if not follows or (changed and self.on_change is not None):
             raise error
 
-    def look_again(self, inode: int, path: bytes) -> tuple[bool, bool]:
-        """Look again at a file whose read at `path` found that it changed below; any thread.
+    def recheck(self, inode: int, path: bytes) -> tuple[bool, bool]:
+        """Check a file that a read found changed at `path`.  Any thread.
 
-        Returns whether it follows, and whether anything is different now; a difference is logged and reported.
+        Return whether the file follows, and whether anything changed now, which is then logged and reported.
         """
         follows, changed = self._overlay.refresh(inode)
         if changed and (follows or inode not in self._lost):
             self.changed_below += 1
             if not follows:
                 self._lost.add(inode)
-            told = "following it" if follows else "held above in part: reading the rest fails, until it is discarded"
-            _logger.warning("a file changed below the overlay; %s", told, extra={"path": path})
+            if follows:
+                effect = "the workspace shows the new content"
+            else:
+                effect = "the workspace changed it too, so reading its other parts fails until it is discarded"
+            _logger.warning("another program changed a file below the overlay; %s", effect, extra={"path": path})
         if follows and changed and self.on_change is not None:
             self._not_invalidated.add(inode)
             self.on_change(self._invalidation_of(inode))
         return follows, changed
 
     def tidy(self) -> None:
-        """Check some of the lower files that the kernel knows: it does not repeat reads that it has cached.
-
-        Call it about once a second.
-        """
+        """Check some of the lower files that the kernel has looked up.  Call it about once a second."""
         with self._lock:
-            numbers = list(itertools.islice(self._round, _LOOKED_AT))
-            if len(numbers) < _LOOKED_AT:
-                self._round = iter(list(self._overlay.table))
+            numbers = list(itertools.islice(self._unchecked, _CHECKED_AT_ONCE))
+            if len(numbers) < _CHECKED_AT_ONCE:
+                self._unchecked = iter(list(self._overlay.table))
             for number in numbers:
-                self._look_below(number)
+                self._check_lower(number)
 
-    def _look_below(self, number: int) -> None:
+    def _check_lower(self, number: int) -> None:
         inode = self._overlay.table.loaded(number)
         if not isinstance(inode, OverlayInode) or inode.content is None or not inode.lookups:
             return
@@ -282,11 +275,11 @@ class OverlayVolume(MemoryVolume):
         try:
             seen = self.lower.stat(file.path)
         except OSError:
-            return  # as for other names that disappear: noticed at the next read
+            return  # a name that disappeared is noticed at the next read
         if self.lower.is_same(identity(seen), file.identity):
             self._lost.discard(number)
         elif number not in self._lost:
-            self.look_again(number, file.path)
+            self.recheck(number, file.path)
 
     def _invalidation_of(self, number: int) -> CacheInvalidation:
         node = self._overlay.inodes[number]
@@ -295,7 +288,6 @@ class OverlayVolume(MemoryVolume):
         return CacheInvalidation((), [InodeChange(number, content=True)], paths, {number: node.mode})
 
     def invalidation_done(self, invalidation: CacheInvalidation) -> None:
-        """See `protocol.volume.OverlaidVolume`."""
         self._not_invalidated.difference_update(change.inode for change in invalidation.inodes)
 
     # -- names ---------------------------------------------------------------------------------------
@@ -310,31 +302,9 @@ class OverlayVolume(MemoryVolume):
             self._memory_rename(parent, name, new_parent, new_name, flags, caller)
 
 
-def _outermost(paths: Sequence[bytes]) -> list[bytes]:
-    """`paths` without those below another one, which includes their changes."""
-    every = set(paths)
-
-    def has_above(path: bytes) -> bool:
-        while path:
-            path = path.rpartition(b"/")[0]
-            if path in every:
-                return True
-        return False
-
-    return [path for path in paths if not has_above(path)]
-
-
-def _is_in(tree: SnapshotTree, path: bytes) -> bool:
+def _is_live(state: OverlayState, path: bytes) -> bool:
     try:
-        tree.find(path)
+        state.inode_at(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def _is_live(state: OverlayState, path: bytes) -> bool:
-    node: Inode | None = state.root_inode
-    for name in path.split(b"/") if path else ():
-        number = (node.children or {}).get(name) if node is not None and node.children is not None else None
-        node = state.inodes[number] if number is not None else None
-    return node is not None

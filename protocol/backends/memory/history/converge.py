@@ -23,7 +23,7 @@ from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
-from protocol.diff.tree_diff import is_below
+from protocol.diff.tree_diff import entry_or_none, is_below
 from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
@@ -81,9 +81,10 @@ class Converger:
         self._check_quota(state.pages - self._pages + pages, len(state.inodes) - self._inodes + inodes, memory)
 
     def _run(self, path: bytes) -> None:
-        entry = self._entry(path)
-        if entry is None:
-            self._remove_path(path)
+        if entry_or_none(self._tree, path) is None:
+            self._state.inode_at(path)  # ENOENT, ENOTDIR
+            if self._replace:
+                self._remove(self._state.inode_at(_above(path)), path.rpartition(b"/")[2])
             return
         parent = self._parents(path)
         directories = self._directories = {}
@@ -105,32 +106,8 @@ class Converger:
         return self._tree.walk(path)
 
     # -- paths -----------------------------------------------------------------------------------
-    def _entry(self, path: bytes) -> TreeEntry | None:
-        try:
-            return self._tree.entry(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def _live(self, path: bytes) -> tuple[Inode, Inode]:
-        """The live directory that contains `path`, and the inode at `path`.  ENOENT, ENOTDIR."""
-        directory = node = self._state.root_inode
-        for name in path.split(b"/"):
-            directory = node
-            if directory.children is None:
-                raise os_error(errno.ENOTDIR, _show(path))
-            number = directory.children.get(name)
-            if number is None:
-                raise os_error(errno.ENOENT, _show(path))
-            node = self._state.inodes[number]
-        return directory, node
-
-    def _remove_path(self, path: bytes) -> None:
-        directory, _ = self._live(path)
-        if self._replace:
-            self._remove(directory, path.rpartition(b"/")[2])
-
     def _parents(self, path: bytes) -> Inode | None:
-        """The live directory that will contain `path`, made if it is missing; None for the root itself."""
+        """Return the live directory that will contain `path`, made if it is missing; None for the root itself."""
         if not path:
             return None
         directory = self._state.root_inode
@@ -214,7 +191,7 @@ class Converger:
             return True
         if not entry.inode or not any(is_below(path, scope) for scope in self._scopes):
             return False
-        other = self._entry(path)
+        other = entry_or_none(self._tree, path)
         return other is not None and other.inode == entry.inode
 
     def _inode(self, number: int) -> Inode:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
+from protocol.diff.tree_diff import entry_or_none
 from protocol.errors import os_error
 from protocol.volume import NAME_MAX
 
@@ -113,7 +114,7 @@ class Preparation(Converger):
 
         Yields None for each other entry that was compared.
         """
-        entry = self._entry(scope)
+        entry = entry_or_none(self._tree, scope)
         if entry is None:
             return
         if scope and self._place(scope, {}) is not None:
@@ -308,12 +309,10 @@ class Preparation(Converger):
 
     # -- live places -----------------------------------------------------------------------------
     def _live_directory(self, path: bytes) -> Inode | None:
-        node = self._state.root_inode
-        for name in path.split(b"/") if path else ():
-            found = self._child(node, name) if node.children is not None else None
-            if found is None:
-                return None
-            node = found
+        try:
+            node = self._state.inode_at(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         return node if node.is_dir else None
 
     def _place(self, path: bytes, directories: dict[bytes, int]) -> Inode | None:

@@ -140,7 +140,7 @@ def test_a_dry_run_writes_nothing(below: Path) -> None:
     assert difference(volume, below) == before
 
 
-@pytest.mark.parametrize("what", ["changed", "removed", "made"])
+@pytest.mark.parametrize("what", ["changed", "removed", "created"])
 def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, what: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
     fs = Driver(volume)
@@ -155,7 +155,7 @@ def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, wh
         (below / "src" / "new.c").write_bytes(b"theirs")
     done = run(volume)
     assert [(conflict.path, conflict.reason) for conflict in done.conflicts] == [
-        (b"src/new.c" if what == "made" else b"src/main.c", f"was {what} there since")
+        (b"src/new.c" if what == "created" else b"src/main.c", f"was {what} by another program")
     ]
     assert not (below / "first").exists()
     run(volume, force=True)

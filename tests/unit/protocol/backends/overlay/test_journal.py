@@ -319,7 +319,7 @@ def test_no_step_of_a_journal_leads_out_of_its_directory(below: Path) -> None:
     below.parent.chmod(0o700)
     for path in ("..", "src/../..", "src/..", "."):
         place = planted(below, {"do": "attributes", "path": path, "attributes": [0o40777, 0, 0, 1, {}]})
-        with pytest.raises(OSError, match="no journal"):
+        with pytest.raises(OSError, match="not a journal"):
             recover(str(below))
         shutil.rmtree(place)
     assert stat.S_IMODE(below.parent.stat().st_mode) == 0o700
@@ -366,5 +366,5 @@ def test_a_plan_of_any_content_is_no_journal(below: Path, text: bytes) -> None:
     place = below / ".vfsd-apply"
     place.mkdir(0o700)
     (place / "plan").write_bytes(text)
-    with pytest.raises(OSError, match="no journal that an apply has written"):
+    with pytest.raises(OSError, match="not a journal of an apply"):
         recover(str(below))

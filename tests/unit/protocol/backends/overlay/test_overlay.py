@@ -13,6 +13,7 @@ import pytest
 from protocol.adapters.filtered import changed_tree
 from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.content import LowerContent
+from protocol.backends.overlay.lower import Scanned
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
@@ -45,10 +46,18 @@ def test_mounting_reads_no_directory_and_a_path_only_those_on_it(below: Path) ->
         (below / f"d{number}").mkdir()
         (below / f"d{number}" / "f").touch()
     volume, fs = over(below)
+    scanned: list[bytes] = []
+    scan = volume.lower.scan
+
+    def recording(path: bytes) -> tuple[int, list[Scanned]]:
+        scanned.append(path)
+        return scan(path)
+
+    volume.lower.scan = recording  # type: ignore[method-assign]
     fs.stat(b"")
-    assert volume.lower.scans == 0
+    assert scanned == []
     assert fs.read(b"src/main.c") == b"main"
-    assert volume.lower.scans == 2
+    assert scanned == [b"", b"src"]
     assert inodes_shown(volume) == 3  # the root, src, main.c
     assert len(fs.names()) == 54
     assert inodes_shown(volume) == 3, "listing a directory looks at none of its files"
@@ -342,7 +351,7 @@ def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> N
         assert b"".join(live.chunks(b"long", BLOCK)) == b"theirs" * BLOCK
         assert live.read(b"README", 0, 12) == b"theirstheirs"
         assert len(told) == 2, "the kernel forgets what it had"
-        with pytest.raises(OSError, match=r"changed below the overlay by others.*'held'"):
+        with pytest.raises(OSError, match=r"another program changed the file below the overlay.*'held'"):
             live.read(b"held", 0, 10)
         assert [(change.path, change.kind) for change in changes(base, live)] == [
             (b"held", "modified"),
