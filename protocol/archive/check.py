@@ -19,8 +19,6 @@ from protocol.errors import ArchiveError, shown
 from protocol.tree import TYPE_MASK, ByteProgress, TreeEntry, no_progress
 from protocol.volume import ROOT_INODE
 
-__all__ = ["Contents", "read_contents"]
-
 _TARGET_BYTES_MAX: Final = 4095  # PATH_MAX with its NUL, linux/limits.h
 # A value of three bytes costs 64 once decoded: without a bound an archive of some KB would take GB.
 _VALUES_FREE: Final = 1_000_000

@@ -10,8 +10,6 @@ from protocol.archive import records as zr
 from protocol.archive.members import Member
 from protocol.errors import ArchiveError
 
-__all__ = ["ContentReader", "decompressed"]
-
 _CHUNK_BYTES: Final = 256 * 1024
 _SMALL_BYTES: Final = 64 * 1024  # read and decompressed in one call, which halves the time of an entry of 1 KB
 

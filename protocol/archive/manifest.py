@@ -15,21 +15,6 @@ from protocol.errors import ArchiveError
 from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
-__all__ = [
-    "DEVICES",
-    "PERCENT",
-    "SPECIAL",
-    "VERSION",
-    "Manifest",
-    "Record",
-    "clamped_ns",
-    "decode_manifest",
-    "is_xattr_name",
-    "record_xattrs",
-    "timestamp",
-    "xattrs_fit",
-]
-
 VERSION: Final = "1"
 PERCENT: Final = "percent"
 # types without data: they have a record and no entry in the ZIP

@@ -17,8 +17,6 @@ from protocol.archive.limits import ArchiveLimits
 from protocol.archive.names import check_name, is_utf8
 from protocol.errors import ArchiveError, shown
 
-__all__ = ["Member", "read_members"]
-
 _COMMENT_MAX: Final = 0xFFFF
 _VERSION_MAX: Final = 63  # of APPNOTE 6.3, the newest
 _PLAIN_FLAGS: Final = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR

@@ -8,18 +8,6 @@ from typing import Final
 from protocol.errors import ArchiveError, shown
 from protocol.volume import NAME_MAX
 
-__all__ = [
-    "FILES",
-    "MANIFEST",
-    "NAME_BYTES_MAX",
-    "PATH_BYTES_MAX",
-    "check_name",
-    "check_path",
-    "escape",
-    "is_utf8",
-    "unescape",
-]
-
 MANIFEST: Final = b"manifest.json"
 FILES: Final = b"files/"
 # A ZIP has 16 bits for the length of a name (APPNOTE 4.4.10).  The kernel takes at most PATH_MAX (4,096) bytes in one

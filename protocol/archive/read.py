@@ -17,8 +17,6 @@ from protocol.archive.members import Member
 from protocol.errors import ArchiveError, os_error, shown
 from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
 
-__all__ = ["ArchiveTree", "open_archive"]
-
 # Local headers and small entries are adjacent: one read(2) gets many.
 _BUFFER_BYTES: Final = 128 * 1024
 Source: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | BinaryIO

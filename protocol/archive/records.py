@@ -13,39 +13,6 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import Final
 
-__all__ = [
-    "CENTRAL",
-    "DEFLATED",
-    "DESCRIPTOR",
-    "DESCRIPTOR64",
-    "END",
-    "END64",
-    "FIELD_UT",
-    "FIELD_ZIP64",
-    "FLAG_DESCRIPTOR",
-    "FLAG_ENCRYPTED",
-    "FLAG_PATCHED",
-    "FLAG_UTF8",
-    "LOCAL",
-    "LOCATOR64",
-    "MADE_BY_UNIX",
-    "MAX_16",
-    "MAX_32",
-    "MSDOS_DIRECTORY",
-    "SIGNATURE_CENTRAL",
-    "SIGNATURE_DESCRIPTOR",
-    "SIGNATURE_END",
-    "SIGNATURE_END64",
-    "SIGNATURE_LOCAL",
-    "SIGNATURE_LOCATOR64",
-    "STORED",
-    "VERSION_DEFLATE",
-    "VERSION_ZIP64",
-    "extra_fields",
-    "ns_of_dos_time",
-    "times",
-]
-
 SIGNATURE_LOCAL: Final = b"PK\x03\x04"
 SIGNATURE_CENTRAL: Final = b"PK\x01\x02"
 SIGNATURE_DESCRIPTOR: Final = b"PK\x07\x08"

@@ -18,8 +18,6 @@ from protocol.archive.manifest import xattrs_fit
 from protocol.archive.names import FILES, NAME_BYTES_MAX, PATH_BYTES_MAX, escape, is_utf8
 from protocol.tree import TreeEntry
 
-__all__ = ["Selection", "select"]
-
 # The manifest repeats all names, with some hundred bytes for each record.
 _ALL_NAMES_BYTES: Final = ArchiveLimits().manifest_bytes // 4
 

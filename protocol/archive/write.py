@@ -36,8 +36,6 @@ from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
 from protocol.errors import os_error, shown
 from protocol.tree import ByteProgress, Tree, TreeEntry, no_progress
 
-__all__ = ["ArchiveSummary", "export_archive", "write_archive"]
-
 DEFAULT_LEVEL: Final = 6  # the default of zlib and zip
 
 _CHUNK_BYTES: Final = 256 * 1024

@@ -17,8 +17,6 @@ from zlib_ng import zlib_ng
 from protocol.archive import records as zr
 from protocol.linux.scheduling import lower_priority
 
-__all__ = ["SMALL_BYTES", "Item", "Packer", "ZipWriter"]
-
 SMALL_BYTES: Final = 256 * 1024  # entries up to this size are passed whole, larger ones streamed
 _BATCH_BYTES: Final = 256 * 1024  # compressed by one worker at a time,
 _BATCH_ENTRIES: Final = 128

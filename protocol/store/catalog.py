@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.store.format.packs import Pack, Packs
 
-__all__ = ["SnapshotCatalog"]
-
 
 class SnapshotCatalog:
     """Reads the records from the packs, and keeps them until the packs change."""

@@ -24,8 +24,6 @@ from protocol.linux.syscalls import syncfs
 if TYPE_CHECKING:
     from protocol.linux.beneath import RootDirectory
 
-__all__ = ["UnsyncedChanges"]
-
 _FEW: Final = 4  # files, and as many directories
 _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 

@@ -14,8 +14,6 @@ from protocol.store.format.layout import write_atomically
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
 
-__all__ = ["InterruptedRestore", "RestoreJournal"]
-
 
 class InterruptedRestore(msgspec.Struct, frozen=True):
     """An incomplete restore, as the journal file records it: each path has its old or its new state.

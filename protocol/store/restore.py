@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from protocol.tree import TreeEntry
     from protocol.volume import SnapshotInfo
 
-__all__ = ["Plan", "Problem", "RestoreRequest", "RestoreRun", "RestoredChanges", "plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

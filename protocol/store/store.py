@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from protocol.store.format.blobs import Sink
     from protocol.store.trees import ReadRows
 
-__all__ = ["Store"]
-
 _VERSION: Final = 1
 Kind = Literal["user", "safety"]
 

@@ -22,8 +22,6 @@ from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source
 
-__all__ = ["MerkleTree", "ReadRows", "differing_rows"]
-
 _LISTINGS_KEPT: Final = 64
 ReadRows: TypeAlias = Callable[[bytes], list[Row]]
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from protocol.store.format.packs import BlobLocation, Pack
     from protocol.tree import ByteProgress
 
-__all__ = ["CheckReport", "Damage", "GarbageReport", "check", "collect_garbage"]
-
 _SMALL_PACK_BYTES: Final = 4 << 20
 _LOST_PATHS_SHOWN: Final = 20
 

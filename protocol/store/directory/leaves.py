@@ -21,8 +21,6 @@ from protocol.linux.statx import StatxResult, is_racy, result_at, statx_descript
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
 
-__all__ = ["DENIED", "GONE", "LeafReader", "VanishedError", "read_xattrs"]
-
 _TRIES: Final = 5
 _TICK_S: Final = 0.005
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -54,8 +54,6 @@ from protocol.tree import no_progress
 if TYPE_CHECKING:
     from protocol.store.directory.statcache import StatCache
 
-__all__ = ["FileProgress", "Scanned", "Unreadable", "scan"]
-
 _FILES_PER_REPORT: Final = 512
 _TRIES: Final = 5
 _FRAMES: Final = 12_000  # Python frames for nested directories; 2,000 directories are a path of PATH_MAX

@@ -21,8 +21,6 @@ from protocol.tree import no_progress
 if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
 
-__all__ = ["DirectorySource", "Source", "TreeSource"]
-
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
 

@@ -29,8 +29,6 @@ from protocol.linux.statx import RECORD_BYTES, change_key
 from protocol.store.format.layout import write_atomically
 from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
-__all__ = ["CachedDirectory", "StatCache"]
-
 _MAGIC: Final = b"vfsdstat3"
 _FRAME: Final = struct.Struct("<II")  # length, crc32
 _SLACK_BYTES: Final = 1 << 20

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from protocol.linux.beneath import DirectoryReference
     from protocol.tree import TreeEntry
 
-__all__ = ["ChangedMeanwhileError", "DirectoryTarget"]
-
 _O_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _PERMISSIONS: Final = 0o7777

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["LARGE_BYTES", "Blobs", "DigestSink", "Sink", "StoreSink"]
-
 LARGE_BYTES: Final = 256 << 10  # larger contents are files of their own, smaller ones are in packs
 
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["CHUNK_BYTES", "DIGEST_BYTES", "ContentDigest", "digest_of"]
-
 DIGEST_BYTES: Final = 32
 CHUNK_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 16)

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from protocol.store.format.packs import BlobLocation, Pack
 
-__all__ = ["FanOut"]
-
 _NUMBER_BITS: Final = 24
 _NUMBER: Final = (1 << _NUMBER_BITS) - 1
 _PREFIX: Final = ((1 << 64) - 1) ^ _NUMBER

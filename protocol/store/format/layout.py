@@ -28,18 +28,6 @@ from typing import Final
 from protocol.errors import os_error
 from protocol.linux.regular_file import open_regular
 
-__all__ = [
-    "FORMAT",
-    "NO_SPACE",
-    "STORE_VARIABLE",
-    "Layout",
-    "default_directory",
-    "is_inside",
-    "read_prefix",
-    "sync_directory",
-    "write_atomically",
-]
-
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
 _WORKSPACE_ID_DIGITS: Final = 24

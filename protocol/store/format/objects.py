@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["Done", "NewObjects", "Objects", "clone", "data_ranges", "fed_from_file", "put"]
-
 _FICLONE: Final = 0x40049409  # _IOW(0x94, 9, int); linux/fs.h
 _COPY_BYTES: Final = 1 << 20
 _O_WRITE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

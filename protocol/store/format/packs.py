@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
     from protocol.volume import Buffer
 
-__all__ = ["BlobLocation", "DamagedError", "Pack", "PackWriter", "Packs", "damaged_blob"]
-
 _MAGIC: Final = b"vfsdpak1"
 _ENTRY: Final = struct.Struct("<32sQQ")
 _FOOTER: Final = struct.Struct("<QQQQ32s8s")  # index offset, entries, record offset, record length, digest

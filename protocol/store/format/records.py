@@ -16,8 +16,6 @@ from protocol.volume import SnapshotInfo
 if TYPE_CHECKING:
     from protocol.store.format.packs import Pack
 
-__all__ = ["Record", "encode_record", "info_of", "pack_name", "read_record", "workspace_and_serial"]
-
 _NAME: Final = re.compile(r"([0-9a-f]+)-(\d+)\.snap")
 
 

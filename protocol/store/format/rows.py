@@ -16,23 +16,6 @@ from protocol.tree import TreeEntry
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = [
-    "ELSEWHERE",
-    "PLAIN",
-    "UNREADABLE",
-    "More",
-    "Row",
-    "TreeCounts",
-    "Xattrs",
-    "counts_of",
-    "decode_listing",
-    "directory_number",
-    "encode_listing",
-    "entry_of",
-    "size_of",
-    "sum_counts",
-]
-
 Xattrs = tuple[tuple[bytes, bytes], ...]
 UNREADABLE: Final = 1  # a file or directory that could not be read; its content is unknown
 ELSEWHERE: Final = 2  # a mount point; its content is not part of this tree

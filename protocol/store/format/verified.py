@@ -23,8 +23,6 @@ from protocol.store.format.packs import damaged_blob
 if TYPE_CHECKING:
     from protocol.store.format.objects import Objects
 
-__all__ = ["VerifiedObjects"]
-
 _MOST_DIGESTS: Final = 1 << 14  # chunk digests that are kept: those of 64 GiB, in 2 MB
 _CHUNKS_CACHED: Final = 2
 
