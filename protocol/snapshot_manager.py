@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID, uuid4
@@ -21,6 +20,7 @@ from protocol.adapters.filesystem_tree import FilesystemTree, put_archive_into
 from protocol.archive import export_archive
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 from protocol.filesystem import Filesystem, SnapshotableFilesystem
+from protocol.linux.regular_file import write_atomically
 from protocol.types import FilesystemSnapshot
 
 __all__ = ["SnapshotManager"]
@@ -63,7 +63,7 @@ class SnapshotManager:
         if os.path.lexists(path):
             raise SnapshotExistsError(name)
         record = _Record(datetime.now(UTC), self._filesystem.root, tag)
-        self._write_record(name, record)
+        write_atomically(self._path(name, _RECORD), msgspec.json.encode(record), durable=True)
         try:
             self._export(path)
         except FileExistsError:
@@ -130,18 +130,6 @@ class SnapshotManager:
             self._filesystem.export_archive(path)
         else:
             export_archive(FilesystemTree(self._filesystem), path)
-
-    def _write_record(self, name: str, record: _Record) -> None:
-        temporary = self._path(f".{name}-{secrets.token_hex(8)}", ".tmp")
-        try:
-            with open(temporary, "xb") as file:
-                file.write(msgspec.json.encode(record))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path(name, _RECORD))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
 
     def _read_record(self, name: str, made_ns: int) -> _Record:
         """Return the record of an archive, or a default for an archive without one, which a user copied there."""

@@ -34,6 +34,7 @@ from protocol.archive.names import FILES, MANIFEST, escape
 from protocol.archive.selection import Selection, select
 from protocol.archive.zipwriter import SMALL_BYTES, Item, Packer, ZipWriter
 from protocol.errors import os_error, shown
+from protocol.linux.regular_file import sync_directory
 from protocol.tree import ByteProgress, Tree, TreeEntry, no_progress
 
 DEFAULT_LEVEL: Final = 6  # the default of zlib and zip
@@ -128,7 +129,7 @@ def export_archive(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-    _sync_folder(folder or ".")
+    sync_directory(folder or ".")
     return summary
 
 
@@ -176,18 +177,6 @@ def _rename_to_new(temporary: str, path: str) -> None:
     except BaseException:
         os.unlink(path)
         raise
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # some network file systems refuse to sync directories; the archive is complete all the same
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # -- what goes in ------------------------------------------------------------------------------

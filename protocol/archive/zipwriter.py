@@ -23,6 +23,7 @@ _BATCH_ENTRIES: Final = 128
 _WORKERS_MAX: Final = 4  # with two batches in flight for each worker: less than 10 MiB
 # Deflate can make incompressible data a little larger; from this size on the compressed size may need 64 bits.
 _BIG_BYTES: Final = 0xFF00_0000
+_NS: Final = 1_000_000_000
 
 
 class Item(NamedTuple):
@@ -42,20 +43,6 @@ class _Packed(NamedTuple):
 
 
 # -- compression -------------------------------------------------------------------------------
-
-
-class _Known(NamedTuple):
-    """The central directory's data of an entry that was written; `at` is its local header."""
-
-    flags: int
-    method: int
-    clock: int
-    date: int
-    extra: bytes
-    crc: int
-    compressed: int
-    size: int
-    at: int
 
 
 def _pack(items: Sequence[Item], level: int) -> list[_Packed]:
@@ -135,7 +122,7 @@ class ZipWriter:
         offset = self.offset
         for item, method, crc, data in packed:
             name = item.name
-            clock, date, extra = zr.times(item.mtime_ns // 1_000_000_000)
+            clock, date, extra = zr.times(item.mtime_ns // _NS)
             compressed, size = len(data), len(item.data)
             # Bit 11 always: all names here are valid UTF-8.  Sizes of small entries fit 32 bits.
             local = zr.LOCAL.pack(
@@ -143,7 +130,7 @@ class ZipWriter:
                 crc, compressed, size, len(name), len(extra),
             )  # fmt: skip
             parts += (local, name, extra, data)
-            self._remember(item, _Known(zr.FLAG_UTF8, method, clock, date, extra, crc, compressed, size, offset))
+            self._remember(item, zr.FLAG_UTF8, method, (crc, compressed, size), offset)
             offset += zr.LOCAL.size + len(name) + len(extra) + compressed
         self._write(b"".join(parts))
 
@@ -152,7 +139,7 @@ class ZipWriter:
         big = size >= _BIG_BYTES
         flags = zr.FLAG_UTF8 | zr.FLAG_DESCRIPTOR
         start = self.offset
-        clock, date, ut = zr.times(item.mtime_ns // 1_000_000_000)
+        clock, date, ut = zr.times(item.mtime_ns // _NS)
         # The ZIP64 field in the local header announces sizes of 64 bits in the descriptor (4.3.9.2).
         extra = (_zip64_field(0, 0) if big else b"") + ut
         unknown, version = (zr.MAX_32, zr.VERSION_ZIP64) if big else (0, zr.VERSION_DEFLATE)
@@ -171,7 +158,7 @@ class ZipWriter:
         compressed = self.offset - data_start
         descriptor = zr.DESCRIPTOR64 if big else zr.DESCRIPTOR
         self._write(descriptor.pack(zr.SIGNATURE_DESCRIPTOR, crc, compressed, size))
-        self._remember(item, _Known(flags, zr.DEFLATED, clock, date, ut, crc, compressed, size, start))
+        self._remember(item, flags, zr.DEFLATED, (crc, compressed, size), start)
 
     def finish(self) -> None:
         """Write the central directory and the end records."""
@@ -188,9 +175,13 @@ class ZipWriter:
         )
         self._write(self._directory)
 
-    def _remember(self, item: Item, known: _Known) -> None:
-        """Add the entry to the central directory; values past 32 bits go to a ZIP64 field, in this order."""
-        flags, method, clock, date, extra, crc, compressed, size, at = known
+    def _remember(self, item: Item, flags: int, method: int, sums: tuple[int, int, int], at: int) -> None:
+        """Add the entry with the local header at `at` to the central directory; `sums` as in a data descriptor.
+
+        Values past 32 bits go to a ZIP64 field, in this order.
+        """
+        crc, compressed, size = sums
+        clock, date, extra = zr.times(item.mtime_ns // _NS)
         name = item.name
         version = zr.VERSION_DEFLATE
         if size >= zr.MAX_32 or compressed >= zr.MAX_32 or at >= zr.MAX_32:

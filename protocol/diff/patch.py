@@ -31,7 +31,7 @@ from typing import BinaryIO, Final
 
 from protocol.diff.binary_patch import blob_name, write_literal
 from protocol.diff.line_diff import Edit, edits
-from protocol.diff.tree_diff import Change, is_below
+from protocol.diff.tree_diff import Change, entry_or_none, is_below
 from protocol.tree import Tree, TreeEntry, unfiltered
 
 __all__ = [
@@ -220,10 +220,6 @@ def _refused_part(path: bytes) -> bytes | None:
     return None
 
 
-def _ignore(_uncarried: Uncarried) -> None:
-    pass
-
-
 def write_patch(
     old: Tree,
     new: Tree,
@@ -231,7 +227,7 @@ def write_patch(
     out: Callable[[bytes], object] | BinaryIO,
     *,
     include_git: bool = False,
-    on_uncarried: Callable[[Uncarried], object] = _ignore,
+    on_uncarried: Callable[[Uncarried], object] = lambda _: None,
 ) -> None:
     """Write `changed`, which `protocol.diff.tree_diff.changes` gave for these trees, as a patch to `out`.
 
@@ -327,7 +323,7 @@ class _Writer:
         for entry in tree.walk(directory):
             if entry.path == directory:
                 continue
-            if tree is not self._old and not _is_in(self._old, entry.path):
+            if tree is not self._old and entry_or_none(self._old, entry.path) is None:
                 return True
             if not self._include_git and is_refused_by_git(entry.path, is_symlink=entry.is_symlink):
                 return True
@@ -340,7 +336,7 @@ class _Writer:
         """Name the directory that both tools remove with its last file, but which is still there in the new tree."""
         tree = unfiltered(self._new)
         above = removed.rpartition(b"/")[0]
-        while above and not _is_in(tree, above):
+        while above and entry_or_none(tree, above) is None:
             above = above.rpartition(b"/")[0]
         if above and above != self._emptied and tree.entry(above).is_dir and not tree.children(above):
             self._emptied = above
@@ -378,9 +374,9 @@ def _cannot_be_followed(tree: Tree, symlink: TreeEntry) -> bool:
             continue
         at.append(name)
         path = b"/".join(at)
-        if not _is_in(tree, path):
+        entry = entry_or_none(tree, path)
+        if entry is None:
             return False
-        entry = tree.entry(path)
         if entry.is_symlink:
             links += 1
             if links > _LINKS_MAX:
@@ -394,14 +390,6 @@ def _cannot_be_followed(tree: Tree, symlink: TreeEntry) -> bool:
 
 def _is_empty_directory(side: _Side) -> bool:
     return isinstance(side, _Directory) and side.is_empty
-
-
-def _is_in(tree: Tree, path: bytes) -> bool:
-    try:
-        tree.entry(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 # --- names --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ that nothing has changed since the plan was made, staging of content) is its own
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -114,7 +115,7 @@ def plan(
         # `Tree.touched` need not name paths whose only difference is which of them are names of one file.
         found = list(_interesting(compare(live, wanted, paths=paths, every_path=True), links=True))
     names = (live.walk(), wanted.walk()) if links else ((), ())
-    return _Plan(found, live, wanted, names, paths, remove=remove, whole_directories=whole_directories).steps()
+    return _Plan(found, live, wanted, names, frozenset(paths), remove, whole_directories).steps()
 
 
 def plan_comparisons(
@@ -131,7 +132,7 @@ def plan_comparisons(
     A path that is not in `found` is left alone.  `entries` are those of `live` and of `wanted`, read only if some file
     in `found` has several names.
     """
-    return _Plan(found, live, wanted, entries, paths, remove=remove, whole_directories=False).steps()
+    return _Plan(found, live, wanted, entries, frozenset(paths), remove).steps()
 
 
 def _interesting(compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
@@ -142,34 +143,27 @@ def _interesting(compared: Iterable[Comparison], *, links: bool) -> Iterator[Com
             yield one
 
 
+@dataclass
 class _Plan:
-    def __init__(
-        self,
-        found: Sequence[Comparison],
-        live: Tree,
-        wanted: Tree,
-        entries: tuple[Iterable[TreeEntry], Iterable[TreeEntry]],
-        paths: Sequence[bytes],
-        *,
-        remove: bool,
-        whole_directories: bool,
-    ) -> None:
-        self._found = found
-        self._live = live
-        self._wanted = wanted
-        self._paths = frozenset(paths)
-        self._remove = remove
-        self._whole_directories = whole_directories
-        self._comparisons = {one.path: one for one in found}
-        has_links = any(_has_links(one.old) or _has_links(one.new) for one in found)
-        self._live_names, self._wanted_names = map(_names, entries) if has_links else ({}, {})
+    found: Sequence[Comparison]
+    live: Tree
+    wanted: Tree
+    entries: tuple[Iterable[TreeEntry], Iterable[TreeEntry]]
+    paths: AbstractSet[bytes]
+    remove: bool
+    whole_directories: bool = False
+
+    def __post_init__(self) -> None:
+        self._comparisons = {one.path: one for one in self.found}
+        has_links = any(_has_links(one.old) or _has_links(one.new) for one in self.found)
+        self._live_names, self._wanted_names = map(_names, self.entries) if has_links else ({}, {})
         self._kept: dict[int, tuple[bytes, TreeEntry | None]] = {}  # wanted inode -> the name that the others link to
 
     def steps(self) -> list[Step]:
         """See `plan`."""
         obstacles, removals = self._removals()
         made = list(self._missing_parents())
-        made += filter(None, map(self._step, self._found))
+        made += filter(None, map(self._step, self.found))
         steps = [*obstacles, *made, *removals]
         changed = {step.path for step in steps if step.kind != "metadata"}
         return [*steps, *self._directories_metadata(changed, made)]
@@ -180,29 +174,29 @@ class _Plan:
         top_is_replaced = False
         obstacles: list[Step] = []
         removals: list[Step] = []
-        for one in self._found:
+        for one in self.found:
             is_below_top = top is not None and is_below(one.path, top)
-            is_due = not self._whole_directories if is_below_top else self._remove
+            is_due = not self.whole_directories if is_below_top else self.remove
             if one.kind == "removed" and is_due:
                 step = Step("remove", one.path, one.old, None, one.kind)
                 (obstacles if is_below_top and top_is_replaced else removals).append(step)
             if one.kind in {"removed", "type"} and one.old is not None and one.old.is_dir and not is_below_top:
-                top = one.path if self._remove or one.kind == "type" else None
+                top = one.path if self.remove or one.kind == "type" else None
                 top_is_replaced = one.kind == "type"
         return obstacles[::-1], removals[::-1]
 
     def _missing_parents(self) -> Iterator[Step]:
         """The directories above `paths` that the target lacks."""
         made: set[bytes] = set()
-        for path in self._paths:
-            if entry_or_none(self._wanted, path) is None:
+        for path in self.paths:
+            if entry_or_none(self.wanted, path) is None:
                 continue
             ends = [at for at in range(len(path)) if path[at : at + 1] == b"/"]
             for above in (path[:end] for end in ends):
-                old = entry_or_none(self._live, above)
+                old = entry_or_none(self.live, above)
                 if above not in made and (old is None or not old.is_dir) and above not in self._comparisons:
                     made.add(above)
-                    yield Step("directory", above, old, self._wanted.entry(above), "type" if old else "added")
+                    yield Step("directory", above, old, self.wanted.entry(above), "type" if old else "added")
 
     def _step(self, one: Comparison) -> Step | None:
         old, new = one.old, one.new
@@ -247,15 +241,15 @@ class _Plan:
         return found
 
     def _is_planned(self, path: bytes) -> bool:
-        return not self._paths or is_at_or_below(path, self._paths)
+        return not self.paths or is_at_or_below(path, self.paths)
 
     def _in_place(self, path: bytes) -> tuple[bytes, TreeEntry] | None:
         """`path` and its present entry, if its inode can be kept and its content is right."""
-        old = entry_or_none(self._live, path)
+        old = entry_or_none(self.live, path)
         if old is None:
             return None
         if path not in self._comparisons:  # stays as it is; names that must not share its inode are put anew
-            one = next(compare(self._live, self._wanted, paths=[path], every_path=True))
+            one = next(compare(self.live, self.wanted, paths=[path], every_path=True))
             return (path, old) if one.kind is None else None
         one = self._comparisons[path]
         if one.new is None or one.kind not in {None, "metadata"}:
@@ -275,7 +269,7 @@ class _Plan:
         )
 
     def _is_removed(self, path: bytes) -> bool:
-        return self._remove and path in self._comparisons and self._comparisons[path].kind == "removed"
+        return self.remove and path in self._comparisons and self._comparisons[path].kind == "removed"
 
     def _directories_metadata(self, changed: set[bytes], made: Sequence[Step]) -> Iterator[Step]:
         """Steps for directories that were made, or whose metadata differ or are moved by the other steps."""
@@ -283,8 +277,8 @@ class _Plan:
         for path in changed:
             above = path.rpartition(b"/")[0]
             if path and above not in due and self._is_planned(above) and self._wanted_has_directory(above):
-                due[above] = Step("metadata", above, None, self._wanted.entry(above))
-        for one in self._found:
+                due[above] = Step("metadata", above, None, self.wanted.entry(above))
+        for one in self.found:
             if one.new is not None and one.new.is_dir:
                 due[one.path] = Step("metadata", one.path, one.old, one.new)
         for path in sorted(due, key=lambda path: path.split(b"/"), reverse=True):
@@ -292,7 +286,7 @@ class _Plan:
             yield Step("metadata", path, due[path].old, due[path].new, "metadata" if is_change else None)
 
     def _wanted_has_directory(self, path: bytes) -> bool:
-        entry = entry_or_none(self._wanted, path)
+        entry = entry_or_none(self.wanted, path)
         return entry is not None and entry.is_dir
 
 

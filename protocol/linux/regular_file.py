@@ -1,17 +1,19 @@
-"""Open a file at a path where another program may have put something else: a record, a journal, a lock, a log.
+"""Read a file at a path where another program may have put something else: a record, a journal, a lock, a log.
 
 The path may be a FIFO, a device, a socket, a symlink or terabytes of zeros.  These functions do not wait for a writer,
-follow no symlink, and read no more than the caller expects.
+follow no symlink, and read no more than the caller expects.  `write_atomically` writes such a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import time
 from typing import Final
 
-__all__ = ["open_regular", "read_regular"]
+__all__ = ["open_regular", "read_prefix", "read_regular", "sync_directory", "write_atomically"]
 
 # Without O_NONBLOCK, opening a FIFO waits forever for the other end (fifo(7)); regular files ignore the flag.
 _FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -45,6 +47,46 @@ def read_regular(path: str | bytes, most_bytes: int | None = None, *, dir_fd: in
             if len(data) > most_bytes:
                 raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", os.fsdecode(path))
     return bytes(data)
+
+
+def read_prefix(path: str) -> bytes:
+    """The first 100 bytes of a regular file.  EINVAL as `open_regular`."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        return file.read(100)
+
+
+def sync_directory(path: str) -> None:
+    """Make the entries of a directory durable, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP}:  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
+    """Replace or create a file in one step: readers see the old or the new content."""
+    temporary = f"{path}.{os.getpid():x}-{time.monotonic_ns():x}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(os.path.dirname(path))
 
 
 def _not_regular(path: str | bytes) -> OSError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
-from protocol.store.format.layout import read_prefix, write_atomically
+from protocol.linux.regular_file import read_prefix, write_atomically
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.records import Record, pack_name, read_record, workspace_and_serial
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.linux.regular_file import read_regular
-from protocol.store.format.layout import write_atomically
+from protocol.linux.regular_file import read_regular, write_atomically
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 from protocol.errors import SnapshotNotFoundError
+from protocol.linux.regular_file import sync_directory
 from protocol.store import upkeep
 from protocol.store.catalog import SnapshotCatalog
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
@@ -28,7 +29,6 @@ from protocol.store.format.layout import (
     Layout,
     default_directory,
     is_inside,
-    sync_directory,
 )
 from protocol.store.format.objects import NewObjects
 from protocol.store.format.packs import DamagedError, PackWriter

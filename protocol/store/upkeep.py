@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from protocol.linux.regular_file import read_regular
+from protocol.linux.regular_file import read_regular, sync_directory
 from protocol.store.format.digests import digest_of
-from protocol.store.format.layout import NO_SPACE, sync_directory
+from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
 from protocol.store.format.records import Record, read_record, workspace_and_serial
 from protocol.store.format.rows import Row

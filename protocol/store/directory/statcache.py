@@ -24,9 +24,8 @@ from typing import Final
 
 import msgspec
 
-from protocol.linux.regular_file import open_regular, read_regular
+from protocol.linux.regular_file import open_regular, read_regular, write_atomically
 from protocol.linux.statx import RECORD_BYTES, change_key
-from protocol.store.format.layout import write_atomically
 from protocol.store.format.rows import Row, TreeCounts, decode_listing
 
 _MAGIC: Final = b"vfsdstat3"

@@ -26,13 +26,12 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from protocol.errors import os_error
-from protocol.linux.regular_file import open_regular
+from protocol.linux.regular_file import open_regular, read_prefix, sync_directory, write_atomically
 
 STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
 _WORKSPACE_ID_DIGITS: Final = 24
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _POLL_S: Final = 0.02
 _GATE_POLL_S: Final = 0.002  # the gate is held for microseconds
 _FIRST_CLOSED_S: Final = 0.5
@@ -72,43 +71,6 @@ def is_inside(directory: str, identity: tuple[int, int]) -> bool:
                 return False
     finally:
         os.close(descriptor)
-
-
-def read_prefix(path: str) -> bytes:
-    """The first 100 bytes of a regular file.  EINVAL as `open_regular`."""
-    with open(open_regular(path), "rb", buffering=0) as file:
-        return file.read(100)
-
-
-def sync_directory(path: str) -> None:
-    """Make the entries of a directory durable."""
-    descriptor = os.open(path, _O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: str, data: bytes, *, durable: bool) -> None:
-    """Replace or create a file in one step: readers see the old or the new content."""
-    temporary = f"{path}.{os.getpid():x}-{time.monotonic_ns():x}.new"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    if durable:
-        sync_directory(os.path.dirname(path))
 
 
 class Layout:

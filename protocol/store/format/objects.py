@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from protocol.linux.regular_file import open_regular
+from protocol.linux.regular_file import open_regular, sync_directory
 from protocol.store.format.digests import ContentDigest
-from protocol.store.format.layout import sync_directory
 from protocol.store.format.packs import damaged_blob
 
 if TYPE_CHECKING:

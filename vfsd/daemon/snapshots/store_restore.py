@@ -22,8 +22,8 @@ from typing import Final
 import trio
 
 from protocol.diff.tree_diff import Change
+from protocol.linux.regular_file import write_atomically
 from protocol.store import Store
-from protocol.store.format.layout import write_atomically
 from protocol.volume import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
 from vfsd.daemon.snapshots.base import CallObserver, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
