@@ -9,6 +9,7 @@ Threading: a tree is immutable; one thread at a time may read it.
 from __future__ import annotations
 
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, runtime_checkable
@@ -18,6 +19,7 @@ __all__ = [
     "TYPE_MASK",
     "ByteProgress",
     "Filtered",
+    "LookupTree",
     "Tree",
     "TreeEntry",
     "no_progress",
@@ -104,6 +106,29 @@ class Tree(Protocol):
         number there.  A returned path may be equal.
         """
         ...
+
+
+class LookupTree(ABC):
+    """Base of a tree that knows its entries only through `entry` and `children`."""
+
+    @abstractmethod
+    def entry(self, path: bytes) -> TreeEntry:
+        """See `Tree`, as for all that follow."""
+
+    @abstractmethod
+    def children(self, path: bytes) -> list[bytes]: ...
+
+    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
+        waiting = [path]
+        while waiting:
+            at = waiting.pop()
+            entry = self.entry(at)
+            yield entry
+            if entry.is_dir:
+                waiting.extend(at + b"/" + name if at else name for name in reversed(self.children(at)))
+
+    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002
+        return None
 
 
 @runtime_checkable

@@ -8,20 +8,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from protocol.archive import open_archive, write_archive
+from protocol.adapters.path_filesystem.archives import put_archive
 from protocol.diff.plan import execute, plan
 from protocol.errors import ArchiveError
 from protocol.filesystem import Filesystem
 from protocol.paths import decode, encode
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, Tree, TreeEntry
 
 __all__ = ["FilesystemTree", "put_archive_into"]
 
 
-class FilesystemTree:
+class FilesystemTree(LookupTree):
     """The live files of a `Filesystem` as a `protocol.tree.Tree`; a walk sees changes made meanwhile.
 
     A symlink appears as the file or directory that it leads to, and anything else raises EINVAL: an archive must not
@@ -47,15 +46,6 @@ class FilesystemTree:
         entries = self._filesystem.list(decode(path))
         return sorted(encode(entry.name) for entry in entries if not (self._for_search and entry.is_symlink))
 
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        waiting = [path]
-        while waiting:
-            at = waiting.pop()
-            entry = self.entry(at)
-            yield entry
-            if entry.is_dir:
-                waiting.extend(at + b"/" + name if at else name for name in reversed(self.children(at)))
-
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         with self._filesystem.open_read(decode(path)) as reader:
             reader.seek(offset)
@@ -65,32 +55,23 @@ class FilesystemTree:
         with self._filesystem.open_read(decode(path)) as reader:
             yield from reader.chunks(size)
 
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
-        return None
-
 
 def put_archive_into(filesystem: Filesystem, path: str | os.PathLike[str]) -> None:
     """Replace the state of `filesystem` by the archive at `path`.  If that fails, the state before is put back.
 
     ArchiveError, before anything changes, for an archive with symlinks or special files.
     """
-    with open_archive(path) as tree, tempfile.TemporaryFile(prefix="vfsd-before-") as before:
-        for entry in tree.walk():
-            if not (entry.is_dir or entry.is_file):
-                raise ArchiveError("this filesystem cannot have symlinks and special files", decode(entry.path))
-        write_archive(FilesystemTree(filesystem), before, level=0)
-        try:
-            _make_equal(filesystem, tree)
-        except BaseException:
-            before.seek(0)
-            with open_archive(before) as old:
-                _make_equal(filesystem, old)
-            raise
+    put_archive(FilesystemTree(filesystem), path, lambda tree: _make_equal(filesystem, tree), _check_types)
+
+
+def _check_types(tree: Tree) -> None:
+    for entry in tree.walk():
+        if not (entry.is_dir or entry.is_file):
+            raise ArchiveError("this filesystem cannot have symlinks and special files", decode(entry.path))
 
 
 def _make_equal(filesystem: Filesystem, tree: Tree) -> None:
     # Directories are removed whole: with a step for each entry, removals would follow symlinks to directories.
-
     steps = plan(FilesystemTree(filesystem), tree, whole_directories=True, links=False)
     execute(steps, _FilesystemTarget(filesystem, tree))
 

@@ -24,9 +24,9 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from protocol.directory_cookies import DirectoryCookies
 from protocol.errors import errno_of, os_error
@@ -56,7 +56,7 @@ MAX_FILE_BYTES: Final = 1 << 30  # a changing file is held in memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _Attributes:
     """The result of `stat`: `protocol.volume.Attributes`."""
 
     inode: int
@@ -77,39 +77,23 @@ class _Shown:
         return -(-self.size // _PAGE) * (_PAGE // 512)
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
-    """A file or directory that the kernel knows.  `path` is None after it was removed."""
+    """A file or directory that the kernel has looked up.  `path` is None after it was removed."""
 
-    __slots__ = (
-        "data",
-        "dirty",
-        "gid",
-        "inode",
-        "is_dir",
-        "listing",
-        "lookups",
-        "mode",
-        "modified_at",
-        "mtime_is_set",
-        "mtime_ns",
-        "path",
-        "uid",
-    )
-
-    def __init__(self, inode: int, path: str, *, is_dir: bool) -> None:
-        self.inode = inode
-        self.path: str | None = path
-        self.is_dir = is_dir
-        self.lookups = 0
-        self.data: bytearray | None = None
-        self.dirty = False
-        self.mode: int | None = None
-        self.uid = os.getuid()
-        self.gid = os.getgid()
-        self.mtime_ns: int | None = None  # valid while the Filesystem still reports this `modified_at`
-        self.mtime_is_set = False  # by utimensat(2), not by writing
-        self.modified_at: datetime | None = None
-        self.listing: DirectoryCookies | None = None
+    inode: int
+    path: str | None
+    is_dir: bool
+    lookups: int = 0
+    data: bytearray | None = None
+    dirty: bool = False
+    mode: int | None = None
+    uid: int = field(default_factory=os.getuid)
+    gid: int = field(default_factory=os.getgid)
+    mtime_ns: int | None = None  # valid while the Filesystem still reports this `modified_at`
+    mtime_is_set: bool = False  # by utimensat(2), not by writing
+    modified_at: datetime | None = None
+    cookies: DirectoryCookies | None = None
 
 
 class FilesystemVolume:
@@ -145,7 +129,7 @@ class FilesystemVolume:
         assert all(node.path == path for path, node in self._by_path.items())
 
     # -- inodes --------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> _Shown:
+    def lookup(self, parent: int, name: bytes) -> _Attributes:
         """See `protocol.volume.Volume`, as for all that follow."""
         directory = self._directory(parent)
         if name in (b".", b".."):
@@ -154,9 +138,9 @@ class FilesystemVolume:
             path = self._below(directory, name)
             with _as_errno():
                 found = self._filesystem.stat(path)
-            node = self._known(path, is_dir=found.is_directory)
+            node = self._node_at(path, is_dir=found.is_directory)
         node.lookups += 1
-        return self._show(node)
+        return self._attributes(node)
 
     def forget(self, inode: int, count: int) -> None:
         node = self._nodes.get(inode)
@@ -171,10 +155,10 @@ class FilesystemVolume:
                 if node.path is not None:
                     del self._by_path[node.path]
 
-    def getattr(self, inode: int) -> _Shown:
-        return self._show(self._node(inode))
+    def getattr(self, inode: int) -> _Attributes:
+        return self._attributes(self._node(inode))
 
-    def setattr(self, inode: int, changes: AttributeChanges) -> _Shown:
+    def setattr(self, inode: int, changes: AttributeChanges) -> _Attributes:
         self._check_writable()
         node = self._node(inode)
         if changes.size is not None:
@@ -190,15 +174,14 @@ class FilesystemVolume:
         if changes.mtime_ns is not None:
             node.mtime_ns, node.mtime_is_set = changes.mtime_ns, True
             node.modified_at = self._modified_at(node)
-        return self._show(node)
+        return self._attributes(node)
 
     def readlink(self, inode: int) -> bytes:
         self._node(inode)
         raise os_error(errno.EINVAL)
 
     # -- entries -------------------------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> _Shown:
-        del rdev
+    def mknod(self, parent: int, name: bytes, mode: int, _rdev: int, caller: Caller) -> _Attributes:
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise os_error(errno.EPERM)
         path = self._new_path(parent, name)
@@ -206,33 +189,29 @@ class FilesystemVolume:
             self._filesystem.write_bytes(path, b"", mode="create", create_parents=False)
         return self._made(path, mode, caller, is_dir=False)
 
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> _Shown:
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> _Attributes:
         path = self._new_path(parent, name)
         with _as_errno():
             self._filesystem.mkdir(path, parents=False, exist_ok=False)
         return self._made(path, mode, caller, is_dir=True)
 
-    def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> _Shown:
-        del parent, name, target, caller
+    def symlink(self, *_: object) -> _Attributes:
         raise os_error(errno.EPERM)
 
-    def link(self, inode: int, parent: int, name: bytes) -> _Shown:
-        del inode, parent, name
-        raise os_error(errno.EPERM)
+    link = symlink
 
-    def tmpfile(self, parent: int, mode: int, caller: Caller) -> _Shown:
-        del parent, mode, caller
+    def tmpfile(self, *_: object) -> _Attributes:
         raise os_error(errno.EOPNOTSUPP)
 
     def unlink(self, parent: int, name: bytes) -> None:
-        path, found = self._victim(parent, name)
+        path, found = self._existing(parent, name)
         if found.is_directory:
             raise os_error(errno.EISDIR)
-        with self._going(path), _as_errno():
+        with self._removing(path), _as_errno():
             self._filesystem.delete(path)
 
     def rmdir(self, parent: int, name: bytes) -> None:
-        path, found = self._victim(parent, name)
+        path, found = self._existing(parent, name)
         if not found.is_directory:
             raise os_error(errno.ENOTDIR)
         with _as_errno():
@@ -248,12 +227,11 @@ class FilesystemVolume:
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = Caller(0, 0),  # noqa: B008  (a named tuple)
+        _caller: Caller | None = None,
     ) -> None:
-        del caller
         if flags & ~RENAME_NOREPLACE:
             raise os_error(errno.EINVAL)
-        path, found = self._victim(parent, name)
+        path, found = self._existing(parent, name)
         new_path = self._below(self._directory(new_parent), new_name)
         if path == new_path:
             return
@@ -265,7 +243,7 @@ class FilesystemVolume:
             if flags & RENAME_NOREPLACE and self._filesystem.exists(new_path):
                 raise os_error(errno.EEXIST)
         node = self._by_path.get(path)
-        with self._going(new_path):
+        with self._removing(new_path):
             self._copy(path, new_path)
         if node is not None:
             del self._by_path[path]
@@ -282,27 +260,27 @@ class FilesystemVolume:
         with _as_errno():
             entries = self._filesystem.list(self._path(directory))
         found = {name: entry.is_directory for entry in entries if (name := _encoded(entry.name))}
-        listing = directory.listing
-        if listing is None:
-            listing = directory.listing = DirectoryCookies(sorted(found))
+        cookies = directory.cookies
+        if cookies is None:
+            cookies = directory.cookies = DirectoryCookies(sorted(found))
         else:
-            for name in [name for _, name in listing.after(0) if name not in found]:
-                listing.remove(name)
-            for name in sorted(name for name in found if name not in listing):
-                listing.add(name)
-        return self._entries(directory, found, listing, cookie)
+            for name in [name for _, name in cookies.after(0) if name not in found]:
+                cookies.remove(name)
+            for name in sorted(name for name in found if name not in cookies):
+                cookies.add(name)
+        return self._entries(directory, found, cookies, cookie)
 
     def _entries(
-        self, directory: _Node, found: dict[bytes, bool], listing: DirectoryCookies, cookie: int
+        self, directory: _Node, found: dict[bytes, bool], cookies: DirectoryCookies, cookie: int
     ) -> Iterator[DirectoryEntry]:
-        for dot, node, name in ((1, directory, b"."), (2, self._parent(directory), b"..")):
+        for dot, above, name in ((1, directory, b"."), (2, self._parent(directory), b"..")):
             if dot > cookie:
-                yield DirectoryEntry(name, node.inode, stat.S_IFDIR, dot)
-        for at, name in listing.after(cookie):
+                yield DirectoryEntry(name, above.inode, stat.S_IFDIR, dot)
+        for at, name in cookies.after(cookie):
             path = self._below(directory, name)
-            known = self._by_path.get(path)
+            node = self._by_path.get(path)
             # A separate inode number for each name, also before the kernel looks it up.
-            number = known.inode if known is not None else _MANY + at
+            number = node.inode if node is not None else _MANY + at
             yield DirectoryEntry(name, number, stat.S_IFDIR if found.get(name) else stat.S_IFREG, at)
 
     # -- content -------------------------------------------------------------------------------
@@ -336,9 +314,8 @@ class FilesystemVolume:
         """Write `inode` back; the kernel calls this at each close of a descriptor."""
         self._write_back(self._node(inode))
 
-    def fsync(self, inode: int, *, data_only: bool) -> None:
-        del data_only
-        self._write_back(self._node(inode))
+    def fsync(self, inode: int, *, data_only: bool) -> None:  # noqa: ARG002 -- the contract's
+        self.flush(inode)
 
     def write_back_all(self) -> list[tuple[str, OSError]]:
         """Write back, at the end of a mount, all files that were not closed; return the errors by path."""
@@ -351,8 +328,7 @@ class FilesystemVolume:
                 failed.append((node.path or "", cause))
         return failed
 
-    def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
-        del inode, mode, offset, length
+    def fallocate(self, *_: object) -> None:
         raise os_error(errno.EOPNOTSUPP)
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
@@ -368,24 +344,15 @@ class FilesystemVolume:
     def statfs(self) -> StatFs:
         return StatFs(_PAGE, _MANY, _MANY, _MANY, _MANY)
 
-    def getxattr(self, inode: int, name: bytes) -> bytes:
-        del name
+    def getxattr(self, inode: int, *_: object) -> NoReturn:
         self._node(inode)
         raise os_error(errno.EOPNOTSUPP)
 
-    def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> None:
-        del name, value, flags
-        self._node(inode)
-        raise os_error(errno.EOPNOTSUPP)
+    setxattr = removexattr = getxattr
 
     def listxattr(self, inode: int) -> Sequence[bytes]:
         self._node(inode)
         return ()
-
-    def removexattr(self, inode: int, name: bytes) -> None:
-        del name
-        self._node(inode)
-        raise os_error(errno.EOPNOTSUPP)
 
     # -- helpers -------------------------------------------------------------------------------
     def _node(self, inode: int) -> _Node:
@@ -430,13 +397,13 @@ class FilesystemVolume:
                 raise os_error(errno.EEXIST)
         return path
 
-    def _victim(self, parent: int, name: bytes) -> tuple[str, FileStat]:
+    def _existing(self, parent: int, name: bytes) -> tuple[str, FileStat]:
         self._check_writable()
         path = self._below(self._directory(parent), name)
         with _as_errno():
             return path, self._filesystem.stat(path)
 
-    def _known(self, path: str, *, is_dir: bool) -> _Node:
+    def _node_at(self, path: str, *, is_dir: bool) -> _Node:
         node = self._by_path.get(path)
         if node is not None and node.is_dir != is_dir:
             self._detach(path)  # replaced by something else behind the mount; its content is gone
@@ -447,15 +414,15 @@ class FilesystemVolume:
             self._nodes[node.inode] = self._by_path[path] = node
         return node
 
-    def _made(self, path: str, mode: int, caller: Caller, *, is_dir: bool) -> _Shown:
-        node = self._known(path, is_dir=is_dir)
+    def _made(self, path: str, mode: int, caller: Caller, *, is_dir: bool) -> _Attributes:
+        node = self._node_at(path, is_dir=is_dir)
         node.mode = mode & 0o7777
         node.uid, node.gid = caller.uid, caller.gid
         node.lookups += 1
-        return self._show(node)
+        return self._attributes(node)
 
     @contextmanager
-    def _going(self, path: str) -> Iterator[None]:
+    def _removing(self, path: str) -> Iterator[None]:
         """Delete the entry at `path` inside the block; programs that have it open keep its content."""
         node = self._by_path.get(path)
         if node is None or node.is_dir or node.data is not None:
@@ -540,7 +507,7 @@ class FilesystemVolume:
         with _as_errno():
             return self._filesystem.stat(self._path(node)).size_bytes
 
-    def _show(self, node: _Node) -> _Shown:
+    def _attributes(self, node: _Node) -> _Attributes:
         size, mtime_ns, mode = 0, self._started_ns, 0
         if node.path is not None:
             with _as_errno():
@@ -554,7 +521,7 @@ class FilesystemVolume:
             size = len(node.data)
         kind, usual = (stat.S_IFDIR, _DIRECTORY_MODE) if node.is_dir else (stat.S_IFREG, _FILE_MODE)
         mtime_ns = mtime_ns if node.mtime_ns is None else node.mtime_ns
-        return _Shown(
+        return _Attributes(
             inode=node.inode,
             mode=kind | (node.mode if node.mode is not None else mode or usual),
             nlink=(2 if node.is_dir else 1) if node.path is not None else 0,
@@ -573,13 +540,13 @@ class FilesystemVolume:
 
 
 def _clear_privileges(node: _Node) -> None:
-    """As write(2) and chown(2) do; set-gid without group execute grants no privilege."""
+    """Clear suid and sgid as write(2) and chown(2) do; sgid without group execute grants no privilege."""
     if node.mode is not None and not node.is_dir:
         node.mode &= ~(stat.S_ISUID | (stat.S_ISGID if node.mode & stat.S_IXGRP else 0))
 
 
 def _encoded(name: str) -> bytes:
-    """A name for the kernel; empty for a name that the kernel cannot have."""
+    """Encode a name for the kernel; empty for a name that the kernel cannot have."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -589,7 +556,7 @@ def _encoded(name: str) -> bytes:
 
 @contextmanager
 def _as_errno() -> Iterator[None]:
-    """A Filesystem's error as an errno for the kernel: ValueError (a limit, a refused name) is EINVAL."""
+    """Convert a Filesystem's errors to errnos for the kernel; ValueError (a limit, a refused name) becomes EINVAL."""
     try:
         yield
     except ValueError as error:

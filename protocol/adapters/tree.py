@@ -16,7 +16,7 @@ from protocol.adapters.path_filesystem.files import OpenFile, PathFiles, Status,
 from protocol.adapters.path_filesystem.resolve import enter
 from protocol.errors import os_error
 from protocol.paths import decode, located
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 
 __all__ = ["PathFilesTree"]
 
@@ -29,7 +29,7 @@ class _Found(NamedTuple):
     size: int
 
 
-class PathFilesTree:
+class PathFilesTree(LookupTree):
     """Implements `protocol.tree.Tree`.  `with_xattrs=False` omits xattrs from entries, for a search."""
 
     def __init__(self, store: PathFiles, *, with_xattrs: bool = True) -> None:
@@ -88,9 +88,6 @@ class PathFilesTree:
 
     def read_node(self, node: _Found, offset: int, size: int) -> bytes:
         return self.read(node.path, offset, size)
-
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
-        return None
 
     def _node(self, path: bytes) -> int:
         with located(decode(path)):

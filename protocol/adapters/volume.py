@@ -15,7 +15,7 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits
 from protocol.tree import Tree
 from protocol.types import FilesystemSnapshot
-from protocol.volume import Caller, SnapshotableVolume, SnapshotInfo, Volume
+from protocol.volume import Caller, SnapshotInfo, Volume, snapshotable
 
 __all__ = ["VolumeFilesystem"]
 
@@ -39,13 +39,12 @@ class VolumeFilesystem(PathFilesystem):
         store = VolumeFiles(volume, root=root, caller=caller)
         super().__init__(store, limits=limits)
         self.volume = volume
-        self._snapshotable = volume if isinstance(volume, SnapshotableVolume) else None
+        self._snapshotable = snapshotable(volume)
 
     def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:
         if self._snapshotable is None:
             return super().snapshot(tag=tag)
-        name = str(uuid4())
-        return self._record(self._snapshotable.take_snapshot(name, tag=tag))
+        return self._record(self._snapshotable.take_snapshot(str(uuid4()), tag=tag))
 
     def restore(self, snapshot: FilesystemSnapshot) -> None:
         if self._snapshotable is None:

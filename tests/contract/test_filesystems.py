@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ class PlainVolume:
 
     def __init__(self) -> None:
         self._memory = MemoryVolume()
+        self.capabilities = replace(self._memory.capabilities, snapshots=False)
 
     def __getattr__(self, name: str) -> object:
         if name in {"take_snapshot", "restore_snapshot", "import_tree", "tree"}:

@@ -1,4 +1,4 @@
-"""Archives of `PathFiles`: restored into them, and kept as snapshots."""
+"""Archives of a Filesystem's files: restored into them, and kept as snapshots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import contextlib
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import BinaryIO
 from uuid import uuid4
 
-from protocol.adapters.path_filesystem.converge import converge
-from protocol.adapters.path_filesystem.files import PathFiles
 from protocol.archive import ArchiveLimits, export_archive, open_archive, write_archive
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
@@ -24,23 +22,29 @@ _OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manife
 
 
 def put_archive(
-    store: PathFiles, state: Tree, path: str | os.PathLike[str], limits: ArchiveLimits | None = None
+    state: Tree,
+    path: str | os.PathLike[str],
+    make_equal: Callable[[Tree], None],
+    check: Callable[[Tree], None] = lambda _tree: None,
 ) -> None:
-    """Replace the state of `store`, which `state` shows, by the archive at `path`.
+    """Replace `state` by the archive at `path`: call `make_equal` with its tree, after `check` has accepted it.
 
-    All or nothing: the state before is kept in a temporary archive, and put back if anything fails.  If putting back
-    fails too, a note on the error says where that archive is.
+    All or nothing: the state before is kept in a temporary archive, and put back if `make_equal` fails.  If putting
+    back fails too, a note on the error says where that archive is.
     """
-    with open_archive(path, limits=limits) as tree:
+    with open_archive(path) as tree:
+        check(tree)
         descriptor, kept = tempfile.mkstemp(prefix="vfsd-before-", suffix=".fs.zip")
         try:
             with open(descriptor, "w+b") as before:
                 write_archive(state, before, level=0)
                 try:
-                    converge(store, tree)
+                    make_equal(tree)
                 except BaseException as error:
                     try:
-                        _put_back(store, before)
+                        before.seek(0)
+                        with open_archive(before, limits=_OWN) as old:
+                            make_equal(old)
                     except OSError as again:
                         error.add_note(f"the state before could not be put back ({again}); it is in {kept}")
                         kept = ""
@@ -48,12 +52,6 @@ def put_archive(
         finally:
             if kept:
                 os.unlink(kept)
-
-
-def _put_back(store: PathFiles, before: BinaryIO) -> None:
-    before.seek(0)
-    with open_archive(before, limits=_OWN) as old:
-        converge(store, old)
 
 
 class ArchiveSnapshots:

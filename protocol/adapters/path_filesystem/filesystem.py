@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, get_args
 
 from protocol.adapters.path_filesystem.archives import ArchiveSnapshots, put_archive
+from protocol.adapters.path_filesystem.converge import converge
 from protocol.adapters.path_filesystem.files import PathFiles, held
 from protocol.adapters.path_filesystem.reading import bytes_page, check_byte_page, check_line_page, text_page
 from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter, resolve
@@ -256,7 +257,7 @@ class PathFilesystem:
     def import_archive(self, path: str | os.PathLike[str]) -> None:
         self._changing(ROOT, root_is_fine=True)
         with self._state() as state:
-            put_archive(self._store, state, path)
+            put_archive(state, path, lambda tree: converge(self._store, tree))
 
     # -- helpers -----------------------------------------------------------------------------
     def _state(self) -> AbstractContextManager[Tree]:

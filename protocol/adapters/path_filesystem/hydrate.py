@@ -6,14 +6,14 @@ import errno
 import fnmatch
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import decode, encode, normalise
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
 from protocol.volume import SnapshotableVolume
 
 __all__ = ["HostMount", "hydrate"]
@@ -52,7 +52,7 @@ def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
     return sum(not entry.is_dir for entry in tree.walk())
 
 
-class _MountTree:
+class _MountTree(LookupTree):
     """The selected files of the host as a tree, at the paths where they will be."""
 
     def __init__(self, mount: HostMount) -> None:
@@ -99,22 +99,11 @@ class _MountTree:
             raise os_error(errno.ENOTDIR, decode(path))
         return sorted(self._children.get(path, ()))
 
-    def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        waiting = [path]
-        while waiting:
-            entry = self.entry(waiting.pop())
-            yield entry
-            prefix = entry.path + b"/" if entry.path else b""
-            waiting.extend(prefix + name for name in sorted(self._children.get(entry.path, ()), reverse=True))
-
     def read(self, path: bytes, offset: int, size: int) -> bytes:
         return self._host.read(self._sources[path], offset, size)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
         return self._host.chunks(self._sources[path], size)
-
-    def touched(self, other: Tree) -> Collection[bytes] | None:  # noqa: ARG002 -- the contract's
-        return None
 
 
 def _chosen(host: PathFilesTree, start: bytes, mount: HostMount) -> Iterator[TreeEntry]:

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -21,6 +22,7 @@ __all__ = ["ResolvedPath", "enter", "resolve"]
 _LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
 
 
+@dataclass(slots=True)
 class ResolvedPath:
     """The result of resolving a path: `names` from the root, without symlinks; a context that releases `node`.
 
@@ -28,22 +30,12 @@ class ResolvedPath:
     does. `is_symlink`: the last part of the path itself is a symlink.
     """
 
-    def __init__(
-        self,
-        store: PathFiles,
-        names: tuple[bytes, ...],
-        node: int,
-        status: Status,
-        missing: tuple[bytes, ...] = (),
-        *,
-        is_symlink: bool = False,
-    ) -> None:
-        self._store = store
-        self.names = names
-        self.node = node
-        self.status = status
-        self.missing = missing
-        self.is_symlink = is_symlink
+    store: PathFiles
+    names: tuple[bytes, ...]
+    node: int
+    status: Status
+    missing: tuple[bytes, ...] = ()
+    is_symlink: bool = False
 
     @property
     def is_dir(self) -> bool:
@@ -65,11 +57,11 @@ class ResolvedPath:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self.node >= 0:
-            self._store.release(self.take_node())
+            self.store.release(self.take_node())
 
 
 def enter(store: PathFiles, names: Sequence[bytes]) -> int:
-    """A node of the entry at `names` below the root, following no symlink."""
+    """Return a node of the entry at `names` below the root, following no symlink."""
     node = store.top()
     for name in names:
         try:
@@ -119,7 +111,10 @@ class _Walk:
         return ResolvedPath(self._store, tuple(self._done), self._node, status, is_symlink=self._is_symlink)
 
     def _go_down(self, name: bytes, *, is_last: bool) -> bool:
-        """Whether there was an entry to go to.  `is_last`: it is the last part of the path itself."""
+        """Go to entry `name`, or where its symlink leads; return whether it exists.
+
+        `is_last`: it is the last part of the path itself.
+        """
         store = self._store
         try:
             node = store.child(self._node, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from protocol.adapters.path_filesystem.files import OpenFile, Status
 from protocol.errors import os_error
@@ -17,26 +17,20 @@ from protocol.tree import TYPE_MASK, Tree, TreeEntry
 __all__ = ["TreeFile", "TreeFiles"]
 
 
-def _go_on() -> None:
-    """The default of `keep_going`: never cancel."""
-
-
 class TreeFiles:
     """Nodes are numbers assigned to paths when they are looked up.  One thread at a time, as for the tree.
 
     `keep_going` is called at each lookup and read; an exception from it ends the current call.
     """
 
-    def __init__(self, tree: Tree, *, root: str = "/", keep_going: Callable[[], None] = _go_on) -> None:
+    read_only: Final = True
+
+    def __init__(self, tree: Tree, *, root: str = "/", keep_going: Callable[[], None] = lambda: None) -> None:
         self.tree = tree
         self.root = root
         self.keep_going = keep_going
         self._paths: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
-
-    @property
-    def read_only(self) -> bool:
-        return True
 
     def top(self) -> int:
         return self._hold(b"")
@@ -73,9 +67,8 @@ class TreeFiles:
         return entry.target
 
     def names(self, node: int) -> list[tuple[bytes, int]]:
-        above = self._paths[node]
-        prefix = above + b"/" if above else b""
-        return [(name, self.tree.entry(prefix + name).mode & TYPE_MASK) for name in self.tree.children(above)]
+        names = self.tree.children(self._paths[node])
+        return [(name, self.tree.entry(self._below(node, name)).mode & TYPE_MASK) for name in names]
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
         return self.tree.entry(self._paths[node]).xattrs
@@ -86,41 +79,11 @@ class TreeFiles:
         return TreeFile(self, node, self._paths[node])
 
     # -- changes ---------------------------------------------------------------------------------
-    def create(self, node: int, name: bytes, mode: int | None) -> OpenFile:  # noqa: ARG002
-        _refuse()
+    def _refuse(self, *_args: Any) -> NoReturn:
+        raise os_error(errno.EROFS)
 
-    def mkdir(self, node: int, name: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def symlink(self, node: int, name: bytes, target: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def link(self, source: int, node: int, name: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def mknod(self, node: int, name: bytes, mode: int, rdev: int) -> None:  # noqa: ARG002
-        _refuse()
-
-    def unlink(self, node: int, name: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def rmdir(self, node: int, name: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:  # noqa: ARG002
-        _refuse()
-
-    def set_mode(self, node: int, mode: int) -> None:  # noqa: ARG002
-        _refuse()
-
-    def set_owner(self, node: int, uid: int, gid: int) -> None:  # noqa: ARG002
-        _refuse()
-
-    def set_mtime(self, node: int, mtime_ns: int) -> None:  # noqa: ARG002
-        _refuse()
-
-    def set_xattrs(self, node: int, xattrs: Mapping[bytes, bytes]) -> None:  # noqa: ARG002
-        _refuse()
+    create = mkdir = symlink = link = mknod = unlink = rmdir = rename = _refuse
+    set_mode = set_owner = set_mtime = set_xattrs = _refuse
 
 
 class TreeFile:
@@ -138,8 +101,8 @@ class TreeFile:
         self._store.keep_going()
         return self._store.tree.read(self._path, offset, size)
 
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> int:  # noqa: ARG002
-        _refuse()
+    def write(self, *_args: Any) -> NoReturn:
+        raise os_error(errno.EROFS)
 
     def sync(self) -> None:
         pass  # nothing was written
@@ -150,7 +113,3 @@ class TreeFile:
 
 def _status(entry: TreeEntry) -> Status:
     return Status(entry.mode, entry.size, entry.mtime_ns, entry.uid, entry.gid, entry.nlink, entry.inode, entry.rdev)
-
-
-def _refuse() -> NoReturn:
-    raise os_error(errno.EROFS)

@@ -13,7 +13,7 @@ import pytest
 from protocol import InMemoryFilesystem, VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.testing.checks import contents
-from protocol.volume import ROOT_INODE
+from protocol.volume import ROOT_INODE, VolumeCapabilities
 
 KILOBYTE = 1024
 
@@ -23,6 +23,7 @@ class PlainVolume:
 
     def __init__(self, **options: Any) -> None:
         self.memory = MemoryVolume(**options)
+        self.capabilities = VolumeCapabilities()
         self.refuses: Any = lambda method, arguments: False
 
     def __getattr__(self, name: str) -> Any:
