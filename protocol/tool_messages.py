@@ -91,11 +91,23 @@ class GlobParams(Params, frozen=True):
     everything: _Everything = False
 
 
+class UnreadablePath(Result, frozen=True):
+    """A file that could not be read, or a directory that could not be listed."""
+
+    path: str
+    reason: str
+
+
 class GlobResult(Result, frozen=True):
-    """The matching files, sorted by path; `truncated` if there are more."""
+    """The matching files, sorted by path; `truncated` if there are more.
+
+    `unreadable` are the first 1,000 of the `unreadable_count` directories that could not be searched.
+    """
 
     paths: list[str]
     truncated: bool = False
+    unreadable: tuple[UnreadablePath, ...] = ()
+    unreadable_count: int = 0
 
 
 class GrepParams(Params, frozen=True):
@@ -118,13 +130,6 @@ class GrepHit(Result, frozen=True):
     line: str
     match_start: int
     match_end: int
-
-
-class UnreadablePath(Result, frozen=True):
-    """A file that could not be read, or a directory that could not be listed."""
-
-    path: str
-    reason: str
 
 
 class GrepResult(Result, frozen=True):

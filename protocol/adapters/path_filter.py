@@ -29,6 +29,15 @@ class PathFilter:
     def __bool__(self) -> bool:
         return self._include is not None or self._exclude is not None
 
+    def lists(self, path: bytes, *, is_directory: bool) -> bool:
+        """Whether a change of the entry at `path`, which `hides` does not hide, is to be listed.
+
+        A directory that no pattern of `include` matches is shown only for the files below it.
+        """
+        if self._include is None or not is_directory:
+            return True
+        return self._include.match_file(path.decode("utf-8", "surrogateescape") + "/")
+
     def hides(self, path: bytes, *, is_directory: bool) -> bool:
         """Whether the entry at `path` is hidden; the caller has checked the directories above it."""
         if self._exclude is None and self._include is None:

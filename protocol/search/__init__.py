@@ -5,8 +5,8 @@ exception from it ends the search, so that is how to cancel one.
 """
 
 from protocol.search.glob import GlobResult, glob_paths
-from protocol.search.grep import GrepResult, Unreadable, grep_tree
-from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules
+from protocol.search.grep import GrepResult, grep_tree
+from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules, Unreadable
 
 __all__ = [
     "SKIP_NOTHING",

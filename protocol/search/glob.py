@@ -15,6 +15,8 @@ from protocol.search.walk import (
     CancelCheck,
     NodeTree,
     SkipRules,
+    Unreadable,
+    UnreadablePaths,
     WalkEntry,
     is_binary,
     is_gone,
@@ -29,10 +31,15 @@ __all__ = ["GlobResult", "glob_paths"]
 
 @dataclass(frozen=True, slots=True)
 class GlobResult:
-    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order."""
+    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order.
+
+    `unreadable` are the first UNREADABLE_NAMED of the `unreadable_count` directories that could not be listed.
+    """
 
     paths: tuple[bytes, ...]
-    truncated: bool = False
+    truncated: bool
+    unreadable: tuple[Unreadable, ...]
+    unreadable_count: int
 
 
 def glob_paths(
@@ -56,13 +63,16 @@ def glob_paths(
     if not stat.S_ISDIR(nodes.node(path).mode):
         raise os_error(errno.ENOTDIR, decode(path))
     found: list[bytes] = []
-    for file, node in matching_files(nodes, path, compiled.start(path), skip, keep_going):
+    unreadable = UnreadablePaths()
+    truncated = False
+    for file, node in matching_files(nodes, path, compiled.start(path), skip, keep_going, unreadable):
         if skip.binary_files and _starts_binary(nodes, node):
             continue
         if len(found) == limit:
-            return GlobResult(tuple(found), truncated=True)
+            truncated = True
+            break
         found.append(file)
-    return GlobResult(tuple(found))
+    return GlobResult(tuple(found), truncated, tuple(unreadable.named), unreadable.count)
 
 
 def _starts_binary(nodes: NodeTree, node: WalkEntry) -> bool:

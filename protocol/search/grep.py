@@ -17,8 +17,9 @@ from protocol.search.walk import (
     SKIP_NOTHING,
     CancelCheck,
     NodeTree,
-    OnUnreadable,
     SkipRules,
+    Unreadable,
+    UnreadablePaths,
     WalkEntry,
     is_binary,
     is_gone,
@@ -30,19 +31,10 @@ from protocol.search.walk import (
 from protocol.tree import Tree
 from protocol.types import GrepMatch
 
-__all__ = ["BLOCK_BYTES", "UNREADABLE_NAMED", "GrepResult", "Unreadable", "grep_tree"]
+__all__ = ["BLOCK_BYTES", "GrepResult", "grep_tree"]
 
 BLOCK_BYTES: Final = 1 << 20  # of a file in memory at a time; at least this much of a line is searched
-UNREADABLE_NAMED: Final = 1_000  # unreadable files and directories that are named; all are counted
 _MAX_UTF8_BYTES: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A file that could not be read, or a directory that could not be listed, and why."""
-
-    path: bytes
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +88,13 @@ def grep_tree(
     search = _Search(Expression(pattern, ignore_case=ignore_case), max_matches, max_line_characters)
     compiled = GlobPattern(glob) if glob is not None else ALL_FILES
     nodes = nodes_of(tree)
-    for file, node in _files(nodes, path, compiled, skip, keep_going, search.add_unreadable):
+    for file, node in _files(nodes, path, compiled, skip, keep_going, search.unreadable):
         try:
             search.run(nodes, file, node, keep_going)
         except OSError as error:
             if is_unreadable(error):
                 nodes.node(path)
-                search.add_unreadable(file, error)
+                search.unreadable.add(file, error)
             elif not is_gone(error):
                 raise
             search.files_skipped += 1
@@ -117,11 +109,11 @@ def _files(
     pattern: GlobPattern,
     skip: SkipRules,
     keep_going: CancelCheck,
-    on_unreadable: OnUnreadable,
+    unreadable: UnreadablePaths,
 ) -> Iterator[tuple[bytes, WalkEntry]]:
     node: WalkEntry = nodes.node(path)
     if stat.S_ISDIR(node.mode):
-        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going, on_unreadable)
+        yield from matching_files(nodes, path, pattern.start(path), skip, keep_going, unreadable)
     elif not stat.S_ISREG(node.mode):
         raise os_error(errno.ENOTDIR, decode(path))
     else:
@@ -143,8 +135,7 @@ class _Search:
     is_truncated: bool = False
     files_searched: int = 0
     files_skipped: int = 0
-    unreadable: list[Unreadable] = field(default_factory=list)
-    unreadable_count: int = 0
+    unreadable: UnreadablePaths = field(default_factory=UnreadablePaths)
 
     def result(self) -> GrepResult:
         return GrepResult(
@@ -152,15 +143,9 @@ class _Search:
             self.is_truncated,
             self.files_searched,
             self.files_skipped,
-            tuple(self.unreadable),
-            self.unreadable_count,
+            tuple(self.unreadable.named),
+            self.unreadable.count,
         )
-
-    def add_unreadable(self, path: bytes, error: OSError) -> None:
-        """Count an unreadable path, and name it if there is room."""
-        self.unreadable_count += 1
-        if len(self.unreadable) < UNREADABLE_NAMED:
-            self.unreadable.append(Unreadable(path, error.strerror or str(error)))
 
     def run(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
         """Search one file."""

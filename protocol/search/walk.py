@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
@@ -22,8 +22,9 @@ __all__ = [
     "USUAL_SKIPS",
     "CancelCheck",
     "NodeTree",
-    "OnUnreadable",
     "SkipRules",
+    "Unreadable",
+    "UnreadablePaths",
     "WalkEntry",
     "is_binary",
     "is_gone",
@@ -31,21 +32,36 @@ __all__ = [
     "matching_files",
     "never_cancelled",
     "nodes_of",
-    "unnamed",
 ]
 
 CancelCheck = Callable[[], None]
-OnUnreadable = Callable[[bytes, OSError], None]
-"""Is told the path of what could not be read or listed, and why."""
 BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in this many bytes at a file's start makes it binary (as for git and grep)
+UNREADABLE_NAMED: Final = 1_000  # unreadable files and directories that are named; all are counted
 
 
 def never_cancelled() -> None:
     """The default of `keep_going`: never cancel."""
 
 
-def unnamed(_path: bytes, _error: OSError) -> None:
-    """The default of `on_unreadable`: ignore."""
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file that could not be read, or a directory that could not be listed, and why."""
+
+    path: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class UnreadablePaths:
+    """What a search could not read: the first UNREADABLE_NAMED paths, and the number of all."""
+
+    named: list[Unreadable] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, path: bytes, error: OSError) -> None:
+        self.count += 1
+        if len(self.named) < UNREADABLE_NAMED:
+            self.named.append(Unreadable(path, error.strerror or str(error)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +169,12 @@ def matching_files(
     place: PatternState | None,
     skip: SkipRules,
     keep_going: CancelCheck,
-    on_unreadable: OnUnreadable = unnamed,
+    unreadable: UnreadablePaths,
 ) -> Iterator[tuple[bytes, WalkEntry]]:
     """Yield (path, node) of the regular files below directory `path` that `place` can match, sorted by path as bytes.
 
-    Lists only directories that can contain one.  Symlinks are not followed.  `on_unreadable` is called for
-    directories that cannot be listed.
+    Lists only directories that can contain one.  Symlinks are not followed.  Directories that
+    cannot be listed are added to `unreadable`.
     """
     # A directory sorts as its name with a slash, so that a depth-first walk has the order of whole paths.
     stack: list[tuple[bytes, WalkEntry, PatternState | None]] = []
@@ -170,7 +186,7 @@ def matching_files(
         if place is None:
             yield at, node
             continue
-        files, directories = _children(nodes, node, at, place, skip, on_unreadable)
+        files, directories = _children(nodes, node, at, place, skip, unreadable)
         if directories:
             stack.extend(sorted([*files, *directories], key=_by_path, reverse=True))
             continue
@@ -180,7 +196,7 @@ def matching_files(
 
 
 def _children(
-    nodes: NodeTree, node: WalkEntry, prefix: bytes, place: PatternState, skip: SkipRules, on_unreadable: OnUnreadable
+    nodes: NodeTree, node: WalkEntry, prefix: bytes, place: PatternState, skip: SkipRules, unreadable: UnreadablePaths
 ) -> tuple[list[tuple[bytes, WalkEntry, None]], list[tuple[bytes, WalkEntry, PatternState]]]:
     """The matching files of a directory, and the directories below which files can match."""
     files: list[tuple[bytes, WalkEntry, None]] = []
@@ -198,7 +214,7 @@ def _children(
                     directories.append((prefix + name + b"/", child, inner))
     except OSError as error:
         if is_unreadable(error):
-            on_unreadable(prefix.rstrip(b"/"), error)
+            unreadable.add(prefix.rstrip(b"/"), error)
         elif not is_gone(error):
             raise
     return files, directories

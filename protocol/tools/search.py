@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from protocol import search
 from protocol.paths import encode
 from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
 from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, GrepResult, UnreadablePath
 from protocol.tools.base import Tool, ToolContext
-from protocol.tools.walk import below
+from protocol.tools.walk import Shown, below
 
 __all__ = ["GLOB", "GREP"]
 
@@ -18,6 +19,17 @@ UNREADABLE_SHOWN: Final = 10  # unreadable paths that the text for a model names
 
 def _skips(everything: bool) -> SkipRules:
     return SKIP_NOTHING if everything else USUAL_SKIPS
+
+
+def _unreadable(found: search.GlobResult | search.GrepResult, shown: Shown) -> tuple[UnreadablePath, ...]:
+    return tuple(UnreadablePath(path=shown(each.path) or ".", reason=each.reason) for each in found.unreadable)
+
+
+def _unreadable_lines(result: GlobResult | GrepResult) -> list[str]:
+    lines = [f"(not searched: {each.path}: {each.reason})" for each in result.unreadable[:UNREADABLE_SHOWN]]
+    if result.unreadable_count > UNREADABLE_SHOWN:
+        lines.append(f"(not searched either: {result.unreadable_count - UNREADABLE_SHOWN} more, which cannot be read)")
+    return lines
 
 
 # -- glob -----------------------------------------------------------------------------------------
@@ -31,14 +43,19 @@ def _glob(params: GlobParams, context: ToolContext) -> GlobResult:
             skip=_skips(params.everything),
             keep_going=context.keep_going,
         )
-        return GlobResult(paths=[shown(path) for path in found.paths], truncated=found.truncated)
+        return GlobResult(
+            paths=[shown(path) for path in found.paths],
+            truncated=found.truncated,
+            unreadable=_unreadable(found, shown),
+            unreadable_count=found.unreadable_count,
+        )
 
 
 def _render_glob(result: GlobResult) -> str:
     lines = list(result.paths) or ["no file matches"]
     if result.truncated:
         lines.append(f"(the first {len(result.paths)}; there are more: narrow the pattern, or set a larger limit)")
-    return "\n".join(lines)
+    return "\n".join(lines + _unreadable_lines(result))
 
 
 GLOB: Final = Tool(
@@ -81,9 +98,7 @@ def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
         return GrepResult(
             matches=hits,
             truncated=found.truncated,
-            unreadable=tuple(
-                UnreadablePath(path=shown(each.path) or ".", reason=each.reason) for each in found.unreadable
-            ),
+            unreadable=_unreadable(found, shown),
             unreadable_count=found.unreadable_count,
         )
 
@@ -102,10 +117,7 @@ def _render_grep(result: GrepResult) -> str:
         lines.append(
             f"(the first {len(result.matches)} lines; there are more: narrow the search, or set a larger limit)"
         )
-    lines += [f"(not searched: {each.path}: {each.reason})" for each in result.unreadable[:UNREADABLE_SHOWN]]
-    if result.unreadable_count > UNREADABLE_SHOWN:
-        lines.append(f"(not searched either: {result.unreadable_count - UNREADABLE_SHOWN} more, which cannot be read)")
-    return "\n".join(lines)
+    return "\n".join(lines + _unreadable_lines(result))
 
 
 GREP: Final = Tool(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from protocol.adapters.filesystem_tree import FilesystemTree
 from protocol.adapters.path_filesystem.resolve import resolve
 from protocol.adapters.path_filesystem.tree_files import TreeFiles
-from protocol.paths import decode, encode, normalise
+from protocol.paths import decode, encode, located, normalise
 from protocol.tools.base import ToolContext
 from protocol.tree import Tree
 
@@ -36,6 +36,6 @@ def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]
         return
     with context.tree() as tree:
         # Trees do not follow symlinks.
-        with resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
+        with located(path), resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
             real = b"/".join(place.names)
         yield tree, real, Shown(asked, real)

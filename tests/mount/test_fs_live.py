@@ -161,7 +161,8 @@ def test_paths_are_relative_to_a_directory_in_the_mount(run: Run, root: Path) ->
 def test_errors_are_envelopes(workspace: Workspace, refused: Run, root: Path) -> None:
     (root / "f").write_text("x x")
     (root / "d").mkdir()
-    assert "No such file" in refused("read", "missing")
+    for words in (("read", "missing"), ("ls", "missing"), ("grep", "x", "missing"), ("glob", "x", "missing")):
+        assert refused(*words) == "No such file or directory: missing"
     assert "File exists" in refused("write", "f", "--mode", "create", stdin=b"y")
     assert "Is a directory" in refused("write", "d", stdin=b"y")
     assert "found 2 times" in refused("edit", "f", stdin=edit_of("x", "y"))

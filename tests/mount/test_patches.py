@@ -169,9 +169,17 @@ def test_patterns_limit_a_diff_and_its_counts(place: Place) -> None:
     ]
     # What the directories hold is hidden, and they are not empty.
     assert (patch.omitted, patch.problems) == ({}, {})
-    assert place.workspace.diff("filtered", paths=[place.root], include=["*.log"]).counts.added == 5
+    assert place.workspace.diff("filtered", paths=[place.root], include=["*.log"]).counts.added == 2
+    # A directory is listed if it matches itself.
+    everything = place.workspace.diff("filtered", paths=[place.root], include=["build/"])
+    assert [each.path.removeprefix(f"{name}/") for each in everything.changes] == [
+        "build",
+        "build/e.py",
+        "sub/build",
+        "sub/build/f.py",
+    ]
     stat = place.vfsd("diff", "filtered", "--stat", "--include", "*.log", "--", str(place.root)).stdout
-    assert b"5 paths changed, 2 insertions(+)" in stat
+    assert b"2 paths changed, 2 insertions(+)" in stat
     done = place.vfsd("diff", "filtered", "--exclude", "!", status=1)
     assert done.stderr.count(b"\n") == 1
     assert b"'!'" in done.stderr

@@ -226,10 +226,16 @@ _all_option = click.option(
 def glob_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Find files by name.
 
-    *.py matches names at any depth below PATH, src/*.py in src only, src/**/*.py below it, {a,b} either.
+    *.py matches names at any depth below PATH, src/*.py in src only, src/**/*.py below it, {a,b} either.  "unreadable"
+    names directories that could not be listed and so may contain more files.
     """
     answer = workspace.call("fs.glob", **settings)
-    return {"files": [workspace.shown(found) for found in answer.paths], "truncated": answer.truncated}
+    return {
+        "files": [workspace.shown(found) for found in answer.paths],
+        "truncated": answer.truncated,
+        "unreadable": [workspace.with_path(each) for each in answer.unreadable],
+        "unreadable_count": answer.unreadable_count,
+    }
 
 
 @fs_command.command("grep")

@@ -52,6 +52,7 @@ _TYPES: dict[int, FileType] = {
     stat.S_IFSOCK: "socket",
 }
 _PIECE_BYTES: Final = 64 * 1024
+_EVERYTHING: Final = PathFilter()
 
 
 def path_filter(include: Sequence[str], exclude: Sequence[str]) -> PathFilter:
@@ -146,15 +147,17 @@ async def compare(
     paths: Sequence[bytes],
     call: CallContext,
     *,
+    rule: PathFilter = _EVERYTHING,
     with_lines: bool = False,
     stream: bool = False,
 ) -> Differences:
-    """Compare `old` with `new`, below `paths`, in a worker thread.  FileNotFoundError for a path in neither.
+    """Find the changes that `rule` lists, below `paths`, in a worker thread.
 
+    FileNotFoundError for a path in neither.
     `with_lines` counts the lines of text files.  `stream` sends the records as output instead of listing them.
     """
     return await in_thread(
-        _differences, old, new, paths, call, with_lines, OutputPieces(call.output_from_thread) if stream else None
+        _differences, old, new, paths, rule, call, with_lines, OutputPieces(call.output_from_thread) if stream else None
     )
 
 
@@ -162,6 +165,7 @@ def _differences(
     old: Tree,
     new: Tree,
     paths: Sequence[bytes],
+    rule: PathFilter,
     call: CallContext,
     with_lines: bool,
     stream: OutputPieces | None,
@@ -177,7 +181,7 @@ def _differences(
         call.raise_if_cancelled()
         call.progress_nowait(next(paths_done), 0, "files")
 
-    for change in _checked(changes(old, new, paths=paths), keep_going):
+    for change in _changes(old, new, paths, rule, keep_going):
         found.add(change, record)
     if stream is not None:
         stream.flush()
@@ -188,16 +192,20 @@ def written_patch(
     old: Tree,
     new: Tree,
     paths: Sequence[bytes],
+    rule: PathFilter,
     out: OutputPieces,
     *,
     include_git: bool,
     keep_going: Callable[[], None],
 ) -> Differences:
-    """Write the patch from `old` to `new`, below `paths`, to `out`; return its counts, and what it cannot express."""
+    """Write the patch of the changes that `rule` lists, below `paths`, to `out`.
+
+    Returns their counts, and what a patch cannot express.
+    """
     found = Differences()
 
     def counted() -> Iterator[Change]:
-        for change in _checked(changes(old, new, paths=paths), keep_going):
+        for change in _changes(old, new, paths, rule, keep_going):
             if include_git or b".git" not in change.path.split(b"/"):
                 found.count(change)
             yield change
@@ -208,10 +216,14 @@ def written_patch(
     return found
 
 
-def _checked(changed: Iterable[Change], keep_going: Callable[[], None]) -> Iterable[Change]:
-    for change in changed:
+def _changes(
+    old: Tree, new: Tree, paths: Sequence[bytes], rule: PathFilter, keep_going: Callable[[], None]
+) -> Iterator[Change]:
+    for change in changes(old, new, paths=paths):
         keep_going()
-        yield change
+        entry = change.new or change.old
+        if entry is None or rule.lists(change.path, is_directory=entry.is_dir):
+            yield change
 
 
 def change_record(change: Change) -> ChangeRecord:

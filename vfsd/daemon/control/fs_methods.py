@@ -45,6 +45,7 @@ from protocol.tool_messages import (
     GrepResult,
     RmParams,
     RmResult,
+    UnreadablePath,
 )
 from protocol.tools import ToolContext
 from protocol.tools.files import EDIT_FILE, RM, Entry, entries_of, entry_of, write_bytes
@@ -248,15 +249,19 @@ def _list(params: FsLsParams, context: ToolContext) -> Encoded:
 def _find_files(params: GlobParams, context: ToolContext) -> Encoded:
     found = GLOB.run(_with_path(params), context)
     paths = (_wire(path) for path in found.paths)
-    return _encoded_list(replace(found, paths=[]), "paths", paths, params.limit, context.keep_going)
+    result = replace(found, paths=[], unreadable=_wire_paths(found.unreadable))
+    return _encoded_list(result, "paths", paths, params.limit, context.keep_going)
 
 
 def _find_lines(params: GrepParams, context: ToolContext) -> Encoded:
     found = GREP.run(_with_path(params), context)
     matches = (replace(match, path=_wire(match.path)) for match in found.matches)
-    unreadable = tuple(replace(each, path=_wire(each.path)) for each in found.unreadable)
-    result = replace(found, matches=[], unreadable=unreadable)
+    result = replace(found, matches=[], unreadable=_wire_paths(found.unreadable))
     return _encoded_list(result, "matches", matches, params.limit, context.keep_going)
+
+
+def _wire_paths(unreadable: Iterable[UnreadablePath]) -> tuple[UnreadablePath, ...]:
+    return tuple(replace(each, path=_wire(each.path)) for each in unreadable)
 
 
 def _encoded_list(

@@ -75,12 +75,15 @@ class TreeMethods:
                     old,
                     new,
                     paths,
+                    rule,
                     OutputPieces(call.output_from_thread),
                     include_git=params.include_git,
                     keep_going=call.raise_if_cancelled,
                 )
             else:
-                found = await compare(old, new, paths, call, with_lines=params.mode == "stat", stream=params.stream)
+                found = await compare(
+                    old, new, paths, call, rule=rule, with_lines=params.mode == "stat", stream=params.stream
+                )
         return DiffResult(
             a=str(self._options.backend) if from_base else a,
             b=params.b,

@@ -360,6 +360,9 @@ def test_files_and_directories_that_cannot_be_read_are_named(error: int) -> None
     assert files(result) == ["a/good", "z"]
     assert [each.path for each in result.unreadable] == [b"a/bad", b"bad", b"closed"]
     assert {each.reason for each in result.unreadable} == {"a hole"}
+    found = glob_paths(tree, "*")
+    assert found.paths == (b"a/bad", b"a/good", b"bad", b"z")
+    assert (found.unreadable, found.unreadable_count) == ((Unreadable(b"closed", "a hole"),), 1)
     assert grep_tree(tree, "needle", path=b"closed").unreadable == (Unreadable(b"closed", "a hole"),)
     assert grep_tree(tree, "needle", path=b"a/bad").unreadable == (Unreadable(b"a/bad", "a hole"),)
 

@@ -502,3 +502,16 @@ def test_grep_names_what_it_could_not_read() -> None:
     text = TOOLS["grep"].render(found).splitlines()
     assert "(not searched: locked00: Permission denied)" in text
     assert text[-1] == "(not searched either: 2 more, which cannot be read)"
+
+
+def test_glob_names_what_it_could_not_list() -> None:
+    class Locked(DictTree):
+        def children(self, path: bytes) -> list[bytes]:
+            if path == b"locked":
+                raise PermissionError(13, "Permission denied", path)
+            return super().children(path)
+
+    context = ToolContext(PathFilesystem(TreeFiles(Locked({b"a": b"x\n", b"locked/b": b"x\n"}))))
+    found = call("glob", context, pattern="*")
+    assert (found.paths, [each.path for each in found.unreadable], found.unreadable_count) == (["a"], ["locked"], 1)
+    assert TOOLS["glob"].render(found).splitlines() == ["a", "(not searched: locked: Permission denied)"]
