@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from protocol.errors import os_error
+from protocol.linux.portable import Handle, proc_path
 from protocol.linux.syscalls import (
     RESOLVE_BENEATH,
     RESOLVE_NO_MAGICLINKS,
@@ -54,24 +55,6 @@ _O_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _O_STEP: Final = os.O_PATH | os.O_DIRECTORY
 # The file may have become a FIFO or a device: opening it must neither wait nor take a terminal.
 _O_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _O_SAFE
-
-
-class Handle:
-    """A descriptor that is closed with its last reference, so a cache may drop one that a thread still reads."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def close(self) -> None:
-        """Close the descriptor now."""
-        descriptor, self.fd = self.fd, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class HandleCache:
@@ -163,11 +146,6 @@ class RootDirectory:
         """The directory that `path` is in, and its name there (b"." for the root)."""
         above, _, name = path.rpartition(b"/")
         return self.directory(above), name or b"."
-
-
-def proc_path(descriptor: int) -> bytes:
-    """The path in /proc of the inode that a descriptor is open on, for calls that take no (O_PATH) descriptor."""
-    return b"/proc/self/fd/%d" % descriptor
 
 
 def open_to_read(directory: int, name: bytes) -> int:

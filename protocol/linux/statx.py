@@ -23,7 +23,6 @@ from protocol.errors import os_error
 __all__ = [
     "RECORD_BYTES",
     "StatxResult",
-    "birth_ns",
     "change_key",
     "differing_records",
     "is_racy",
@@ -38,11 +37,9 @@ _AT_SYMLINK_NOFOLLOW: Final = 0x100
 _AT_NO_AUTOMOUNT: Final = 0x800
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_BASIC_STATS: Final = 0x7FF
-_STATX_BTIME: Final = 0x800
 _FLAGS: Final = _AT_SYMLINK_NOFOLLOW | _AT_NO_AUTOMOUNT
 # nlink, uid, gid, mode, inode, size | atime, birth | ctime, mtime | rdev, dev
 _FIELDS: Final = struct.Struct("<16xIIIH2xQQ16x32xqI4xqI4xIIII")
-_BIRTH: Final = struct.Struct("=I76xqI")  # stx_mask, stx_btime
 _KEY: Final = slice(16, 48)  # nlink to size
 _KEY_TIMES: Final = slice(96, 128)  # ctime and mtime
 _SECOND: Final = 1_000_000_000
@@ -118,14 +115,6 @@ def statx_descriptor(descriptor: int) -> bytes:
         os.fstat(descriptor)
         raise os_error(errno.EIO)
     return ctypes.string_at(_scratch.buffer, RECORD_BYTES)
-
-
-def birth_ns(descriptor: int) -> int:
-    """When the inode of a descriptor (also an O_PATH one) was made, in nanoseconds since the epoch; 0: unknown."""
-    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_BTIME, _scratch.records[0]):
-        return 0
-    mask, seconds, nanoseconds = _BIRTH.unpack_from(_scratch.buffer)
-    return int(seconds) * _SECOND + int(nanoseconds) if mask & _STATX_BTIME else 0
 
 
 def result_at(records: bytes, index: int) -> StatxResult:

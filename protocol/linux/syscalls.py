@@ -1,4 +1,4 @@
-"""System calls that Python's os module lacks: openat2, renameat2, fallocate, syncfs.  (For statx see `statx`.)
+"""System calls that Python's os module lacks: openat2, syncfs.  (See also `statx` and `portable`.)
 
 Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
 above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
@@ -19,9 +19,7 @@ __all__ = [
     "RESOLVE_NO_MAGICLINKS",
     "RESOLVE_NO_SYMLINKS",
     "RESOLVE_NO_XDEV",
-    "fallocate",
     "openat2",
-    "renameat2",
     "seek_hole",
     "syncfs",
 ]
@@ -46,9 +44,6 @@ _syscall = ctypes.CFUNCTYPE(
     ctypes.c_size_t,
     use_errno=True,
 )(("syscall", _LIBC))
-_LIBC.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-_fallocate = _LIBC.fallocate64 if hasattr(_LIBC, "fallocate64") else _LIBC.fallocate
-_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _lseek = _LIBC.lseek64 if hasattr(_LIBC, "lseek64") else _LIBC.lseek
 _lseek.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
 _lseek.restype = ctypes.c_int64
@@ -66,16 +61,6 @@ def openat2(directory: int, path: bytes, flags: int, resolve: int) -> int:
     return descriptor
 
 
-def renameat2(source: int, name: bytes, target: int, new_name: bytes, flags: int) -> None:
-    """renameat2(2).  EINVAL if the file system does not support one of the flags."""
-    _check(_LIBC.renameat2(source, name, target, new_name, flags))
-
-
-def fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
-    """fallocate(2).  (os.posix_fallocate has no mode, and writes zeros if the file system lacks the call.)"""
-    _check(_fallocate(descriptor, mode, offset, length))
-
-
 def seek_hole(descriptor: int, offset: int) -> int:
     """lseek(2) with SEEK_HOLE.  Returns 2**63 - 1 for the result 2**63, which off_t cannot represent.
 
@@ -89,9 +74,5 @@ def seek_hole(descriptor: int, offset: int) -> int:
 
 def syncfs(descriptor: int) -> None:
     """syncfs(2): write all data of the file system of a descriptor to its disk."""
-    _check(_LIBC.syncfs(descriptor))
-
-
-def _check(result: int) -> None:
-    if result:
+    if _LIBC.syncfs(descriptor):
         raise os_error(ctypes.get_errno())

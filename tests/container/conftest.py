@@ -10,7 +10,7 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def podman_url(session_dir: str, no_leaks_of_the_session: None) -> Iterator[str]
 
 @pytest.fixture(scope="session")
 def podman(podman_url: str) -> Iterator[PodmanService]:
-    with PodmanService(podman_url) as service:
+    with closing(PodmanService(podman_url)) as service:
         yield service
 
 

@@ -351,8 +351,8 @@ def test_an_image_without_python_is_refused_with_what_to_do(
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("cat > /dev/null & head -c 100000000 /dev/zero", "no helper"),
-        ("exec cat", "no helper"),
+        ("cat > /dev/null & head -c 100000000 /dev/zero", "not a helper"),
+        ("exec cat", "not a helper"),
         ("echo no python today >&2; cat > /dev/null & sleep 1; exit 1", "no python today"),
         ("printf 'vfsd-helper 1\\n'; head -c 200000000 /dev/urandom", "."),
     ],

@@ -127,11 +127,12 @@ def test_a_container_of_another_machine_or_of_a_living_daemon_is_left_alone(
 
 
 OWNER_ELSEWHERE = """
+import contextlib
 import sys
 from protocol.backends.container.podman.ownership import create_owned
 from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
-with PodmanService(sys.argv[1]) as service:
+with contextlib.closing(PodmanService(sys.argv[1])) as service:
     container = create_owned(service, ContainerSpec(sys.argv[2]), "elsewhere")
     container.kill()
     print(container.id, flush=True)

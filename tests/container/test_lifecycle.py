@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -219,12 +220,18 @@ def test_a_pull_that_fails_says_whether_registry_access_or_image_is_missing(
             "no-such-name": (errno.ENOENT, "no such image"),
             "NO NAME": (errno.EINVAL, "not the name of an image"),
         }
-        with running_service(workdir / "podman", http_registry=registry) as url, PodmanService(url) as service:
+        with (
+            running_service(workdir / "podman", http_registry=registry) as url,
+            closing(PodmanService(url)) as service,
+        ):
             for reference, (code, words) in expected.items():
                 with pytest.raises(OSError, match=words) as caught:
                     service.pull(reference)
                 assert (caught.value.errno, caught.value.filename) == (code, reference)
-    with PodmanService(f"unix://{workdir}/none.sock") as gone, pytest.raises(OSError, match="start one: systemctl"):
+    with (
+        closing(PodmanService(f"unix://{workdir}/none.sock")) as gone,
+        pytest.raises(OSError, match="start one: systemctl"),
+    ):
         gone.pull("localhost/x:1")
 
 
@@ -276,7 +283,7 @@ def test_a_service_of_another_machine_is_reached_through_one_ssh(
 ) -> None:
     container = start_container()
 
-    with PodmanService(f"ssh://me@there:2222{podman.address.path}") as remote:
+    with closing(PodmanService(f"ssh://me@there:2222{podman.address.path}")) as remote:
         assert not remote.is_local
         assert remote.inspect(container.name).id == container.id
         with remote.connect() as raw:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,14 +78,14 @@ def test_a_workspace_of_an_image_of_another_machine_removes_its_container(
 
 def test_errors_on_the_way_are_those_of_ssh(podman: PodmanService, sshd: Sshd) -> None:
     with (
-        PodmanService(f"ssh://{sshd.host}/nowhere/podman.sock") as nowhere,
+        closing(PodmanService(f"ssh://{sshd.host}/nowhere/podman.sock")) as nowhere,
         pytest.raises(OSError, match="no Podman service answers at /nowhere") as caught,
     ):
         nowhere.inspect("x")
     assert caught.value.filename == nowhere.address.url
     sshd.known_hosts.write_text("")
     with (
-        PodmanService(f"ssh://{sshd.host}{podman.address.path}") as unknown,
+        closing(PodmanService(f"ssh://{sshd.host}{podman.address.path}")) as unknown,
         pytest.raises(ConnectionRefusedError, match="Host key verification failed"),
     ):
         unknown.inspect("x")

@@ -39,6 +39,7 @@ from protocol.volume import (
     StatFs,
     Volume,
     VolumeCapabilities,
+    checkable,
 )
 
 __all__ = ["ReconnectingVolume"]
@@ -332,9 +333,9 @@ class ReconnectingVolume:
     def check_invariants(self) -> None:
         """Raise AssertionError if an invariant is broken, here or in the connected volume."""
         self._map.check_invariants()
-        beneath = getattr(self._volume, "check_invariants", None)
+        beneath = checkable(self._volume) if self._volume is not None else None
         if beneath is not None:
-            beneath()
+            beneath.check_invariants()
 
 
 async def _result(answer: Answer[T]) -> T:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.backends.host.descriptors import Descriptors
 from protocol.linux.beneath import proc_path
+from protocol.linux.portable import kill_privileges, set_times
 
 if TYPE_CHECKING:
-    from os import stat_result
-
     from protocol.backends.host.inode_table import HostInode
     from protocol.volume import AttributeChanges
 
-__all__ = ["HostAttributes", "attributes_of", "set_attributes", "without_privileges"]
+__all__ = ["HostAttributes", "set_attributes"]
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID
-_NOW_NS: Final = 1_000_000_000  # a time that is no further from now means now
 
 
 class HostAttributes(NamedTuple):
@@ -52,17 +49,6 @@ class HostAttributes(NamedTuple):
         return self.birth(self.node)
 
 
-_make: Final = HostAttributes._make
-
-
-def attributes_of(node: HostInode, seen: stat_result, birth: Callable[[HostInode], int]) -> HostAttributes:
-    """The attributes of `node`, whose stat data is `seen`."""
-    return _make((
-        node.number, seen.st_mode, seen.st_nlink, seen.st_uid, seen.st_gid, seen.st_rdev, seen.st_size,
-        seen.st_blocks, seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns, node, birth, 0,
-    ))  # fmt: skip
-
-
 def set_attributes(descriptors: Descriptors, node: HostInode, changes: AttributeChanges) -> None:
     """Apply `changes` to `node`."""
     if changes.size is not None:
@@ -72,11 +58,11 @@ def set_attributes(descriptors: Descriptors, node: HostInode, changes: Attribute
         if changes.uid is not None or changes.gid is not None or _is_touch(changes, descriptor):
             os.chown(path, -1 if changes.uid is None else changes.uid, -1 if changes.gid is None else changes.gid)
         if changes.kill_privileges and not node.is_dir:
-            _kill_privileges(path, descriptor)
+            kill_privileges(descriptor)
         if changes.mode is not None:
             os.chmod(path, changes.mode & 0o7777)
         if changes.atime_ns is not None or changes.mtime_ns is not None:
-            _set_times(path, descriptor, changes.atime_ns, changes.mtime_ns)
+            set_times(descriptor, changes.atime_ns, changes.mtime_ns)
 
 
 def _is_touch(changes: AttributeChanges, descriptor: int) -> bool:
@@ -96,30 +82,3 @@ def _truncate(descriptors: Descriptors, node: HostInode, size: int) -> None:
             raise
         # The program opened the file before its mode denied that.
         os.ftruncate(descriptors.file(node, write=True), size)
-
-
-def _kill_privileges(path: bytes, descriptor: int) -> None:
-    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    if mode != without_privileges(mode):
-        os.chmod(path, without_privileges(mode))
-
-
-def without_privileges(mode: int) -> int:
-    """Clear suid, and sgid if the mode has group execute: setattr_should_drop_suidgid, fs/attr.c."""
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
-
-
-def _set_times(path: bytes, descriptor: int, atime_ns: int | None, mtime_ns: int | None) -> None:
-    if atime_ns is None or mtime_ns is None:
-        seen = os.fstat(descriptor)
-        atime_ns = seen.st_atime_ns if atime_ns is None else atime_ns
-        mtime_ns = seen.st_mtime_ns if mtime_ns is None else mtime_ns
-    try:
-        os.utime(path, ns=(atime_ns, mtime_ns))
-    except PermissionError:
-        # A process that may write to a file, but does not own it, may set its times to now, and to nothing else.
-        now = time.time_ns()
-        if abs(now - atime_ns) > _NOW_NS or abs(now - mtime_ns) > _NOW_NS:
-            raise
-        os.utime(path)

@@ -40,20 +40,12 @@ class InodeCreator:
         self._uid = os.geteuid()
         self._gid = os.getegid()
 
-    def file(self, directory: HostInode, name: bytes, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
-        """Create a regular file; also return a descriptor to write it."""
-        return self._create_and_open(directory, name, _O_CREATE, mode, caller)
-
-    def tmpfile(self, directory: HostInode, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
-        """Create a file without a name; also return a descriptor to write it."""
-        return self._create_and_open(directory, b".", _O_UNNAMED, mode, caller)
-
-    def _create_and_open(
-        self, directory: HostInode, name: bytes, flags: int, mode: int, caller: Caller
-    ) -> tuple[int, os.stat_result]:
+    def file(self, directory: HostInode, name: bytes | None, mode: int, caller: Caller) -> tuple[int, os.stat_result]:
+        """Create a regular file, without a name if `name` is None; also return a descriptor to write it."""
         at = self._descriptors.directory(directory)
         with _umask(caller):
-            descriptor = os.open(name, flags, mode & _PERMISSIONS, dir_fd=at)
+            flags = _O_UNNAMED if name is None else _O_CREATE
+            descriptor = os.open(name or b".", flags, mode & _PERMISSIONS, dir_fd=at)
         try:
             return descriptor, self._give_to_caller(directory, descriptor, mode, caller)
         except BaseException:

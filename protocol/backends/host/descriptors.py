@@ -44,9 +44,12 @@ _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 class Descriptors:
     """Opens nodes, and closes those used least recently if there are too many."""
 
-    def __init__(self, root: int, most: int | None = None) -> None:
+    def __init__(self, root: int, table: HostInodeTable, most: int | None = None) -> None:
         """`root` is an O_PATH descriptor, which `close` closes; at most `most` others stay open."""
         self._root = root
+        self._table = table
+        table.root.fd = root
+        table.root.checked_s = float("inf")
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if soft == resource.RLIM_INFINITY:
             soft = _UNLIMITED
@@ -56,22 +59,12 @@ class Descriptors:
         self.most_pins: Final = min(_MOST_PINS, max(0, (soft - _SPARE - self.most) // 2))
         self._open: dict[HostInode, None] = {}
         self._writable: dict[HostInode, None] = {}
-        self._table: HostInodeTable
         self.on_writer: Callable[[], None] | None = None  # called when a file was opened for writing
         self._is_deferring = False
         self._to_close: list[int] = []
         # Files that lost their names in a restore, maybe thousands; they are closed in the background.
         self.nameless: set[HostInode] = set()
         self._closer = BackgroundCloser()
-
-    def bind(self, table: HostInodeTable) -> None:
-        """Set the table that the nodes are in."""
-        self._table = table
-        table.root.fd = self._root
-        table.root.checked_s = float("inf")
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -358,7 +351,7 @@ class Descriptors:
                 self.release_file(node)
 
     def check_invariants(self) -> None:
-        """AssertionError if the books and the nodes differ."""
+        """AssertionError if the open descriptors and the nodes contradict each other."""
         for node in self._table:
             if node is not self._table.root:
                 assert (node.fd >= 0) == (node in self._open), (node.name, node.fd)

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from protocol.linux.portable import InodeNumbers
 from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
@@ -32,10 +33,6 @@ __all__ = ["HostDentry", "HostInode", "HostInodeTable", "Key"]
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 
 IDLE_NODES: Final = 8192
-# Numbers that no file system uses: for inodes of another device, and for inodes whose number is taken.
-_FURTHER_DEVICES: Final = 1 << 56
-_DEVICE_BITS: Final = 48
-_FIRST_SPARE: Final = 1 << 61
 
 
 class HostInode:
@@ -92,13 +89,11 @@ class HostInodeTable:
 
     def __init__(self, root: stat_result, release: Callable[[HostInode], None]) -> None:
         self.root = HostInode(ROOT_INODE, (root.st_dev, root.st_ino), stat.S_IFDIR, None, b"")
-        self._device = root.st_dev
+        self._numbers = InodeNumbers(root.st_dev)
         self._release = release
         self._by_number = {ROOT_INODE: self.root}
         self._by_key = {self.root.key: self.root}
         self._idle: dict[HostInode, None] = {}
-        self._devices: list[int] = []
-        self._next_spare = _FIRST_SPARE
         self.get: Final = self._by_number.get
 
     def __len__(self) -> int:
@@ -121,7 +116,7 @@ class HostInodeTable:
                     self.add_dentry(node, parent, name)
                 return node
             self.lose(node)  # the host reused the number of a removed inode
-        node = HostInode(self._free_number(key), key, seen.st_mode & TYPE_MASK, parent, name)
+        node = HostInode(self._numbers.free(key, self._by_number), key, seen.st_mode & TYPE_MASK, parent, name)
         self._by_number[node.number] = self._by_key[key] = node
         self._add_child(parent)
         self._idle[node] = None
@@ -135,7 +130,7 @@ class HostInodeTable:
         earlier = self._by_key.get(key)
         if earlier is not None:
             self.lose(earlier)
-        node = HostInode(self._free_number(key), key, seen.st_mode & TYPE_MASK, None, b"")
+        node = HostInode(self._numbers.free(key, self._by_number), key, seen.st_mode & TYPE_MASK, None, b"")
         self._by_number[node.number] = self._by_key[key] = node
         self._idle[node] = None
         return node
@@ -144,23 +139,7 @@ class HostInodeTable:
     def number_of(self, key: Key) -> int:
         """The number that an inode has, or would get; for readdir."""
         node = self._by_key.get(key)
-        return node.number if node is not None else self._usual_number(key)
-
-    def _usual_number(self, key: Key) -> int:
-        device, inode = key
-        if device == self._device and ROOT_INODE < inode < _FURTHER_DEVICES:
-            return inode
-        # Such as a subvolume.  The order in which devices were discovered makes the number unique.
-        if device not in self._devices:
-            self._devices.append(device)
-        return _FURTHER_DEVICES + (self._devices.index(device) << _DEVICE_BITS) + inode % (1 << _DEVICE_BITS)
-
-    def _free_number(self, key: Key) -> int:
-        number = self._usual_number(key)
-        if number in self._by_number:
-            number = self._next_spare
-            self._next_spare += 1
-        return number
+        return node.number if node is not None else self._numbers.usual(key)
 
     # -- lifetime ----------------------------------------------------------------------------
     def look_up(self, node: HostInode) -> None:

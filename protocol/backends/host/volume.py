@@ -22,16 +22,15 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.host.attributes import HostAttributes, attributes_of, set_attributes, without_privileges
+from protocol.backends.host.attributes import HostAttributes, set_attributes
 from protocol.backends.host.creation import InodeCreator
 from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.directory_entries import DirectoryEntries
 from protocol.backends.host.external_changes import ExternalChanges
-from protocol.backends.host.inode_table import HostInode, HostInodeTable
+from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable
 from protocol.errors import os_error
-from protocol.linux import posix_acl, syscalls
+from protocol.linux import portable, posix_acl
 from protocol.linux.beneath import open_beneath, proc_path
-from protocol.linux.statx import birth_ns
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -56,6 +55,7 @@ _DOT: Final = b"."
 _DOT_DOT: Final = b".."
 _DOTS: Final = frozenset({_DOT, _DOT_DOT})
 _SUPERUSER: Final = Caller(0, 0)
+_make: Final = HostAttributes._make
 
 
 class HostVolume:
@@ -69,9 +69,8 @@ class HostVolume:
         root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.path = os.fspath(path)
         self.read_only = read_only
-        self._descriptors = Descriptors(root, descriptors)
         self._table = HostInodeTable(os.fstat(root), self._release)
-        self._descriptors.bind(self._table)
+        self._descriptors = Descriptors(root, self._table, descriptors)
         self._creator = InodeCreator(self._descriptors)
         self._read_directories: dict[HostInode, None] = {}  # those with `entries`, the one read last at the end
         self._external_changes = ExternalChanges(self._table, self._descriptors, self._forget_entries)
@@ -168,7 +167,7 @@ class HostVolume:
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> HostAttributes:
         self._check_writable()
-        descriptor, seen = self._creator.tmpfile(self._node(parent), mode, caller)
+        descriptor, seen = self._creator.file(self._node(parent), None, mode, caller)
         node = self._table.enter_unnamed(seen)
         self._table.look_up(node)
         node.pin = os.open(proc_path(descriptor), os.O_PATH | os.O_CLOEXEC)
@@ -275,50 +274,31 @@ class HostVolume:
                 return
             if flags & RENAME_WHITEOUT:
                 self._creator.finish(source, name, stat.S_IFCHR, caller)
-        self._moved(node, moved, source, name, target, new_name)
-        if flags & RENAME_EXCHANGE:
-            self._exchanged(victim, target, new_name, source, name)
-        else:
-            if victim is not None:
-                self._removed(victim, target, new_name)
-            if flags & RENAME_WHITEOUT and source.entries is not None:
+        if source.entries is not None:
+            source.entries.remove(name)
+            if flags & (RENAME_EXCHANGE | RENAME_WHITEOUT):
                 source.entries.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
+        if target.entries is not None:
+            target.entries.add(new_name, moved)
+        self._move_dentry(node, (source, name), (target, new_name))
+        if flags & RENAME_EXCHANGE:
+            self._move_dentry(victim, (target, new_name), (source, name))
+            self._unpin_if_named(victim)
+        elif victim is not None:
+            self._removed(victim, target, new_name)
 
     def _rename_on_host(self, source: HostInode, name: bytes, target: HostInode, new_name: bytes, flags: int) -> None:
         old, new = self._directory(source), self._directory(target)
         if flags:
-            syscalls.renameat2(old, name, new, new_name, flags)
+            portable.renameat2(old, name, new, new_name, flags)
         else:
             os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
-    def _moved(
-        self,
-        node: HostInode | None,
-        seen: os.stat_result,
-        source: HostInode,
-        name: bytes,
-        target: HostInode,
-        new_name: bytes,
-    ) -> None:
-        if source.entries is not None:
-            source.entries.remove(name)
-        if target.entries is not None:
-            target.entries.add(new_name, seen)
+    def _move_dentry(self, node: HostInode | None, old: HostDentry, new: HostDentry) -> None:
         if node is not None:
-            self._table.add_dentry(node, target, new_name)
-            if (source, name) != (target, new_name):
-                self._table.remove_dentry(node, source, name)
-
-    def _exchanged(
-        self, victim: HostInode | None, target: HostInode, new_name: bytes, source: HostInode, name: bytes
-    ) -> None:
-        """Record the second half of an exchange, after `_moved` recorded the first."""
-        if source.entries is not None:
-            source.entries.add(name, os.stat(name, dir_fd=self._directory(source), follow_symlinks=False))
-        if victim is not None:
-            self._table.add_dentry(victim, source, name)
-            self._table.remove_dentry(victim, target, new_name)
-            self._unpin_if_named(victim)
+            self._table.add_dentry(node, *new)
+            if old != new:
+                self._table.remove_dentry(node, *old)
 
     # -- directories -------------------------------------------------------------------------------
     def readdir(self, inode: int, cookie: int) -> Iterator[DirectoryEntry]:
@@ -368,9 +348,7 @@ class HostVolume:
             raise os_error(errno.EFBIG)
         written = os.pwrite(descriptor, data, offset)
         if kill_privileges:
-            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-            if mode != without_privileges(mode):
-                os.fchmod(descriptor, without_privileges(mode))
+            portable.kill_privileges(descriptor)
         return written
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> None:
@@ -380,7 +358,7 @@ class HostVolume:
             raise os_error(errno.EINVAL)
         if offset + length > MAX_FILE_BYTES:
             raise os_error(errno.EFBIG)
-        syscalls.fallocate(descriptor, mode, offset, length)
+        portable.fallocate(descriptor, mode, offset, length)
 
     def seek(self, inode: int, offset: int, whence: int) -> int:
         return os.lseek(self._descriptors.file(self._node(inode)), offset, whence)
@@ -477,12 +455,15 @@ class HostVolume:
             return os.fstat(descriptor)
 
     def _attributes(self, node: HostInode, seen: os.stat_result) -> HostAttributes:
-        return attributes_of(node, seen, self._birth)
+        return _make((
+            node.number, seen.st_mode, seen.st_nlink, seen.st_uid, seen.st_gid, seen.st_rdev, seen.st_size,
+            seen.st_blocks, seen.st_atime_ns, seen.st_mtime_ns, seen.st_ctime_ns, node, self._birth, 0,
+        ))  # fmt: skip
 
     def _birth(self, node: HostInode) -> int:
         try:
             with self._descriptors.of(node) as descriptor:
-                return birth_ns(descriptor)
+                return portable.birth_ns(descriptor)
         except OSError:
             return 0
 

@@ -5,8 +5,8 @@ does not arrive within `timeout_s`: pending and later requests then fail with EI
 bounded by the requests.
 
 If a caller is interrupted, the link still waits a moment for its reply: many programs get signals all the time, and
-would see EINTR where no local file system returns it.  After that the caller goes without, and a reply that comes later
-is undone.
+would see EINTR where no local file system returns it.  After that the caller is cancelled, and a reply that arrives
+later is undone.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _GRACE_S: Final = 1.0  # for the answer to an interrupted request
 _MOST_IN_FLIGHT: Final = 256
 _MOST_QUEUED_BYTES: Final = 16 * CHUNK_BYTES
 _REPLY_BYTES: Final = 4096  # for most operations; others pass `most_bytes`
-_SAID_BYTES: Final = 2000
+_STDERR_BYTES: Final = 2000
 _RECEIVE_BYTES: Final = 256 * 1024
 _MOST_FORGETS: Final = CHUNK_BYTES // FORGET.size
-# Errnos that mean more to a kernel than the failure of one request.
+# Errnos with which a kernel does more than fail the request.
 _REPLACED_ERRNOS: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
 
 
@@ -98,7 +98,7 @@ class AgentLink:
         self._forgets: dict[int, int] = {}
         self._work = trio.Event()
         self._room = trio.lowlevel.ParkingLot()
-        self._said = b""
+        self._stderr = b""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -123,33 +123,33 @@ class AgentLink:
                 while len(magic) < len(MAGIC):
                     output = await self._stream.receive(len(MAGIC) - len(magic))
                     if output is None:
-                        raise OSError(errno.EIO, f"the helper does not start: {self.said or 'no output'}")
+                        raise OSError(errno.EIO, f"the helper does not start: {self.stderr or 'no output'}")
                     if output.channel == STDERR:
-                        self._note(output.data)
+                        self._keep_stderr(output.data)
                     else:
                         magic += output.data
         except trio.TooSlowError:
             raise TimeoutError(errno.ETIMEDOUT, "the helper does not start in time") from None
         except BrokenPipeError:
-            raise OSError(errno.EIO, f"the helper does not start: {await self._last_words()}") from None
+            raise OSError(errno.EIO, f"the helper does not start: {await self._rest_of_stderr()}") from None
         if magic != MAGIC:
-            raise OSError(errno.EPROTO, f"this is no helper: it begins with {magic!r}")
+            raise OSError(errno.EPROTO, f"this is not a helper: its output begins with {magic!r}")
 
-    async def _last_words(self) -> str:
+    async def _rest_of_stderr(self) -> str:
         with trio.move_on_after(1):
-            while (output := await self._stream.receive(_SAID_BYTES)) is not None:
-                self._note(output.data)
-        return self.said or "no output"
+            while (output := await self._stream.receive(_STDERR_BYTES)) is not None:
+                self._keep_stderr(output.data)
+        return self.stderr or "no output"
 
     @property
-    def said(self) -> str:
-        """The last part of the helper's standard error, in one line."""
-        return " ".join(self._said.decode("utf-8", "replace").split())
+    def stderr(self) -> str:
+        """The end of the helper's standard error, in one line."""
+        return " ".join(self._stderr.decode("utf-8", "replace").split())
 
-    def _note(self, data: bytes) -> None:
-        self._said = (self._said + data)[-_SAID_BYTES:]
+    def _keep_stderr(self, data: bytes) -> None:
+        self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
     async def call(
         self,
         op: int,
@@ -261,12 +261,12 @@ class AgentLink:
     async def _receive(self) -> None:
         while (output := await self._stream.receive(_RECEIVE_BYTES)) is not None:
             if output.channel == STDERR:
-                self._note(output.data)
+                self._keep_stderr(output.data)
                 logger.debug("standard error of the helper: %s", output.data.decode("utf-8", "replace").rstrip())
                 continue
             for frame in self._decoder.feed(output.data):
                 self._deliver(frame)
-        self.lose(f"it has ended{': ' + self.said if self.said else ''}")
+        self.lose(f"it has ended{': ' + self.stderr if self.stderr else ''}")
 
     def _limit(self, number: int) -> int:
         pending = self._pending.get(number)

@@ -9,18 +9,14 @@ from __future__ import annotations
 from importlib import resources
 from typing import Final
 
-__all__ = ["PYTHONS", "helper_command", "helper_program"]
+__all__ = ["HELPER_MODULES", "PYTHONS", "helper_command", "helper_program", "helper_source"]
 
 PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/python3", "/usr/libexec/platform-python")
-_PACKAGE: Final = "protocol.backends.container.helper"
-_MODULES: Final = (
-    "wire",
-    "syscalls",
-    "inode_table",
-    "files",
-    "trees",
-    "serve",
-)  # in the order of their imports
+# In the order of their imports.
+HELPER_MODULES: Final = (
+    "protocol.linux.portable",
+    *(f"protocol.backends.container.helper.{name}" for name in ("wire", "inode_table", "files", "trees", "serve")),
+)
 _LOADER: Final = """\
 import os
 data = b""
@@ -41,10 +37,15 @@ module.main({arguments!r})
 """
 
 
+def helper_source(module: str) -> str:
+    """The source of one of HELPER_MODULES."""
+    package, _, name = module.rpartition(".")
+    return resources.files(package).joinpath(f"{name}.py").read_text("utf-8")
+
+
 def helper_program(directory: str) -> bytes:
     """The program that serves `directory`, and creates it if it is missing; to be sent first."""
-    files = resources.files(_PACKAGE)
-    sources = [(f"{_PACKAGE}.{name}", files.joinpath(f"{name}.py").read_text("utf-8")) for name in _MODULES]
+    sources = [(name, helper_source(name)) for name in HELPER_MODULES]
     return _PROGRAM.format(sources=sources, arguments=[directory]).encode()
 
 

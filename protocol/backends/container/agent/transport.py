@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -36,16 +35,6 @@ _logger = logging.getLogger(__name__)
 
 _NOT_FOUND: Final = frozenset({126, 127})  # exit statuses of a command that could not be started
 _ROOT: Final = "0:0"
-
-
-@dataclass(frozen=True, slots=True)
-class _Hello:
-    """The helper's description: its user, whether the directory has ACLs, and the container's own user."""
-
-    uid: int
-    gid: int
-    acl: bool
-    user: tuple[int, int]
 
 
 class AgentTransport:
@@ -73,8 +62,8 @@ class AgentTransport:
 
         async def start_once() -> None:
             async with self._started(state.id) as link:
-                hello = await _hello(link)
-                self.supports_acl = hello.acl and _ids_of(hello).is_identity
+                ids, _, has_acls = await _hello(link)
+                self.supports_acl = has_acls and ids.is_identity
 
         try:
             trio.run(start_once)
@@ -87,13 +76,12 @@ class AgentTransport:
         self._serving = trio.CancelScope()
         link: AgentLink = await nursery.start(self._serve, state.id)
         self._link = link
-        hello = await _hello(link)
-        self._ids = _ids_of(hello)
+        self._ids, user, _ = await _hello(link)
         return AgentVolume(
             link,
             read_only=self._read_only,
             ids=self._ids,
-            user=hello.user,
+            user=user,
             supports_acl=self.supports_acl,
         )
 
@@ -157,17 +145,14 @@ class AgentTransport:
         )
 
 
-def _ids_of(hello: _Hello) -> IdMap:
-    ids = IdMap(swapped(hello.uid, os.geteuid()), swapped(hello.gid, os.getegid()))
-    return IDENTITY if os.geteuid() == 0 or ids.is_identity else ids
-
-
-async def _hello(link: AgentLink) -> _Hello:
+async def _hello(link: AgentLink) -> tuple[IdMap, tuple[int, int], bool]:
+    """The ids to show, the container's own user and group, and whether the directory has ACLs."""
     numbers, _ = await link.call(Op.HELLO)
     if len(numbers) != 6 or numbers[0] != VERSION or min(numbers) < 0:
         raise OSError(errno.EPROTO, f"the helper in the container is not compatible: {numbers}")
-    _, uid, gid, acl, user, group = numbers
-    return _Hello(uid, gid, bool(acl), (user, group))
+    _, uid, gid, has_acls, user, group = numbers
+    ids = IdMap(swapped(uid, os.geteuid()), swapped(gid, os.getegid()))
+    return IDENTITY if os.geteuid() == 0 or ids.is_identity else ids, (user, group), bool(has_acls)
 
 
 async def _status(stream: ExecStream) -> int:

@@ -1,8 +1,8 @@
 """AgentTree: the live state of a container's directory as a tree, read through a helper in bulk.
 
-One request lists thousands of entries, and the next is in flight while they are used.  A reader that reads a file
-during a walk will read the following ones too, so they are requested ahead, as many as _AHEAD_BYTES
-hold.  So a workspace of many small files costs few round trips.
+One request lists thousands of entries, and the next one is in flight while they are used.  A reader that reads a file
+during a walk will read the following ones too, so they are requested ahead, up to _AHEAD_BYTES.  So a workspace of many
+small files costs few round trips.
 
 The tree shows the state at the time of each read: a concurrent change is seen before or after it.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import stat
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -60,19 +60,16 @@ class AgentTree:
         self._ahead: OrderedDict[bytes, tuple[Pending, int]] = OrderedDict()
         self._ahead_bytes = 0
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
     def _call(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], most_bytes: int) -> Reply:
         async def call() -> Reply:
             return await self._link.call(op, numbers, strings, most_bytes=most_bytes)
 
         return trio.from_thread.run(call, trio_token=self._token)
 
-    def _post(self, requests: Mapping[bytes, tuple[int, tuple[int, ...], tuple[bytes, ...], int]]) -> list[Pending]:
+    def _post(self, *requests: tuple[int, tuple[int, ...], tuple[bytes, ...], int]) -> list[Pending]:
         def post() -> list[Pending]:
-            return [
-                self._link.post(op, numbers, strings, most_bytes=most)
-                for op, numbers, strings, most in requests.values()
-            ]
+            return [self._link.post(op, numbers, strings, most_bytes=most) for op, numbers, strings, most in requests]
 
         return trio.from_thread.run_sync(post, trio_token=self._token)
 
@@ -110,10 +107,10 @@ class AgentTree:
                 page = string_in(strings, CHUNK_BYTES).split(b"\0")[:-1]
                 _check_names(page, after)
                 if more and not page:
-                    raise WireError("more, and nothing")
+                    raise WireError("an empty page before the end")
                 room -= sum(map(len, page)) + _EACH_BYTES * len(page)
                 if room < 0:
-                    raise WireError(f"{path!r} has no end")
+                    raise WireError(f"too many entries in {path!r}")
             names += page
         return names
 
@@ -127,10 +124,10 @@ class AgentTree:
         finally:
             # Also if the walk is abandoned, in any thread, or after the link was lost.
             with suppress(OSError, RuntimeError):
-                self._post({b"": (Op.TREE_END, (walk,), (), 0)})
+                self._post((Op.TREE_END, (walk,), (), 0))
 
     def _walked(self, path: bytes, walk: int) -> Iterator[TreeEntry]:
-        request = {b"": (Op.TREE_NEXT, (walk, _PAGE_BYTES), (), _PAGE_BYTES + _ENTRY_BYTES)}
+        request = (Op.TREE_NEXT, (walk, _PAGE_BYTES), (), _PAGE_BYTES + _ENTRY_BYTES)
         order = _Order(path, self._most_listed_bytes)
         more = True
         (pending,) = self._post(request)
@@ -142,7 +139,7 @@ class AgentTree:
                 for entry in page:
                     order.check(entry)
                 if more and not page:
-                    raise WireError("more, and nothing")
+                    raise WireError("an empty page before the end")
             if more:
                 (pending,) = self._post(request)
             self._coming.update((entry.path, entry.size) for entry in page if entry.is_file and entry.size)
@@ -170,7 +167,7 @@ class AgentTree:
     def chunks(self, path: bytes, size: int = TREE_CHUNK_BYTES) -> Iterator[bytes]:
         offset = 0
         while True:
-            pending, wanted = self._asked(path) if not offset else self._ask(path, offset)
+            pending, wanted = self._start_of(path) if not offset else self._request(path, offset, CHUNK_BYTES)
             data = self._content(self._answer(pending), wanted)
             for at in range(0, len(data), size):
                 yield data[at : at + size]
@@ -178,36 +175,37 @@ class AgentTree:
             if len(data) < wanted:
                 return
 
-    def _ask(self, path: bytes, offset: int) -> tuple[Pending, int]:
-        (pending,) = self._post({path: (Op.TREE_READ, (offset, CHUNK_BYTES), (path,), CHUNK_BYTES)})
-        return pending, CHUNK_BYTES
+    def _request(self, path: bytes, offset: int, size: int) -> tuple[Pending, int]:
+        (pending,) = self._post((Op.TREE_READ, (offset, size), (path,), size))
+        return pending, size
 
-    def _asked(self, path: bytes) -> tuple[Pending, int]:
-        """The request for the start of a file; requests the files that follow it in the walk as well."""
+    def _start_of(self, path: bytes) -> tuple[Pending, int]:
+        """The request for the start of a file; also requests the files that follow it in the walk."""
         if path not in self._ahead:
             if path not in self._coming:
-                return self._ask(path, 0)
+                return self._request(path, 0, CHUNK_BYTES)
             # Drop the files before this one in the walk: they will not be read.
             self._ahead.clear()
             self._ahead_bytes = 0
             while next(iter(self._coming)) != path:
                 self._coming.popitem(last=False)
         if self._ahead_bytes < _AHEAD_BYTES // 2:
-            self._ask_ahead()
+            self._request_ahead()
         pending, wanted = self._ahead.pop(path)
         self._ahead_bytes -= wanted
         return pending, wanted
 
-    def _ask_ahead(self) -> None:
-        wanted: dict[bytes, int] = {}
+    def _request_ahead(self) -> None:
+        wanted: list[tuple[bytes, int]] = []
         total = self._ahead_bytes
         while self._coming and total < _AHEAD_BYTES and len(self._ahead) + len(wanted) < _AHEAD_FILES:
             path, size = self._coming.popitem(last=False)
             # One byte more than its size, to see whether it has grown.
-            wanted[path] = min(size + 1, CHUNK_BYTES)
-            total += wanted[path]
-        requests = {path: (Op.TREE_READ, (0, size), (path,), size) for path, size in wanted.items()}
-        for (path, size), pending in zip(wanted.items(), self._post(requests), strict=True):
+            size = min(size + 1, CHUNK_BYTES)
+            wanted.append((path, size))
+            total += size
+        posted = self._post(*((Op.TREE_READ, (0, size), (path,), size) for path, size in wanted))
+        for (path, size), pending in zip(wanted, posted, strict=True):
             self._ahead[path] = pending, size
         self._ahead_bytes = total
 
@@ -245,7 +243,7 @@ class _Order:
             size = _EACH_BYTES + len(name)
             self._room -= size
             if self._room < 0:
-                raise WireError(f"{above!r} has no end")
+                raise WireError(f"too many entries in {above!r}")
             self._inside[-1] = (above, name, taken + size)
         if stat.S_ISDIR(entry.mode):
             self._inside.append((entry.path, b"", 0))

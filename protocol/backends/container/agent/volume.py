@@ -110,7 +110,7 @@ class AgentVolume:
         self._change_count = 0  # grows at the start and at the end of each change
         self._changes_in_flight = 0
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
     def _checked(self, read: Callable[[], T]) -> T:
         """Parse a reply with `read`; an invalid one ends the link."""
         try:
@@ -141,7 +141,7 @@ class AgentVolume:
         with self._changed():
             seen = await self._seen(op, numbers, strings)
         if kind and seen.mode & TYPE_MASK != kind:
-            self._link.lose(f"it made {seen.mode:o} for {kind:o}")
+            self._link.lose(f"invalid reply: it made {seen.mode:o} for {kind:o}")
             raise os_error(errno.EIO)
         return seen
 
@@ -207,7 +207,7 @@ class AgentVolume:
     def _shown(self, inode: int, numbers: tuple[int, ...]) -> AgentAttributes:
         seen = self._checked(lambda: attributes_in(numbers, self._ids, root=inode == ROOT_INODE))
         if seen.inode != inode:
-            self._link.lose(f"it answers of inode {seen.inode} for {inode}")
+            self._link.lose(f"invalid reply: inode {seen.inode} for {inode}")
             raise os_error(errno.EIO)
         return seen
 
@@ -268,7 +268,7 @@ class AgentVolume:
         self._check_room(name)
         seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
         if seen.inode != inode:
-            self._link.lose(f"it links inode {seen.inode} for {inode}")
+            self._link.lose(f"invalid reply: a link of inode {seen.inode} for {inode}")
             raise os_error(errno.EIO)
         return seen
 

@@ -10,11 +10,9 @@ import errno
 import os
 import stat
 import threading
-import time
 from bisect import bisect_right
 
-from protocol.backends.container.helper.inode_table import AgentInode, AgentInodeTable, Handle
-from protocol.backends.container.helper.syscalls import born_ns_of, copy_range, fallocate, os_error, renameat2
+from protocol.backends.container.helper.inode_table import AgentInode, AgentInodeTable
 from protocol.backends.container.helper.wire import (
     ENTRY,
     FORGET,
@@ -32,6 +30,16 @@ from protocol.backends.container.helper.wire import (
     Operation,
     Reply,
 )
+from protocol.linux.portable import (
+    Handle,
+    birth_ns,
+    copy_range,
+    fallocate,
+    kill_privileges,
+    os_error,
+    renameat2,
+    set_times,
+)
 
 _SCANS_KEPT = 256
 _FIRST_COOKIE = 3  # 1 and 2 are the dots
@@ -39,7 +47,6 @@ _O_CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _SET_ID_BITS = 0o6000
 _NOT_MAPPED = (errno.EINVAL, errno.EPERM)
-_NOW_NS = 1000000000
 _MOST_COUNT = 1 << 62
 _ACL_ACCESS = "system.posix_acl_access"
 _RENAME_EXCHANGE = 2
@@ -155,15 +162,14 @@ class Files:
         if bits & (SET_UID | SET_GID) or _is_touch(bits, handle):
             _chown(path, uid if bits & SET_UID else -1, gid if bits & SET_GID else -1)
         if bits & KILL_PRIVILEGES and node.kind != stat.S_IFDIR:
-            _kill_privileges(path, handle.fd)
+            kill_privileges(handle.fd)
         if bits & SET_MODE:
             os.chmod(path, mode & 0o7777)
             if mode & 0o111:
                 with self.table.lock:
                     self._stop_writing(node)
         if bits & (SET_ATIME | SET_MTIME):
-            _set_times(
-                path,
+            set_times(
                 handle.fd,
                 atime_s * SECOND_NS + atime_ns if bits & SET_ATIME else None,
                 mtime_s * SECOND_NS + mtime_ns if bits & SET_MTIME else None,
@@ -186,7 +192,7 @@ class Files:
     def _shown(self, node: AgentInode) -> "tuple[int, ...]":
         """The attributes of a node, including its birth time."""
         handle = self._any_handle(node)
-        return _attributes(node, os.fstat(handle.fd), born_ns_of(handle.fd))
+        return _attributes(node, os.fstat(handle.fd), birth_ns(handle.fd))
 
     def _any_handle(self, node: AgentInode) -> Handle:
         """A descriptor of a node that is good for fstat(2)."""
@@ -418,25 +424,29 @@ class Files:
 
     # -- content -------------------------------------------------------------------------------
     def _file(self, number: int, write: bool = False) -> Handle:
+        """A descriptor of a file's content.  The caller keeps the Handle until it has used the descriptor."""
         with self.table.lock:
             return self.table.file(self.table.node(number), write)
 
     def read(self, number: int, offset: int, size: int) -> Reply:
-        return (), (os.pread(self._file(number).fd, size, offset),)
+        handle = self._file(number)
+        return (), (os.pread(handle.fd, size, offset),)
 
     def write(self, number: int, offset: int, kill: int, data: bytes) -> Reply:
         handle = self._file(number, write=True)
         written = os.pwrite(handle.fd, data, offset)
         if kill:
-            _kill_privileges(handle.path, handle.fd)
+            kill_privileges(handle.fd)
         return (written,), ()
 
     def fallocate(self, number: int, mode: int, offset: int, length: int) -> Reply:
-        fallocate(self._file(number, write=True).fd, mode, offset, length)
+        handle = self._file(number, write=True)
+        fallocate(handle.fd, mode, offset, length)
         return _NOTHING
 
     def seek(self, number: int, offset: int, whence: int) -> Reply:
-        return (os.lseek(self._file(number).fd, offset, whence),), ()
+        handle = self._file(number)
+        return (os.lseek(handle.fd, offset, whence),), ()
 
     def copy(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Reply:
         new, old = self._file(target, write=True), self._file(source)
@@ -462,22 +472,27 @@ class Files:
         return tuple(min(count, _MOST_COUNT) for count in counts), ()  # 2**64 - 1 may stand for "unlimited"
 
     def _path(self, number: int) -> Handle:
+        """A descriptor of an inode.  The caller keeps the Handle until it has used its path."""
         with self.table.lock:
             return self.table.handle(self.table.node(number))
 
     def getxattr(self, number: int, name: bytes) -> Reply:
-        return (), (os.getxattr(self._path(number).path, name),)
+        handle = self._path(number)
+        return (), (os.getxattr(handle.path, name),)
 
     def setxattr(self, number: int, flags: int, name: bytes, value: bytes) -> Reply:
-        os.setxattr(self._path(number).path, name, value, flags)
+        handle = self._path(number)
+        os.setxattr(handle.path, name, value, flags)
         return _NOTHING
 
     def listxattr(self, number: int) -> Reply:
-        names = os.listxattr(self._path(number).path)
+        handle = self._path(number)
+        names = os.listxattr(handle.path)
         return (), (b"".join(os.fsencode(name) + b"\0" for name in names),)
 
     def removexattr(self, number: int, name: bytes) -> Reply:
-        os.removexattr(self._path(number).path, name)
+        handle = self._path(number)
+        os.removexattr(handle.path, name)
         return _NOTHING
 
 
@@ -521,27 +536,3 @@ def _is_touch(bits: int, handle: Handle) -> bool:
     if bits & ~(SET_CTIME | KILL_PRIVILEGES):
         return False
     return bool(bits & KILL_PRIVILEGES) or not os.fstat(handle.fd).st_mode & _SET_ID_BITS
-
-
-def _kill_privileges(path: bytes, descriptor: int) -> None:
-    """Clear suid, and sgid if the file is group-executable (otherwise the bit is not sgid): fs/attr.c."""
-    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    kept = mode & ~stat.S_ISUID
-    if mode & stat.S_IXGRP:
-        kept &= ~stat.S_ISGID
-    if kept != mode:
-        os.chmod(path, kept)
-
-
-def _set_times(path: bytes, descriptor: int, atime_ns: "int | None", mtime_ns: "int | None") -> None:
-    seen = os.fstat(descriptor)
-    atime_ns = seen.st_atime_ns if atime_ns is None else atime_ns
-    mtime_ns = seen.st_mtime_ns if mtime_ns is None else mtime_ns
-    try:
-        os.utime(path, ns=(atime_ns, mtime_ns))
-    except PermissionError:
-        # A user who may write to another user's file may only set its times to now.
-        now = int(time.time() * SECOND_NS)
-        if abs(now - atime_ns) > _NOW_NS or abs(now - mtime_ns) > _NOW_NS:
-            raise
-        os.utime(path)

@@ -7,7 +7,7 @@ is free, so that the number is the same in the next helper.
 Every access to an inode uses a descriptor, opened from the parent's descriptor by one name, never through a symlink,
 and checked to be that inode.  A bounded number of descriptors stays open.  The descriptor of a node whose last name was
 removed stays open as well (`pinned`), because no path leads to the inode.  A descriptor is closed when the last
-reference to its Handle goes, so a thread can use one while another thread evicts it.
+reference to its `Handle` goes, so a thread can use one while another thread evicts it.
 
 Threading: every method is called with `lock` held; slow operations do not hold it.
 """
@@ -19,12 +19,9 @@ import stat
 import threading
 from collections import OrderedDict
 
-from protocol.backends.container.helper.syscalls import os_error
+from protocol.linux.portable import Handle, InodeNumbers, os_error
 
 ROOT = 1
-_FURTHER_DEVICES = 1 << 56
-_DEVICE_BITS = 48
-_FIRST_SPARE = 1 << 61
 _FEWEST = 16
 _MOST = 8192
 _SPARE_DESCRIPTORS = 64
@@ -34,23 +31,6 @@ _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _O_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # The file may be a fifo or a device by now: opening must not block or take a controlling terminal.
 _O_CAREFUL = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-
-
-class Handle:
-    """A descriptor that is closed with the last reference to this object."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-    @property
-    def path(self) -> bytes:
-        """A path of this inode, for calls that take no descriptor, or no O_PATH descriptor."""
-        return b"/proc/self/fd/%d" % self.fd
 
 
 class AgentInode:
@@ -91,8 +71,7 @@ class AgentInodeTable:
         self._by_key = {self.root.key: self.root}
         self._open: "OrderedDict[AgentInode, None]" = OrderedDict()
         self._idle: "OrderedDict[AgentInode, None]" = OrderedDict()
-        self._devices: "list[int]" = []
-        self._next_spare = _FIRST_SPARE
+        self._numbers = InodeNumbers(seen.st_dev)
         self._most = most or _room()
 
     def node(self, number: int) -> AgentInode:
@@ -118,7 +97,7 @@ class AgentInodeTable:
             self.lose(node)  # the inode number of a removed file was reused
             node = None
         if node is None:
-            node = AgentInode(self._free_number(key), key, kind)
+            node = AgentInode(self._numbers.free(key, self.by_number), key, kind)
             self.by_number[node.number] = self._by_key[key] = node
         if parent is not None and node is not self.root:
             self.place(node, parent, name)
@@ -183,22 +162,7 @@ class AgentInodeTable:
     def number_of(self, seen: "os.stat_result") -> int:
         """The number that an inode has or would get."""
         node = self.at(seen)
-        return node.number if node is not None else self._usual_number((seen.st_dev, seen.st_ino))
-
-    def _usual_number(self, key: "tuple[int, int]") -> int:
-        device, inode = key
-        if device == self.root.key[0] and ROOT < inode < _FURTHER_DEVICES:
-            return inode
-        if device not in self._devices:
-            self._devices.append(device)
-        return _FURTHER_DEVICES + (self._devices.index(device) << _DEVICE_BITS) + inode % (1 << _DEVICE_BITS)
-
-    def _free_number(self, key: "tuple[int, int]") -> int:
-        number = self._usual_number(key)
-        if number in self.by_number:
-            number = self._next_spare
-            self._next_spare += 1
-        return number
+        return node.number if node is not None else self._numbers.usual((seen.st_dev, seen.st_ino))
 
     # -- descriptors ---------------------------------------------------------------------------
     def directory(self, node: AgentInode) -> Handle:

@@ -24,7 +24,6 @@ from protocol.backends.container.helper.wire import (
     SLOW,
     Op,
     Operation,
-    Reply,
     WireError,
     pack,
     unpack,
@@ -48,7 +47,6 @@ class Server:
         self._operations: "dict[int, Operation]" = {
             **files.operations,
             **Trees(files).operations,
-            Op.PING: _pong,
         }
         self._source = source
         self._target = target
@@ -166,10 +164,6 @@ class Server:
                     view = view[os.write(self._target, view) :]
                 except OSError:
                     os._exit(0)  # the other end is closed
-
-
-def _pong() -> Reply:
-    return (), ()
 
 
 def make_directories(path: bytes) -> None:

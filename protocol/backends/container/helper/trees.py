@@ -10,9 +10,8 @@ import threading
 from collections import OrderedDict
 
 from protocol.backends.container.helper.files import Files
-from protocol.backends.container.helper.inode_table import Handle
-from protocol.backends.container.helper.syscalls import os_error
 from protocol.backends.container.helper.wire import CHUNK_BYTES, SECOND_NS, TREE_ENTRY, XATTR, Op, Operation, Reply
+from protocol.linux.portable import Handle, os_error
 
 _WALKS_KEPT = 16
 _O_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC

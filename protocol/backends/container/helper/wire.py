@@ -75,7 +75,6 @@ class Op:
     TREE_WALK = 30  # ; path -> walk
     TREE_NEXT = 31  # walk, most bytes -> whether there is more; TREE_ENTRY...
     TREE_END = 32  # walk
-    PING = 33
 
 
 # Operations that wait for a disk or move much data: another thread serves the next request at once.

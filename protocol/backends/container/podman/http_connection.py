@@ -130,9 +130,8 @@ def _refusal(status: int, data: bytes) -> OSError:
 
 async def connect(service: PodmanService) -> PodmanConnection:
     """Connect to `service`.  OSError that says what to do."""
-    wanted = (
-        threading.Lock()
-    )  # held by the first of two: the thread that made the socket, and the caller if it was cancelled
+    # Held by the first of two: the thread that made the socket, and the caller if it was cancelled.
+    wanted = threading.Lock()
     made: list[socket.socket] = []
 
     def make() -> None:

@@ -69,13 +69,12 @@ def remove_orphans(service: PodmanService) -> list[str]:
 
 def _is_orphan(state: ContainerState, *, is_local: bool) -> bool:
     """Whether the daemon that made the container is certainly dead."""
-    boot, _, namespace = state.labels.get(_BOOT_LABEL, "").partition(":")
-    if not namespace or namespace != _pid_namespace():
-        return False
-    if boot != _boot_id():
-        return is_local and namespace == _INITIAL_PID_NAMESPACE and not state.running
-    pid, _, started = state.labels.get(_DAEMON_LABEL, "").partition(":")
-    return pid.isdigit() and _start_ticks(int(pid)) != started
+    boot = state.labels.get(_BOOT_LABEL, "")
+    if boot == _boot():
+        return has_died(f"{boot} {state.labels.get(_DAEMON_LABEL, '')}")
+    namespace = boot.partition(":")[2]
+    is_earlier_boot = namespace == _pid_namespace() == _INITIAL_PID_NAMESPACE
+    return is_local and is_earlier_boot and not state.running
 
 
 def this_daemon() -> str:
@@ -92,12 +91,8 @@ def has_died(daemon: str) -> bool:
 
 
 def _labels(workspace: str) -> dict[str, str]:
-    return {
-        WORKSPACE_LABEL: workspace,
-        _MACHINE_LABEL: _machine(),
-        _BOOT_LABEL: _boot(),
-        _DAEMON_LABEL: f"{os.getpid()}:{_start_ticks(os.getpid())}",
-    }
+    boot, _, daemon = this_daemon().rpartition(" ")
+    return {WORKSPACE_LABEL: workspace, _MACHINE_LABEL: _machine(), _BOOT_LABEL: boot, _DAEMON_LABEL: daemon}
 
 
 def _machine() -> str:
@@ -107,11 +102,7 @@ def _machine() -> str:
 
 def _boot() -> str:
     """The scope of process ids: this boot, and this pid namespace."""
-    return f"{_boot_id()}:{_pid_namespace()}"
-
-
-def _boot_id() -> str:
-    return _read("/proc/sys/kernel/random/boot_id")
+    return f"{_read('/proc/sys/kernel/random/boot_id')}:{_pid_namespace()}"
 
 
 def _pid_namespace() -> str:

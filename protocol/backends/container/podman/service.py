@@ -60,12 +60,6 @@ class PodmanService:
                 self._tunnel.close()
                 self._tunnel = None
 
-    def __enter__(self) -> PodmanService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- the connection ------------------------------------------------------------------------
     @property
     def is_local(self) -> bool:

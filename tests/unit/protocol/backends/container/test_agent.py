@@ -170,7 +170,7 @@ def test_what_begins_like_no_helper_is_none() -> None:
     async def main() -> None:
         for begins in (b"HTTP/1.1 400 Bad Request\r\n", b"vfsd-helper 9\n"):
             helper = Scripted(always(lambda number: pack(number, 0)), begins)
-            with pytest.raises(OSError, match="no helper"):
+            with pytest.raises(OSError, match="not a helper"):
                 async with linked(helper):
                     pass
             assert helper.closed
@@ -213,7 +213,7 @@ def test_gigabytes_of_anything_are_not_kept() -> None:
             for _ in range(2000):
                 helper.say(noise, STDERR)
                 await trio.testing.wait_all_tasks_blocked()
-            assert len(link_of(volume).said) <= 2000
+            assert len(link_of(volume).stderr) <= 2000
             helper.say(HEADER.pack(2**31, 1, 0))
             for _ in range(2000):
                 try:
@@ -454,6 +454,16 @@ def test_the_user_of_vfsd_and_the_containers_root_are_swapped(tmp_path: Path) ->
         listed = {entry.path: (entry.uid, entry.gid) for entry in agent.tree(ids).walk()}
         assert listed[b"made"] == (0, 7)
         assert listed[b"of root"] == (1000, 100)
+
+
+def test_an_executable_takes_space_and_is_written_though_no_descriptor_stays_open(tmp_path: Path) -> None:
+    with local_agent(str(tmp_path)) as agent:
+        made = agent.mknod(1, b"program", 0o100755, 0, Caller(os.geteuid(), os.getegid()))
+
+        agent.fallocate(made.inode, 0, 0, 10_000)
+        assert agent.write(made.inode, 0, b"#!/bin/sh\n") == 10
+
+        assert (tmp_path / "program").read_bytes() == b"#!/bin/sh\n" + bytes(9_990)
 
 
 # A read of the file "slow" waits until there is a file "go".

@@ -54,7 +54,7 @@ class Awaited:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._volume, name)
-        if name in {"forget", "check_invariants"}:
+        if name in {"capabilities", "forget", "check_invariants"}:
             return method
 
         async def answer(*args: Any, **options: Any) -> Any:
