@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["BLOCK_CHARGE_BYTES", "PAGE_BYTES", "Block", "SparseBlock", "block_bytes"]
+__all__ = ["BLOCK_CHARGE_BYTES", "PAGE_BYTES", "Block", "SparseBlock", "block_bytes", "page_bits", "page_up"]
 
 PAGE_BYTES: Final = 4096
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 BLOCK_CHARGE_BYTES: Final = 192  # of any dense block: the object and its entry in a dict
 _SPARSE_CHARGE_BYTES: Final = 512
 _PAGE_CHARGE_BYTES: Final = PAGE_BYTES + 192
+
+
+def page_up(offset: int) -> int:
+    """Return the number of pages that hold the bytes before `offset`."""
+    return (offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
+
+
+def page_bits(first: int, after: int) -> int:
+    """Return a mask with a bit for each page from `first` to `after` - 1."""
+    return ((1 << after) - (1 << first)) if after > first else 0
 
 
 class SparseBlock:
@@ -33,7 +43,7 @@ class SparseBlock:
         """Return a copy of `block` without the pages whose bits are set in `holes`."""
         pages = {
             page: bytes(block[page << _PAGE_SHIFT : (page + 1) << _PAGE_SHIFT])
-            for page in range((len(block) + PAGE_BYTES - 1) >> _PAGE_SHIFT)
+            for page in range(page_up(len(block)))
             if not holes >> page & 1
         }
         return cls(len(block), pages)
@@ -52,7 +62,7 @@ class SparseBlock:
         return b"".join(pieces)
 
     def write(self, start: int, data: Buffer) -> None:
-        """Write `data` at `start`; the pages that it touches are no holes any more."""
+        """Write `data` at `start`; the pages that it touches are not holes any more."""
         done, length = 0, len(data)
         view = memoryview(data)
         while done < length:

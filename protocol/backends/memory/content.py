@@ -19,11 +19,19 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.blocks import BLOCK_CHARGE_BYTES, PAGE_BYTES, Block, SparseBlock, block_bytes
+from protocol.backends.memory.blocks import (
+    BLOCK_CHARGE_BYTES,
+    PAGE_BYTES,
+    Block,
+    SparseBlock,
+    block_bytes,
+    page_bits,
+    page_up,
+)
 from protocol.backends.memory.ledger import Ledger
 from protocol.backends.memory.reservations import Reserved, joined, overlap, within, without
 from protocol.errors import os_error
@@ -45,15 +53,6 @@ Range = tuple[int, int]  # first page, page after the last
 # The charge of a page promised by fallocate: the most that writing it allocates.
 _RESERVED_PAGE_BYTES: Final = PAGE_BYTES + 768
 _NONE_OWNED: Final[frozenset[int]] = frozenset()  # one object for all: most versions never write a block
-
-
-def _page_up(offset: int) -> int:
-    return (offset + PAGE_BYTES - 1) >> _PAGE_SHIFT
-
-
-def _bits(first: int, after: int) -> int:
-    """Return a mask with bits `first` to `after`-1 set."""
-    return ((1 << after) - (1 << first)) if after > first else 0
 
 
 def _same_bytes(a: Block, b: Block) -> bool:
@@ -111,6 +110,25 @@ class Content:
         twin.holes = self.holes.copy() if self.holes else None
         twin.reserved = self.reserved
         twin.pages = self.pages
+
+    @classmethod
+    def of_chunks(
+        cls, ledger: Ledger, chunks: Iterable[bytes], check: Callable[[int, int], None]
+    ) -> tuple[Content, int]:
+        """Return content with the bytes of `chunks`, and their number; chunks of zeros become holes.
+
+        `check` is called before each write with the pages that the content then has, and the bytes of memory needed.
+        """
+        content = cls(ledger)
+        offset = 0
+        for chunk in chunks:
+            if chunk.count(0) < len(chunk):
+                growth = content.growth(offset, len(chunk))
+                needed = content.allocated + len(chunk) + (len(chunk) >> 3) + 2 * BLOCK_BYTES
+                check(content.pages + growth, needed)
+                content.write(offset, chunk, growth)
+            offset += len(chunk)
+        return content, offset
 
     # -- memory ledger -----------------------------------------------------------------------
     @property
@@ -216,7 +234,7 @@ class Content:
     def _block_ranges(self, index: int) -> Iterator[Range]:
         """Yield the runs of written pages in block `index`."""
         base = index * _PAGES_PER_BLOCK
-        count = _page_up(len(self.blocks[index]))
+        count = page_up(len(self.blocks[index]))
         holes = self.holes.get(index, 0) if self.holes else 0
         if not holes:
             yield base, base + count
@@ -240,18 +258,18 @@ class Content:
         for index in range(offset >> _BLOCK_SHIFT, ((end - 1) >> _BLOCK_SHIFT) + 1):
             base = index << _BLOCK_SHIFT
             first = max(0, offset - base) >> _PAGE_SHIFT
-            after = _page_up(min(BLOCK_BYTES, end - base))
+            after = page_up(min(BLOCK_BYTES, end - base))
             block = self.blocks.get(index)
             if block is None:
                 new += after - first
                 continue
-            present = _page_up(len(block))
+            present = page_up(len(block))
             if after > present:
                 new += after - max(first, present)
             if self.holes and index in self.holes:
-                new += (self.holes[index] & _bits(first, after)).bit_count()
+                new += (self.holes[index] & page_bits(first, after)).bit_count()
         if self.reserved:
-            new -= overlap(self.reserved, offset >> _PAGE_SHIFT, _page_up(end))
+            new -= overlap(self.reserved, offset >> _PAGE_SHIFT, page_up(end))
         return new
 
     def write(self, offset: int, data: Buffer, growth: int) -> None:
@@ -270,7 +288,7 @@ class Content:
                 done += part
         self.pages += growth
         if self.reserved:
-            self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, _page_up(offset + length))
+            self.reserved = without(self.reserved, offset >> _PAGE_SHIFT, page_up(offset + length))
 
     def recount(self, first: int, after: int) -> None:
         """Recount the pages after a write to pages `first` to `after` that ended with MemoryError."""
@@ -337,7 +355,7 @@ class Content:
                 sparse = SparseBlock(0, {})
                 sparse.write(start, data)
                 self._replace_block(index, sparse)
-                self._add_holes(index, _bits(0, start >> _PAGE_SHIFT))
+                self._add_holes(index, page_bits(0, start >> _PAGE_SHIFT))
             return
         if start == 0 and end >= len(block):
             self._replace_block(index, bytes(data))
@@ -346,7 +364,7 @@ class Content:
             return
         mutable = self._writable_block(index)
         if start > len(mutable):
-            bits = _bits(_page_up(len(mutable)), start >> _PAGE_SHIFT)
+            bits = page_bits(page_up(len(mutable)), start >> _PAGE_SHIFT)
             if bits and not isinstance(mutable, SparseBlock):
                 mutable = SparseBlock.of(mutable, 0)
                 self._replace_block(index, mutable)
@@ -362,7 +380,7 @@ class Content:
         finally:  # MemoryError can occur between two pages
             self.allocated += block_bytes(mutable) - before
         if self.holes and index in self.holes:
-            self._clear_holes(index, _bits(start >> _PAGE_SHIFT, _page_up(end)))
+            self._clear_holes(index, page_bits(start >> _PAGE_SHIFT, page_up(end)))
 
     def _replace_block(self, index: int, block: Block) -> None:
         old = self.blocks.get(index)
@@ -422,8 +440,8 @@ class Content:
             if block is not None and len(block) > start:
                 self._cut_block(last, start)
         if self.reserved:
-            after = max(_page_up(size), *(each.after for each in self.reserved))
-            self._unreserve(_page_up(size), after)
+            after = max(page_up(size), *(each.after for each in self.reserved))
+            self._unreserve(page_up(size), after)
 
     def _drop_block(self, index: int) -> None:
         self.pages -= self._block_pages(index)
@@ -438,7 +456,7 @@ class Content:
 
     def _block_pages(self, index: int) -> int:
         holes = self.holes.get(index, 0) if self.holes else 0
-        return _page_up(len(self.blocks[index])) - holes.bit_count()
+        return page_up(len(self.blocks[index])) - holes.bit_count()
 
     def _cut_block(self, index: int, length: int) -> None:
         """Shorten block `index` to `length` bytes; drop it if no written page is left."""
@@ -449,7 +467,7 @@ class Content:
             after = len(short.pages)
             if after:
                 self._replace_block(index, short)
-                self._clear_holes(index, ~_bits(0, _page_up(length)))
+                self._clear_holes(index, ~page_bits(0, page_up(length)))
             else:
                 self._remove_block(index)
         else:
@@ -465,20 +483,20 @@ class Content:
             base = index << _BLOCK_SHIFT
             self._punch_block(index, max(0, offset - base), end - base)
         if self.reserved:
-            self._unreserve(_page_up(offset), end >> _PAGE_SHIFT)
+            self._unreserve(page_up(offset), end >> _PAGE_SHIFT)
 
     def _punch_block(self, index: int, start: int, end: int) -> None:
         """Punch from `start` to `end`, both relative to the block; `end` may lie beyond it."""
         length = len(self.blocks[index])
         if start >= length:
             return
-        reaches_end = end >= _page_up(length) << _PAGE_SHIFT
+        reaches_end = end >= page_up(length) << _PAGE_SHIFT
         if reaches_end and start == 0:
             self._drop_block(index)
             return
         before = self._block_pages(index)
         stop = min(length, end)
-        first = _page_up(start)
+        first = page_up(start)
         if reaches_end and first << _PAGE_SHIFT < length:  # a shorter block instead of holes at its end
             if start & PAGE_BYTES - 1:
                 self._zero(index, start, first << _PAGE_SHIFT)
@@ -490,8 +508,8 @@ class Content:
         if first <= last and last << _PAGE_SHIFT < stop:
             self._zero(index, max(start, last << _PAGE_SHIFT), stop)
         if last > first:
-            holes = (self.holes.get(index, 0) if self.holes else 0) | _bits(first, last)
-            if holes.bit_count() == _page_up(length):
+            holes = (self.holes.get(index, 0) if self.holes else 0) | page_bits(first, last)
+            if holes.bit_count() == page_up(length):
                 self._remove_block(index)
                 self.pages -= before
                 return
@@ -513,7 +531,7 @@ class Content:
 
     def reservation(self, offset: int, length: int) -> int:
         """Return how many pages `reserve` would add."""
-        first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
+        first, after = offset >> _PAGE_SHIFT, page_up(offset + length)
         written = sum(
             max(0, min(after, end) - max(first, start)) for start, end in self._data_ranges(first) if start < after
         )
@@ -521,7 +539,7 @@ class Content:
 
     def reserve(self, offset: int, length: int) -> None:
         """Count missing pages as used, so that writing them cannot fail; fill those that were reserved before."""
-        first, after = offset >> _PAGE_SHIFT, _page_up(offset + length)
+        first, after = offset >> _PAGE_SHIFT, page_up(offset + length)
         added = self.reservation(offset, length)
         again = [each._replace(is_data=True) for each in within(self.reserved, first, after)]
         written = takewhile(lambda each: each[0] < after, self._data_ranges(first))
@@ -550,7 +568,7 @@ class Content:
                 assert len(block.pages) == self._block_pages(index), "pages that are holes"
         for index, bits in (self.holes or {}).items():
             assert bits, "a key without holes"
-            assert bits >> _page_up(len(self.blocks[index])) == 0, "holes beyond the block"
+            assert bits >> page_up(len(self.blocks[index])) == 0, "holes beyond the block"
             for bit in range(_PAGES_PER_BLOCK):
                 if bits >> bit & 1:
                     page = self.blocks[index][bit << _PAGE_SHIFT : (bit + 1) << _PAGE_SHIFT]
@@ -570,6 +588,4 @@ class Content:
             return
         assert self.ledger is not None
         for index, block in self.blocks.items():
-            assert index in self.owned or id(block) in self.ledger.shared, (
-                "a shared block that the ledger does not know"
-            )
+            assert index in self.owned or id(block) in self.ledger.shared, "a shared block without a record"

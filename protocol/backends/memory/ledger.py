@@ -247,15 +247,11 @@ class Ledger:
     # -- live inodes -----------------------------------------------------------------------------
     def enter(self, inode: Inode) -> None:
         """Charge a live inode that was just cloned from a version; the version still holds the shared objects."""
-        self.metadata += metadata_bytes(inode)
-        content = inode.content
-        if content is not None:
-            self.content += content.charge
-            self.kept -= content.allocated
+        self.enter_new(inode)
+        if inode.content is not None:
+            self.kept -= inode.content.allocated
         if inode.xattrs is not None:
-            charge = xattrs_bytes(inode.xattrs)
-            self.metadata += charge
-            self.kept -= charge
+            self.kept -= xattrs_bytes(inode.xattrs)
 
     def enter_new(self, inode: Inode) -> None:
         """Charge a live inode that shares no object."""

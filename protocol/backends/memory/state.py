@@ -281,7 +281,7 @@ class MemoryState:
             self.ledger.leave(orphan)
         self.revived.clear()
 
-    def bury_again(self, orphan: Inode) -> None:
+    def undo_revive(self, orphan: Inode) -> None:
         """Undo `revive`: an inode that lost its links again gets its earlier version back."""
         live = self.inodes[orphan.inode]
         assert live.nlink == 0

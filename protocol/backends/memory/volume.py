@@ -43,7 +43,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 class MemoryVolume:
-    """A volume in memory, with snapshots.  Implements `protocol.volume.SnapshotableVolume`.
+    """A volume in memory.  Implements `PreparingVolume` and `CheckableVolume` of `protocol.volume`; see their methods.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;
     `max_inodes` bounds the live inodes, the root included; `max_memory` bounds content, metadata and snapshots
@@ -142,7 +142,6 @@ class MemoryVolume:
         self._state.read_only = value
 
     def usage(self) -> VolumeUsage:
-        """See `protocol.volume.SnapshotableVolume`."""
         state, limits, ledger = self._state, self._limits, self._state.ledger
         reserve = RESERVE_BYTES * len(state.inodes)
         return VolumeUsage(
@@ -160,7 +159,6 @@ class MemoryVolume:
         )
 
     def has_lookups(self, inode: int) -> bool:
-        """See `protocol.volume.SnapshotableVolume`."""
         found = self._state.inodes.get(inode)
         return found is not None and found.lookups > 0
 
@@ -189,7 +187,6 @@ class MemoryVolume:
 
     # -- memory lent to an import ----------------------------------------------------------------
     def new_stage(self) -> MemoryVolume:
-        """See `protocol.volume.StagingVolume`."""
         stage = MemoryVolume(self._limits.max_bytes, self._limits.max_inodes)
         stage._state.ledger.borrow_from(self._state.ledger)
         return stage
@@ -216,7 +213,6 @@ class MemoryVolume:
 
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:
-        """See `protocol.volume.Volume`, also for the following methods."""
         inode = self.find(parent, name)
         if inode is None:
             raise not_found(name)

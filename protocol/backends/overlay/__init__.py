@@ -1,4 +1,4 @@
-"""The overlay backend: a directory below, which is only read, and what was changed, above it in memory."""
+"""The overlay backend: a lower directory, which is only read, and changes to it, which are held in memory."""
 
 from protocol.backends.overlay.volume import OverlayVolume
 

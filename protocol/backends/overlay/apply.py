@@ -58,7 +58,10 @@ _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 @dataclass(slots=True)
 class Applied:
-    """The changes to write, the conflicts (without `force` nothing is written then), and what the run left below."""
+    """A `protocol.volume.ApplyResult`: the changes to write, the conflicts, and what the run left below.
+
+    With conflicts and without `force` nothing is written.
+    """
 
     changes: list[Change] = field(default_factory=list)
     conflicts: list[ApplyConflict] = field(default_factory=list)
@@ -69,7 +72,6 @@ class Applied:
 
     @property
     def recovery(self) -> str | None:
-        """See `protocol.volume.ApplyResult`."""
         return None if self.recovered is None else str(self.recovered)
 
 
@@ -128,7 +130,6 @@ class OverlayApply:
         return result
 
     def finish(self, result: Applied) -> None:
-        """See `protocol.volume.ApplyRun`."""
         self._volume.applied(self._live, result)
         if not (self._paths or result.error):
             self._volume.mark_saved(self._live)

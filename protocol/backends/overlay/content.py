@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.blocks import SparseBlock
+from protocol.backends.memory.blocks import SparseBlock, page_bits, page_up
 from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
 from protocol.backends.overlay.lower import ChangedBelowError
 
@@ -32,12 +32,8 @@ __all__ = ["LowerContent"]
 _SECTOR_BYTES: Final = 512
 _COUNTED_BLOCKS: Final = 64  # with more changed blocks the visible size of the lower file is estimated
 _MASK_BYTES: Final = 96  # an integer in a set
-_NOTHING: Final[frozenset[int]] = frozenset()
+_NO_MASK: Final[frozenset[int]] = frozenset()
 _Staged = tuple[bytearray, int]  # a block, and the bits of its pages that are holes
-
-
-def _page_up(offset: int) -> int:
-    return -(-offset // PAGE_BYTES)
 
 
 def _filled_blocks(lower: LowerFile, start: int, end: int) -> Iterator[int]:
@@ -50,7 +46,7 @@ def _filled_blocks(lower: LowerFile, start: int, end: int) -> Iterator[int]:
 
 
 class LowerContent(Content):
-    """Sparse content over a lower file.  Offsets and sizes in bytes."""
+    """Sparse content over a lower file.  See `Content` for the methods; reading may raise ChangedBelowError."""
 
     __slots__ = ("_staged", "limit", "lower", "masked")
 
@@ -58,11 +54,10 @@ class LowerContent(Content):
         super().__init__(ledger)
         self.lower = lower
         self.limit = lower.size
-        self.masked = _NOTHING
+        self.masked = _NO_MASK
         self._staged: dict[int, _Staged] = {}
 
     def share(self) -> LowerContent:
-        """See `Content.share`."""
         twin = LowerContent(self.lower)
         twin.limit = self.limit
         twin.masked = self.masked
@@ -71,17 +66,16 @@ class LowerContent(Content):
 
     @property
     def charge(self) -> int:
-        """See `Content.charge`; with the masks."""
         return super().charge + _MASK_BYTES * len(self.masked)
 
     @property
     def is_pristine(self) -> bool:
-        """Whether exactly the lower file is shown."""
+        """Whether the content is exactly that of the lower file."""
         return not self.blocks and not self.masked and self.limit == self.lower.size and not self.reserved
 
     @property
     def sectors(self) -> int:
-        """Units of 512 bytes: of the pages in memory, and of the share of the lower file that is still visible."""
+        """Units of 512 bytes: the pages in memory, and the part of the lower file that is still visible."""
         above = self.pages * (PAGE_BYTES // _SECTOR_BYTES)
         count = -(-self.limit // BLOCK_BYTES)
         if not count:
@@ -103,7 +97,7 @@ class LowerContent(Content):
         return pages + sum(b - a for a, b in self._below_ranges(at * BLOCK_BYTES, self.limit))
 
     def same_as(self, other: Content) -> bool:
-        """See `Content.same_as`.  Reads below only where one side is from there and the other not."""
+        """See `Content.same_as`.  Reads only blocks that one side reads from the lower file and the other does not."""
         indices = self.blocks.keys() | other.blocks.keys() | self.masked
         if isinstance(other, LowerContent) and other.lower is self.lower:
             indices = indices | other.masked
@@ -123,15 +117,14 @@ class LowerContent(Content):
             for index in indices
         )
 
-    # -- what is seen of below -----------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------
     def _visible(self, index: int) -> int:
-        """The number of bytes of block `index` that are read from the lower file."""
+        """Return how many bytes of block `index` are read from the lower file."""
         if index in self.blocks or index in self.masked:
             return 0
         return max(0, min(BLOCK_BYTES, self.limit - index * BLOCK_BYTES))
 
     def read(self, offset: int, size: int) -> bytes | bytearray:
-        """See `Content.read`.  ChangedBelowError."""
         index, start = divmod(offset, BLOCK_BYTES)
         if not self.blocks and not self.masked:
             return self._read_below(offset, size)
@@ -142,16 +135,9 @@ class LowerContent(Content):
         return super().read(offset, size)
 
     def pieces(self, offset: int, size: int) -> list[bytes | bytearray]:
-        """See `Content.pieces`."""
         if not self.blocks and not self.masked:
             return [self._read_below(offset, size)]
-        found = []
-        while size > 0:
-            part = min(size, BLOCK_BYTES - offset % BLOCK_BYTES)
-            found.append(self.read(offset, part))
-            offset += part
-            size -= part
-        return found
+        return super().pieces(offset, size)
 
     def _read_below(self, offset: int, size: int) -> bytes:
         wanted = min(size, self.limit - offset)
@@ -175,7 +161,7 @@ class LowerContent(Content):
         end = min(end, self.limit)
         if start < end:
             for first, after in self.lower.ranges(start, end):
-                yield first // PAGE_BYTES, _page_up(after)
+                yield first // PAGE_BYTES, page_up(after)
 
     # -- copying up ----------------------------------------------------------------------------
     def growth(self, offset: int, length: int) -> int:
@@ -185,14 +171,13 @@ class LowerContent(Content):
         growth = super().growth(offset, length)  # counts every page of the write in a block that is not in memory
         self._staged = self._stage(offset, length)  # loaded once; `write` uses it too
         for index, (block, holes) in self._staged.items():
-            present = ((1 << _page_up(len(block))) - 1) & ~holes
+            present = page_bits(0, page_up(len(block))) & ~holes
             first = max(0, offset - index * BLOCK_BYTES) // PAGE_BYTES
-            after = _page_up(min(BLOCK_BYTES, offset + length - index * BLOCK_BYTES))
-            growth += (present & ~((1 << after) - (1 << first))).bit_count()
+            after = page_up(min(BLOCK_BYTES, offset + length - index * BLOCK_BYTES))
+            growth += (present & ~page_bits(first, after)).bit_count()
         return growth
 
     def write(self, offset: int, data: Buffer, growth: int) -> None:
-        """See `Content.write`."""
         before = self.pages
         for index, each in self._stage(offset, len(data)).items():
             self._put_block(index, each)
@@ -200,7 +185,7 @@ class LowerContent(Content):
         super().write(offset, data, growth - (self.pages - before))
 
     def _stage(self, offset: int, length: int) -> dict[int, _Staged]:
-        """The blocks of the lower file that a write covers in part."""
+        """Return the blocks of the lower file that a write covers in part, as they are copied up."""
         end = offset + length
         staged = {}
         for index in {offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES}:
@@ -212,16 +197,15 @@ class LowerContent(Content):
 
     def _load(self, index: int, visible: int) -> _Staged:
         base = index * BLOCK_BYTES
-        holes = (1 << _page_up(visible)) - 1
+        holes = page_bits(0, page_up(visible))
         for first, after in self.lower.ranges(base, base + visible):
-            low, high = (first - base) // PAGE_BYTES, _page_up(after - base)
-            holes &= ~((1 << high) - (1 << low))
+            holes &= ~page_bits((first - base) // PAGE_BYTES, page_up(after - base))
         return bytearray(self.lower.read(base, visible)), holes
 
     def _put_block(self, index: int, staged: _Staged) -> None:
         """Install a block that was copied up, and count it; a block of holes only is masked."""
         block, holes = staged
-        pages = _page_up(len(block))
+        pages = page_up(len(block))
         if holes.bit_count() == pages:
             self.masked |= {index}
             return
@@ -232,7 +216,6 @@ class LowerContent(Content):
 
     # -- shrinking -----------------------------------------------------------------------------
     def truncate(self, size: int) -> None:
-        """See `Content.truncate`."""
         before = set(self.blocks)
         self._staged = {}
         self.limit = min(self.limit, size)
@@ -241,7 +224,6 @@ class LowerContent(Content):
         self._mask(before)
 
     def punch(self, offset: int, length: int) -> None:
-        """See `Content.punch`."""
         self._staged = {}
         if offset < self.limit:
             self._punch_below(offset, offset + length)
@@ -251,27 +233,26 @@ class LowerContent(Content):
 
     def _punch_below(self, offset: int, end: int) -> None:
         # As on tmpfs, a page that the hole covers only in part stays, zeroed.
-        if end >= _page_up(self.limit) * PAGE_BYTES:
+        if end >= page_up(self.limit) * PAGE_BYTES:
             self.limit = offset  # blocks in memory beyond `offset` stay; nothing of the lower file beyond it is visible
             return
         hidden = set()
         for index in list(_filled_blocks(self.lower, offset // BLOCK_BYTES * BLOCK_BYTES, min(end, self.limit))):
             visible = self._visible(index)
             base = index * BLOCK_BYTES
-            if visible and offset <= base and end >= base + _page_up(visible) * PAGE_BYTES:
+            if visible and offset <= base and end >= base + page_up(visible) * PAGE_BYTES:
                 hidden.add(index)
             elif visible:
                 self._put_block(index, self._load(index, visible))
         self.masked |= hidden
 
     def _mask(self, before: set[int]) -> None:
-        """Mask blocks that were freed, so that the lower file does not show through again."""
+        """Mask blocks that were freed, so that the lower file does not become visible in their place."""
         gone = {index for index in before - self.blocks.keys() if index * BLOCK_BYTES < self.limit}
         if gone:
             self.masked |= gone
 
     def check(self, size: int) -> None:
-        """See `Content.check`."""
-        assert self.limit <= max(size, 0), "seen from below beyond the size"
+        assert self.limit <= max(size, 0), "lower content beyond the size"
         assert self.limit <= self.lower.size
         super().check(size)

@@ -24,7 +24,6 @@ class OverlayInode(Inode):
     lower: LowerFile
 
     def clone(self, epoch: int) -> OverlayInode:
-        """See `Inode.clone`."""
         twin = super().clone(epoch)
         assert isinstance(twin, OverlayInode)
         twin.lower = self.lower
@@ -32,6 +31,5 @@ class OverlayInode(Inode):
 
     @property
     def blocks(self) -> int:
-        """See `Inode.blocks`."""
         content = self.content
         return content.sectors if isinstance(content, LowerContent) else super().blocks

@@ -62,22 +62,13 @@ class OverlayState(MemoryState):
         self._waiting: dict[int, tuple[Link, ...]] = {}  # numbers without an inode yet, their names
         self._kinds: dict[int, int] = {}  # of those, the type bits
         self._numbers: dict[tuple[int, int], int] = {}  # (st_dev, st_ino) -> number
-        self._paths: dict[int, bytes] = {ROOT_INODE: b""}  # directories of the lower layer: their path there
+        self._paths: dict[int, bytes] = {}  # directories of the lower layer: their path there
         self.table = InodeTable({}, self._make)
         self.ledger.leave(self.inodes[ROOT_INODE])
         self.inodes = self.table
         self._all_loaded = False
-        self._root(seen)
-
-    def _root(self, seen: os.stat_result) -> None:
-        root = OverlayInode(ROOT_INODE, seen.st_mode, seen.st_uid, seen.st_gid, 0, 0)
-        root.lower = LowerFile(self.lower, b"", seen)
-        _set_size_and_times(root, seen)
-        root.nlink = seen.st_nlink
-        root.xattrs = self.lower.xattrs(b"")
-        root.children = UnfilledChildren(functools.partial(self._fill, ROOT_INODE))
+        root = self.table[ROOT_INODE] = self._inode(ROOT_INODE, b"", seen)
         root.lookups = 1
-        self.table[ROOT_INODE] = root
         self.ledger.enter_new(root)
 
     # -- loading ---------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Cal
 
 
 class OverlayVolume(MemoryVolume):
-    """A volume over the directory `root`.  Implements `protocol.volume.SnapshotableVolume`.
+    """A volume over the directory `root`.  Implements `OverlaidVolume` of `protocol.volume`; see its methods.
 
     `max_bytes` and `max_inodes` bound the changes.  `max_memory` bounds the changes, the snapshots, and the records of
     the lower directory: an eighth beyond it, loading further names and inodes fails with ENOMEM.  `include` and
@@ -132,7 +132,6 @@ class OverlayVolume(MemoryVolume):
     # -- the base ----------------------------------------------------------------------------------
     @contextmanager
     def base_tree(self) -> Iterator[SnapshotTree]:
-        """See `protocol.volume.OverlaidVolume`, also for the following methods."""
         with self._history.view(self._base) as tree:
             yield tree
 
@@ -185,18 +184,14 @@ class OverlayVolume(MemoryVolume):
 
     # -- lookups -----------------------------------------------------------------------------------
     def _find(self, parent: int, name: bytes) -> Inode | None:
-        number = self._children(parent).get(name)
+        children = self._overlay.directory(parent).children
+        number = children.get(name) if children is not None else None
         if number is not None:
             inode = self._overlay.table.loaded(number)
             # The kernel has no reference to the file, so it can follow without an invalidation.
             if isinstance(inode, OverlayInode) and not inode.lookups and inode.content is not None:
                 self._overlay.refresh(number)
         return self._memory_find(parent, name)
-
-    def _children(self, parent: int) -> dict[bytes, int]:
-        children = self._overlay.directory(parent).children
-        assert children is not None
-        return children
 
     # -- content -----------------------------------------------------------------------------------
     def _read_pieces(self, inode: int, offset: int, size: int) -> Buffer | list[bytes | bytearray]:
@@ -296,7 +291,7 @@ class OverlayVolume(MemoryVolume):
     ) -> None:
         with self._lock:
             if self._overlay.path_filter:
-                number = self._children(parent).get(name, 0)
+                number = (self._overlay.directory(parent).children or {}).get(name, 0)
                 is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
                 self._overlay.check_name(self._overlay.directory(new_parent), new_name, is_directory=is_directory)
             self._memory_rename(parent, name, new_parent, new_name, flags, caller)

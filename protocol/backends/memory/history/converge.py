@@ -17,7 +17,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from protocol.backends.memory import xattrs
 from protocol.backends.memory.content import BLOCK_BYTES, Content
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Converger"]
 
-_PERMISSIONS: Final = 0o7777
+
+def metadata(of: Inode | TreeEntry) -> tuple[int, int, int, int, dict[bytes, bytes], int]:
+    """Return mode, uid, gid, mtime, xattrs and rdev."""
+    return of.mode, of.uid, of.gid, of.mtime_ns, dict(of.xattrs or {}), of.rdev
 
 
 class Converger:
@@ -43,8 +46,8 @@ class Converger:
     `check_quota(pages, inodes, memory)` raises ENOSPC if so many pages and inodes in total, or `memory` more bytes,
     exceed the quota.  Blocks shared with a view of the same volume take no memory.
 
-    The quota applies to the state at the end, because space may be freed after it is used; on the way only changes that
-    cannot fit, whatever is removed later, are refused.
+    The quota applies to the state at the end, because space may be freed after it is used.  Before that, only changes
+    are refused that could not fit even if everything else was removed.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Converger:
         for path in paths:
             self._run(path)
         pages, inodes = self._state.pages, len(self._state.inodes)
-        # a state over its quota (a restored one may be) does not refuse changes that add nothing
+        # A state over its quota, which a restored one may be, does not refuse changes that add nothing.
         self._check_quota(pages if pages > self._pages else 0, inodes if inodes > self._inodes else 0, 0)
 
     def _check_growth(self, pages: int, inodes: int = 0, memory: int = 0) -> None:
@@ -123,12 +126,12 @@ class Converger:
             else:
                 directory = self._state.inodes[number]
             if directory.children is None:
-                raise os_error(errno.ENOTDIR, _show(above))
+                raise os_error(errno.ENOTDIR, os.fsdecode(above))
         return directory
 
     # -- one entry ---------------------------------------------------------------------------------
     def _directory(self, above: Inode | None, entry: TreeEntry) -> Inode:
-        """The live directory for `entry`, without entries that the tree lacks; `run` sets its metadata at the end."""
+        """Return the live directory for `entry`, without entries that the tree lacks.  `_run` sets its metadata."""
         if above is None:
             node = self._state.root_inode
         else:
@@ -161,7 +164,7 @@ class Converger:
         self._set_metadata(self._inode(node.inode), entry)
 
     def _wanted(self, entry: TreeEntry, node: Inode | None) -> int | None:
-        """The live inode that becomes `entry`, given the present one `node`; None if a new one must be made."""
+        """Return the live inode that becomes `entry`, where `node` is now; None if a new one must be made."""
         if entry.nlink > 1 and entry.inode in self._linked:
             return self._linked[entry.inode]
         if self._own_view is not None and entry.inode:
@@ -173,20 +176,20 @@ class Converger:
         return node.inode if node is not None and self._serves(node, entry) else None
 
     def _is_same_file(self, live: Inode, entry: TreeEntry) -> bool:
-        """Whether `live` still is the file of `entry` and was not moved away: it still has one of its paths."""
+        """Return whether `live` still is the file of `entry` and was not moved away: it still has one of its paths."""
         assert self._own_view is not None
         now = {self._state.link_path(link) for link in live.links}
         return entry.path in now or (entry.nlink > 1 and not now.isdisjoint(self._own_view.paths_of(entry.inode)))
 
     def _serves(self, node: Inode, entry: TreeEntry) -> bool:
-        """Whether `node` can be changed in place to become `entry`: no name that must stay unchanged shares it."""
-        # The kernel never asks again for the device number of an inode that it knows.
+        """Return whether `node` can be changed in place to become `entry`: all its names become that file."""
+        # The kernel reads the device number of an inode only once.
         if stat.S_IFMT(node.mode) != stat.S_IFMT(entry.mode) or node.rdev != entry.rdev:
             return False
         return node.nlink == 1 or all(self._is_linked(path, entry) for path in map(self._state.link_path, node.links))
 
     def _is_linked(self, path: bytes, entry: TreeEntry) -> bool:
-        """Whether `path` becomes the same file as `entry`."""
+        """Return whether `path` becomes the same file as `entry`."""
         if path == entry.path:
             return True
         if not entry.inode or not any(is_below(path, scope) for scope in self._scopes):
@@ -207,7 +210,7 @@ class Converger:
     def _make(self, directory: Inode, name: bytes, entry: TreeEntry) -> Inode:
         """Make the entry: with its old inode if that is free, else with a new one."""
         if len(name) > NAME_MAX:
-            raise os_error(errno.ENAMETOOLONG, _show(entry.path))
+            raise os_error(errno.ENAMETOOLONG, os.fsdecode(entry.path))
         return self._link(directory, name, self._revived(entry) or self._new(entry))
 
     def _new(self, entry: TreeEntry) -> Inode:
@@ -294,16 +297,12 @@ class Converger:
         return offset == entry.size
 
     def _write_content(self, node: Inode, entry: TreeEntry) -> None:
-        content = Content(self._state.ledger)
-        offset = 0
-        for chunk in self._tree.chunks(entry.path, BLOCK_BYTES):
-            if chunk.count(0) < len(chunk):  # zeros stay a hole
-                growth = content.growth(offset, len(chunk))
-                needed = content.allocated + len(chunk) + (len(chunk) >> 3) + 2 * BLOCK_BYTES
-                self._check_growth(content.pages + growth - node.pages, memory=needed)
-                content.write(offset, chunk, growth)
-            offset += len(chunk)
-        self._swap_content(node, content, offset, shared=False)
+        content, size = Content.of_chunks(
+            self._state.ledger,
+            self._tree.chunks(entry.path, BLOCK_BYTES),
+            lambda pages, memory: self._check_growth(pages - node.pages, memory=memory),
+        )
+        self._swap_content(node, content, size, shared=False)
 
     def _swap_content(self, node: Inode, content: Content | None, size: int, *, shared: bool) -> None:
         state = self._state
@@ -313,9 +312,8 @@ class Converger:
         node.mtime_ns = node.ctime_ns = state.clock()
 
     def _set_metadata(self, node: Inode, entry: TreeEntry) -> None:
-        mode = stat.S_IFMT(node.mode) | (entry.mode & _PERMISSIONS)
-        wanted = (mode, entry.uid, entry.gid, entry.mtime_ns, dict(entry.xattrs), entry.rdev)
-        if (node.mode, node.uid, node.gid, node.mtime_ns, node.xattrs or {}, node.rdev) == wanted:
+        wanted = metadata(entry)
+        if metadata(node) == wanted:
             return
         if entry.xattrs:
             xattrs.check_imported(entry.xattrs)
@@ -334,7 +332,3 @@ class Converger:
 
 def _above(path: bytes) -> bytes:
     return path.rpartition(b"/")[0]
-
-
-def _show(path: bytes) -> str:
-    return os.fsdecode(path)  # the code that prints the error escapes it

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory import xattrs
-from protocol.backends.memory.content import BLOCK_BYTES
+from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.ledger import SLACK_BYTES, xattrs_bytes
 from protocol.errors import os_error
 from protocol.volume import NAME_MAX
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from protocol.tree import Tree, TreeEntry
 
 __all__ = ["Filler"]
-
-_BLOCK_MEMORY = 2 * BLOCK_BYTES  # memory that writing may take temporarily beyond the data
 
 
 class Filler:
@@ -84,17 +82,10 @@ class Filler:
             self._state.ledger.set_xattrs(node, kept)
 
     def _write(self, node: Inode, chunks: Iterator[bytes]) -> None:
-        """Write the content of a new file; chunks of zeros become holes."""
+        """Write the content of a new file."""
         state = self._state
-        content = state.content(node)
-        charged = offset = 0
-        for chunk in chunks:
-            if chunk.count(0) < len(chunk):
-                growth = content.growth(offset, len(chunk))
-                self._check_quota(state.pages + growth, 0, len(chunk) + (len(chunk) >> 3) + _BLOCK_MEMORY)
-                content.write(offset, chunk, growth)
-                state.pages += growth
-                state.ledger.content += content.allocated - charged
-                charged = content.allocated
-            offset += len(chunk)
-        state.resize(node, offset)
+        content, size = Content.of_chunks(
+            state.ledger, chunks, lambda pages, memory: self._check_quota(state.pages + pages, 0, memory)
+        )
+        state.swap_content(node, content, shared=False)
+        state.resize(node, size)

@@ -28,7 +28,7 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.history.converge import Converger
+from protocol.backends.memory.history.converge import Converger, metadata
 from protocol.backends.memory.ledger import RECORD_BYTES, live_bytes
 from protocol.diff.tree_diff import entry_or_none
 from protocol.errors import os_error
@@ -147,9 +147,7 @@ class Preparation(Converger):
         version = self._view.version(entry.inode)
         return (
             version is not None
-            and (version.mode, version.uid, version.gid, version.mtime_ns, version.rdev)
-            == (node.mode, node.uid, node.gid, node.mtime_ns, node.rdev)
-            and (version.xattrs or {}) == (node.xattrs or {})
+            and metadata(version) == metadata(node)
             and version.pages == node.pages
             and version.same_content(node)
         )

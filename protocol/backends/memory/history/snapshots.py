@@ -272,7 +272,7 @@ class SnapshotHistory:
                 revived = state.revived.copy()
                 restore_epoch(state, epoch)
                 for orphan in revived.values():
-                    state.bury_again(orphan)
+                    state.undo_revive(orphan)
                 state.revived.clear()
                 raise
             finally:

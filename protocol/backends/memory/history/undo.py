@@ -67,13 +67,13 @@ class Epoch:
 class UndoLog:
     """The epochs of one volume, charged to `ledger` as kept."""
 
-    __slots__ = ("_by_name", "_dead", "_epochs", "_ledger", "newest", "pins", "serial")
+    __slots__ = ("_by_name", "_closed", "_epochs", "_ledger", "newest", "pins", "serial")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._epochs: dict[int, Epoch] = {}  # by serial, so in order
         self._by_name: dict[str, Epoch] = {}
-        self._dead: list[Epoch] = []
+        self._closed: list[Epoch] = []
         self.newest: Epoch | None = None
         self.serial = 0  # of the newest epoch ever opened
         self.pins = 0
@@ -119,8 +119,8 @@ class UndoLog:
             self._ledger.kept -= epoch.charge
             epoch.info = None
             self._ledger.kept += epoch.charge
-        self._dead.append(epoch)
-        self._bury()
+        self._closed.append(epoch)
+        self._merge_closed()
 
     def pin(self) -> None:
         """Record an open view: keep everything that it may read."""
@@ -129,16 +129,16 @@ class UndoLog:
     def release(self) -> None:
         """Record that a view was closed; after the last one, merge the closed epochs."""
         self.pins -= 1
-        self._bury()
+        self._merge_closed()
 
-    def _bury(self) -> None:
+    def _merge_closed(self) -> None:
         if self.pins:
             return
-        dead, self._dead = self._dead, []
-        for epoch in dead:
-            self._merge_away(epoch)
+        closed, self._closed = self._closed, []
+        for epoch in closed:
+            self._remove(epoch)
 
-    def _merge_away(self, epoch: Epoch) -> None:
+    def _remove(self, epoch: Epoch) -> None:
         older = epoch.previous
         del self._epochs[epoch.serial]
         self._ledger.kept -= epoch.charge

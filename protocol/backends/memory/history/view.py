@@ -26,7 +26,10 @@ __all__ = ["SnapshotTree"]
 
 
 class SnapshotTree:
-    """The state at the beginning of `epoch`.  `pinned` was opened with the view; earlier epochs are complete."""
+    """The state at the beginning of `epoch`.  Implements `Tree`, `protocol.search.NodeTree` and `tree_diff.Counted`.
+
+    `pinned` was opened with the view; the epochs before it are complete.
+    """
 
     def __init__(self, state: MemoryState, epoch: Epoch, pinned: Epoch) -> None:
         self._state = state
@@ -116,10 +119,10 @@ class SnapshotTree:
 
     def _child(self, inode: Inode, name: bytes, path: bytes) -> Inode:
         if inode.children is None:
-            raise os_error(errno.ENOTDIR, _show(path))
+            raise os_error(errno.ENOTDIR, os.fsdecode(path))
         found = self.version(self.name(inode, name))
         if found is None:
-            raise os_error(errno.ENOENT, _show(path))
+            raise os_error(errno.ENOENT, os.fsdecode(path))
         return found
 
     def paths(self, inode: Inode) -> list[bytes]:
@@ -142,18 +145,15 @@ class SnapshotTree:
 
     # -- Tree ----------------------------------------------------------------------------------
     def entry(self, path: bytes) -> TreeEntry:
-        """See `protocol.tree.Tree`."""
         return _entry(path, self.find(path))
 
     def children(self, path: bytes) -> list[bytes]:
-        """See `protocol.tree.Tree`."""
         inode = self.find(path)
         if inode.children is None:
-            raise os_error(errno.ENOTDIR, _show(path))
+            raise os_error(errno.ENOTDIR, os.fsdecode(path))
         return sorted(self.names(inode))
 
     def walk(self, path: bytes = b"") -> Iterator[TreeEntry]:
-        """See `protocol.tree.Tree`."""
         stack = [(path, self.find(path))]
         while stack:
             at, inode = stack.pop()
@@ -168,22 +168,18 @@ class SnapshotTree:
                     stack.append((prefix + name, child))
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
-        """See `protocol.tree.Tree`."""
         return _read(self._file(path), offset, size)
 
     def chunks(self, path: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """See `protocol.tree.Tree`."""
         inode = self._file(path)
         for offset in range(0, inode.size, size):
             yield _read(inode, offset, size)
 
     # -- protocol.search.NodeTree: a node is a version of an inode ---------------------------------
     def node(self, path: bytes) -> Inode:
-        """See `protocol.search.NodeTree`."""
         return self.find(path)
 
     def child_nodes(self, node: Inode, names: Collection[bytes] | None = None) -> Iterator[tuple[bytes, Inode]]:
-        """See `protocol.search.NodeTree`."""
         found = {name: self.name(node, name) for name in names} if names is not None else self.names(node)
         live = self._state.inodes.get
         children = [(name, number, live(number)) for name, number in found.items()]
@@ -198,11 +194,9 @@ class SnapshotTree:
                 yield name, child
 
     def read_node(self, node: Inode, offset: int, size: int) -> bytes:
-        """See `protocol.search.NodeTree`."""
         return _read(node, offset, size)
 
     def count_below(self, path: bytes) -> int:
-        """See `protocol.diff.tree_diff.Counted`."""
         total = 0
         waiting = [self.find(path)]
         while waiting:
@@ -253,14 +247,10 @@ class SnapshotTree:
     def _file(self, path: bytes) -> Inode:
         inode = self.find(path)
         if inode.is_dir:
-            raise os_error(errno.EISDIR, _show(path))
+            raise os_error(errno.EISDIR, os.fsdecode(path))
         if not inode.is_file:
-            raise os_error(errno.EINVAL, _show(path))
+            raise os_error(errno.EINVAL, os.fsdecode(path))
         return inode
-
-
-def _show(path: bytes) -> str:
-    return os.fsdecode(path)  # the code that prints the error escapes it
 
 
 def _read(inode: Inode, offset: int, size: int) -> bytes:

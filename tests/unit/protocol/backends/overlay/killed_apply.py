@@ -25,8 +25,8 @@ BLOCK = 128 * 1024
 RANDOM_STEPS = 30
 
 
-def work(fs: Driver, volume: OverlayVolume) -> None:
-    """Some of everything."""
+def some_work(fs: Driver, volume: OverlayVolume) -> None:
+    """Changes of each kind."""
     volume.write(fs.at(b"big"), BLOCK + 3, b"changed")
     fs.file(b"src/new.c", b"new", mode=0o755)
     fs.rename(b"src/deep", b"moved")
@@ -40,6 +40,11 @@ def work(fs: Driver, volume: OverlayVolume) -> None:
     fs.set(fs.file(b"a/sparse"), size=10 * BLOCK)
     fs.link(fs.at(b"a/sparse"), b"a/twin")
     fs.set(b"a", mode=0o555)
+
+
+def work(fs: Driver, volume: OverlayVolume) -> None:
+    """The changes of `some_work`, and removed directories."""
+    some_work(fs, volume)
     fs.unlink(b"old/1")
     fs.unlink(b"old/2")
     fs.rmdir(b"old")

@@ -14,7 +14,7 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.backends.overlay.apply import Applied
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver
-from tests.unit.protocol.backends.overlay.killed_apply import random_step
+from tests.unit.protocol.backends.overlay.killed_apply import random_step, some_work
 
 BLOCK = 128 * 1024
 
@@ -66,26 +66,10 @@ def changed(volume: OverlayVolume) -> list[bytes]:
         return [change.path for change in changes(base, live)]
 
 
-def work(fs: Driver, volume: OverlayVolume) -> None:
-    volume.write(fs.at(b"big"), BLOCK + 3, b"changed")
-    fs.file(b"src/new.c", b"new", mode=0o755)
-    fs.rename(b"src/deep", b"moved")
-    fs.set(b"src/main.c", mode=0o600)
-    volume.setxattr(fs.at(b"src/main.c"), b"user.x", b"1", 0)
-    fs.unlink(b"link")
-    fs.directory(b"link")
-    fs.symlink(b"link/back", b"../README")
-    volume.write(fs.at(b"README"), 0, b"READ")
-    fs.directory(b"a")
-    fs.set(fs.file(b"a/sparse"), size=10 * BLOCK)
-    fs.link(fs.at(b"a/sparse"), b"a/twin")
-    fs.set(b"a", mode=0o555)
-
-
 def test_what_was_done_above_is_below_afterwards_and_no_change_any_more(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
     fs = Driver(volume)
-    work(fs, volume)
+    some_work(fs, volume)
     assert run(volume).conflicts == []
     assert difference(volume, below) == []
     assert changed(volume) == []
@@ -101,7 +85,7 @@ def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -
     fs = Driver(volume)
     held = fs.hold(b"big")
     volume.take_snapshot("before")
-    work(fs, volume)
+    some_work(fs, volume)
     run(volume)
     assert fs.read(held, BLOCK, 12) == b"bbbchangedbb"
     volume.write(held, 0, b"again")
@@ -120,7 +104,7 @@ def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -
 
 def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    work(Driver(volume), volume)
+    some_work(Driver(volume), volume)
     run(volume, [b"src/new.c", b"a"])
     assert (below / "src" / "new.c").read_bytes() == b"new"
     assert (below / "a" / "twin").exists()
@@ -133,7 +117,7 @@ def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
 
 def test_a_dry_run_writes_nothing(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
-    work(Driver(volume), volume)
+    some_work(Driver(volume), volume)
     before = difference(volume, below)
     found = run(volume, dry_run=True)
     assert [change.path for change in found.changes] == changed(volume)
@@ -169,7 +153,7 @@ def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: P
         root = tmp_path / f"copy{stop}"
         os.system(f"cp -a {below} {root}")
         volume = OverlayVolume(os.fsencode(root))
-        work(Driver(volume), volume)
+        some_work(Driver(volume), volume)
         steps = 0
 
         def keep_going(stop: int = stop) -> None:
@@ -194,7 +178,7 @@ def test_an_apply_that_failed_anywhere_leaves_each_path_old_or_new_and_is_finish
         root = tmp_path / f"copy{stop}"
         os.system(f"cp -a {below} {root}")
         volume = OverlayVolume(os.fsencode(root))
-        work(Driver(volume), volume)
+        some_work(Driver(volume), volume)
         wanted = changed(volume)
         left = stop
 
