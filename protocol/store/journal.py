@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.linux.regular_file import read_regular, write_atomically
+from protocol.store.format.packs import DamagedError
 
 if TYPE_CHECKING:
     from protocol.store.format.layout import Layout
@@ -46,11 +47,14 @@ class RestoreJournal:
         self._path = os.path.join(layout.workspace(workspace), "journal")
 
     def read(self) -> InterruptedRestore | None:
-        """The running or interrupted restore, if any."""
+        """The running or interrupted restore, if any.  DamagedError."""
         try:
             return _decoder.decode(read_regular(self._path))
-        except (FileNotFoundError, msgspec.DecodeError):  # cut off by a power failure
+        except FileNotFoundError:
             return None
+        except msgspec.DecodeError:
+            damage = "the record of an interrupted restore is damaged: restore a snapshot without paths"
+            raise DamagedError(damage, self._path) from None
 
     def write(self, entry: InterruptedRestore) -> None:
         """Record a restore before its first change; durable, as a power failure may leave some changes on disk."""

@@ -133,10 +133,9 @@ class Store:
         created_ns = time.time_ns()
         blobs.packs.refresh()
         self._catalog.check_new(workspace, name)
-        temporary = os.path.join(layout.tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.pack")
         objects = NewObjects(layout, blobs.objects)
         try:
-            with self._naming_full_disk(), PackWriter(temporary) as pack:
+            with self._naming_full_disk(), PackWriter(layout.temporary(".pack")) as pack:
                 sink = StoreSink(blobs, pack, objects)
                 with self._scanned(workspace, source, sink, unreadable, progress) as scanned:
                     objects.publish()
@@ -249,7 +248,9 @@ class Store:
         todo = plan(live, wanted, request.paths, remove=request.remove)
         planned(todo)
         journal = RestoreJournal(self.layout, workspace)
-        previous = journal.read()
+        previous = None
+        with contextlib.suppress(DamagedError):  # the record of this restore replaces it
+            previous = journal.read()
         tokens = () if previous is None else (previous.token, *previous.tokens)
         for token in tokens:
             target.remove_leftovers(scanned.leftovers, token)
@@ -273,7 +274,10 @@ class Store:
         if not self.layout.exists() or not os.path.isdir(self.layout.workspace(workspace)):
             return None
         with self.layout.shared(), self.layout.if_idle(workspace) as is_idle:
-            return RestoreJournal(self.layout, workspace).read() if is_idle else None
+            if is_idle:
+                with contextlib.suppress(DamagedError):  # `check` reports it
+                    return RestoreJournal(self.layout, workspace).read()
+        return None
 
     # -- upkeep --------------------------------------------------------------------------------
     def check(self, progress: ByteProgress | None = None) -> CheckReport:

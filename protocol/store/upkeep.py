@@ -24,6 +24,7 @@ from protocol.store.format.layout import NO_SPACE
 from protocol.store.format.packs import DamagedError, PackWriter, damaged_blob
 from protocol.store.format.records import Record, read_record, workspace_and_serial
 from protocol.store.format.rows import Row
+from protocol.store.journal import RestoreJournal
 
 if TYPE_CHECKING:
     from protocol.store.format.blobs import Blobs
@@ -82,7 +83,6 @@ class _Found:
 
     bad: dict[bytes, str] = field(default_factory=dict)  # the damage, by digest
     places: set[BlobLocation] = field(default_factory=set)  # of damaged blobs; another pack may have a whole copy
-    packs: dict[str, str] = field(default_factory=dict)  # the damage, by name of the pack
     contents: int = 0
     size_bytes: int = 0
 
@@ -93,10 +93,10 @@ def check(layout: Layout, blobs: Blobs, progress: ByteProgress) -> CheckReport:
         return CheckReport(0, 0, 0)
     with layout.shared():
         blobs.packs.refresh()
-        found = _Found()
-        _check_contents(blobs, found, progress)
+        found = _check_contents(blobs, progress)
         records: list[Record] = []
-        damages = [Damage(f"{name}: {what}", _snapshot_of(layout, name)) for name, what in found.packs.items()]
+        unreadable = blobs.packs.damaged.items()
+        damages = [Damage(f"{name}: {error.damage}", _snapshot_of(layout, name)) for name, error in unreadable]
         for pack in blobs.packs.all():
             if workspace_and_serial(pack.name) is not None:
                 try:
@@ -104,8 +104,9 @@ def check(layout: Layout, blobs: Blobs, progress: ByteProgress) -> CheckReport:
                 except DamagedError as error:
                     damages.append(Damage(error.damage, _snapshot_of(layout, pack.name)))
         damages += _lost(blobs, records, found)
+        interrupted = _interrupted(layout, damages)
         return CheckReport(
-            len(records), found.contents, found.size_bytes, tuple(damages), tuple(_interrupted(layout)),
+            len(records), found.contents, found.size_bytes, tuple(damages), tuple(interrupted),
             sum(size for _, size in _temporaries(layout)),
         )  # fmt: skip
 
@@ -121,12 +122,13 @@ def _snapshot_of(layout: Layout, name: str) -> tuple[tuple[str, str], ...]:
     return ((found[0], f"number {found[1]}"),)
 
 
-def _check_contents(blobs: Blobs, found: _Found, progress: ByteProgress) -> None:
+def _check_contents(blobs: Blobs, progress: ByteProgress) -> _Found:
+    """Compare each content with its digest."""
+    found = _Found()
     packs = blobs.packs.all()
     objects = list(blobs.objects.all())
     total = sum(pack.size_bytes for pack in packs)
     total += sum(_size(blobs.objects.path(digest)) for digest in objects)
-    found.packs.update({name: error.damage for name, error in blobs.packs.damaged.items()})
     for pack in packs:
         for digest, place in pack.places():
             damage = None
@@ -154,6 +156,7 @@ def _check_contents(blobs: Blobs, found: _Found, progress: ByteProgress) -> None
             found.bad[digest] = error.damage
         found.contents += 1
     progress(total, total)
+    return found
 
 
 def _lost(blobs: Blobs, records: list[Record], found: _Found) -> list[Damage]:
@@ -205,7 +208,8 @@ def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) ->
     return wrong
 
 
-def _interrupted(layout: Layout) -> list[str]:
+def _interrupted(layout: Layout, damages: list[Damage]) -> list[str]:
+    """The workspaces with an incomplete restore; a damaged record of one is added to `damages`."""
     found = []
     for name in sorted(os.listdir(layout.workspaces)):
         place = os.path.join(layout.workspaces, name)
@@ -214,6 +218,10 @@ def _interrupted(layout: Layout) -> list[str]:
                 key = read_regular(os.path.join(place, "key")).decode("utf-8", "surrogateescape")
                 with layout.if_idle(key) as is_idle:
                     found += [key] * is_idle
+                try:
+                    RestoreJournal(layout, key).read()
+                except DamagedError as error:
+                    damages.append(Damage(f"{key}: {error.damage}"))
     return found
 
 
@@ -254,8 +262,7 @@ def collect_garbage(
 
 def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> None:
     """Remove packs that cannot be read, and contents that do not match their digest."""
-    found = _Found()
-    _check_contents(blobs, found, progress)
+    found = _check_contents(blobs, progress)
     layout.begin_generation()
     for name in blobs.packs.damaged:
         os.unlink(os.path.join(layout.packs, name))
@@ -267,19 +274,13 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> None
         places = dict(pack.places())
         if found.places.isdisjoint(places.values()):
             continue
-        with PackWriter(_new_pack(layout)[1]) as writer:
+        with PackWriter(layout.temporary(".pack")) as writer:
             for digest, place in places.items():
                 if place not in found.places:
                     writer.add(digest, blobs.packs.read(place))
             writer.finish(os.path.join(layout.packs, pack.name), pack.record)
     sync_directory(layout.packs)
     blobs.packs.reread()
-
-
-def _new_pack(layout: Layout) -> tuple[str, str]:
-    """A name for a new pack, and the path at which it is written."""
-    name = secrets.token_hex(8)
-    return name, os.path.join(layout.tmp, f"{os.getpid():x}-{name}.pack")
 
 
 def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]:
@@ -349,12 +350,11 @@ class _Collection:
 
     def _merge(self, packs: list[Pack]) -> None:
         """Write the needed contents of `packs` to a new, durable pack."""
-        name, temporary = _new_pack(self._layout)
         snapshots = (pack for pack in self._blobs.packs.all() if workspace_and_serial(pack.name) is not None)
         held = {digest for pack in snapshots for digest, _ in pack.places()}
         total = sum(pack.size_bytes for pack in packs)
         done = 0
-        with PackWriter(temporary) as writer:
+        with PackWriter(self._layout.temporary(".pack")) as writer:
             for pack in packs:
                 for digest, place in pack.places():
                     if digest in self._needed and digest not in held and digest not in writer:
@@ -364,7 +364,7 @@ class _Collection:
                 done += pack.size_bytes
                 self._progress(done, total)
             if len(writer):
-                writer.finish(os.path.join(self._layout.packs, f"{name}.pack"))
+                writer.finish(os.path.join(self._layout.packs, f"{secrets.token_hex(8)}.pack"))
                 sync_directory(self._layout.packs)
                 self.freed_bytes -= writer.size_bytes
 

@@ -324,6 +324,7 @@ def subject_of(kind: str) -> Iterator[InVolume | InStore]:
         shutil.rmtree(directory)
 
 
+@pytest.mark.timeout(3600)  # a long run makes 2,000 histories
 @pytest.mark.parametrize("kind", ["memory", "overlay", "host"])
 def test_undo_and_redo_go_through_the_states_of_a_model(kind: str) -> None:
     examples = settings().max_examples

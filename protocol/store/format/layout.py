@@ -20,6 +20,9 @@ import errno
 import fcntl
 import hashlib
 import os
+import secrets
+import shlex
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +35,7 @@ STORE_VARIABLE: Final = "VFSD_STORE_DIR"
 FORMAT: Final = "vfsd store 1\n"
 _WORKSPACE_ID_DIGITS: Final = 24
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_OTHERS_MAY_WRITE: Final = 0o022
 _POLL_S: Final = 0.02
 _GATE_POLL_S: Final = 0.002  # the gate is held for microseconds
 _FIRST_CLOSED_S: Final = 0.5
@@ -88,8 +92,16 @@ class Layout:
         self._shared_count = 0  # how many times this layout holds the shared lock
         self._counting = threading.Lock()
 
+    def temporary(self, suffix: str) -> str:
+        """The path of a new file in tmp/."""
+        return os.path.join(self.tmp, f"{os.getpid():x}-{secrets.token_hex(8)}{suffix}")
+
     def exists(self) -> bool:
-        """Whether there is a store.  EINVAL if it has an unknown format; ESTALE if it was there before and is gone."""
+        """Whether there is a store.
+
+        EINVAL if it has an unknown format; EPERM if other users can change it; ESTALE if it was there before and is
+        gone.
+        """
         if self._checked:
             if not os.path.exists(self._format):
                 raise OSError(
@@ -110,6 +122,9 @@ class Layout:
                 "vfsd that made it, or choose another directory with $VFSD_STORE_DIR",
                 self.directory,
             )
+        if stat.S_IMODE(os.stat(self.directory).st_mode) & _OTHERS_MAY_WRITE:
+            advice = f"other users can change the snapshot store: run `chmod 700 {shlex.quote(self.directory)}`"
+            raise OSError(errno.EPERM, advice, self.directory)
         self._checked = True
         return True
 

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -141,8 +140,7 @@ class NewObjects:
     """The large contents of a new snapshot; `publish` makes them part of the store."""
 
     def __init__(self, layout: Layout, objects: Objects) -> None:
-        self._tmp = layout.tmp
-        self._directory = layout.objects
+        self._layout = layout
         self._objects = objects
         self._written: dict[bytes, str] = {}
 
@@ -179,7 +177,7 @@ class NewObjects:
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[tuple[str, int]]:
         """The path and descriptor of a new file, which is removed if the block fails."""
-        path = os.path.join(self._tmp, f"{os.getpid():x}-{time.monotonic_ns():x}.object")
+        path = self._layout.temporary(".object")
         descriptor = os.open(path, _O_WRITE, 0o600)
         try:
             yield path, descriptor
@@ -221,7 +219,7 @@ class NewObjects:
         for part in parts:
             sync_directory(part)
         if parts:
-            sync_directory(self._directory)
+            sync_directory(self._layout.objects)
         self._written.clear()
 
 

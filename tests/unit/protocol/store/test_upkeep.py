@@ -326,3 +326,23 @@ def test_a_damaged_content_that_is_needed_is_not_collected_as_if_it_were_whole(s
     assert store.collect_garbage().freed_bytes > 80_000
     with store.tree("w", "second") as tree:
         assert tree.read(b"needed", 0, 6000) == b"needed" * 1000
+
+
+def test_a_store_that_other_users_can_change_is_refused(kept: Store, root: Path) -> None:
+    os.chmod(kept.directory, 0o777)
+
+    with pytest.raises(PermissionError, match="chmod 700"):
+        Store(kept.directory).take("host:/w", "third", DirectorySource(root))
+
+
+def test_a_damaged_record_of_an_interrupted_restore_is_reported_and_a_restore_replaces_it(
+    kept: Store, root: Path
+) -> None:
+    journal = Path(kept.layout.workspace("host:/w"), "journal")
+    journal.write_bytes(b"damaged")
+
+    assert kept.interrupted("host:/w") is None
+    assert ["is damaged" in damage.what for damage in kept.check().damages] == [True]
+    kept.restore("host:/w", DirectoryTarget(root), RestoreRequest("first", safety=None))
+    assert not journal.exists()
+    assert kept.check().ok
