@@ -27,16 +27,7 @@ _EXPORTS: Final = {
     "VolumeFilesystem": "protocol.adapters.volume",
 }
 
-__all__ = [
-    "READ_ENTIRE_FILE",
-    "Filesystem",
-    "HostFilesystem",
-    "HostMount",
-    "InMemoryFilesystem",
-    "SnapshotManager",
-    "SnapshotableFilesystem",
-    "VolumeFilesystem",
-]
+__all__ = [*_EXPORTS]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

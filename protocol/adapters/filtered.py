@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from protocol.diff.tree_diff import ComparesContent, changes
 from protocol.errors import os_error
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, Tree, TreeEntry, unfiltered
 
 __all__ = ["FilteredTree", "Hides", "changed_tree"]
 
@@ -62,17 +62,13 @@ class FilteredTree:
 
     def touched(self, other: Tree) -> Collection[bytes] | None:
         """See `protocol.tree.Tree`; both trees must have the same rule."""
-        return self._tree.touched(_inner(other))
+        return self._tree.touched(unfiltered(other))
 
     def same_content(self, path: bytes, other: Tree) -> bool | None:
         """See `protocol.diff.tree_diff.ComparesContent`."""
         if not isinstance(self._tree, ComparesContent):
             return None
-        return self._tree.same_content(path, _inner(other))
-
-
-def _inner(tree: Tree) -> Tree:
-    return tree.unfiltered if isinstance(tree, FilteredTree) else tree
+        return self._tree.same_content(path, unfiltered(other))
 
 
 def changed_tree(base: Tree, tree: Tree) -> Tree:

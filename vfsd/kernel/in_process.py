@@ -43,8 +43,8 @@ class MountedFilesystem:
         if mounts.check_mountpoint(path) is not None:
             mounts.clear_dead_mount(path)
         self.filesystem = filesystem
-        self._path = path
-        self._name = name
+        self.path: Final = path  # the mountpoint
+        self.name: Final = name  # of the workspace; the mount's source is "vfsd:<name>"
         self._volume = FilesystemVolume(filesystem)
         settings = EngineSettings(
             path, name, read_only=filesystem.read_only, allow_other=allow_other, cache_timeout_s=0.0
@@ -52,16 +52,6 @@ class MountedFilesystem:
         self._engine: Engine = mount_engine(engine, self._volume, settings, None)
         self._thread = threading.Thread(target=self._serve, name=f"vfsd {name}", daemon=True)
         self._thread.start()
-
-    @property
-    def path(self) -> str:
-        """The mountpoint."""
-        return self._path
-
-    @property
-    def name(self) -> str:
-        """The workspace's name; the mount's source is "vfsd:<name>"."""
-        return self._name
 
     @property
     def mounted(self) -> bool:
@@ -80,11 +70,11 @@ class MountedFilesystem:
         OSError(EBUSY) names the processes that have files open.  `lazy` detaches the mount anyway, and serves those
         processes until they close their files.
         """
-        if self._thread.is_alive() and mounts.mount_at(self._path) is not None:
+        if self._thread.is_alive() and mounts.mount_at(self.path) is not None:
             try:
-                mounts.unmount(self._path, lazy=lazy)
+                mounts.unmount(self.path, lazy=lazy)
             except OSError:
-                if mounts.mount_at(self._path) is not None:
+                if mounts.mount_at(self.path) is not None:
                     raise  # otherwise the mount has just ended in another way
         self._thread.join(_JOIN_S)
 
@@ -92,11 +82,11 @@ class MountedFilesystem:
         try:
             trio.run(self._engine.serve)
         except Exception:
-            _logger.exception("serving %s ended", os.fsencode(self._path))
+            _logger.exception("serving %s ended", os.fsencode(self.path))
         finally:
             self._engine.unmount()
             with suppress(OSError):  # libfuse leaves a mount behind whose connection was aborted
-                mounts.clear_dead_mount(self._path)
+                mounts.clear_dead_mount(self.path)
             for path, error in self._volume.write_back_all():
                 _logger.error("%s could not be written back, its changes are lost: %s", os.fsencode(path), error)
 

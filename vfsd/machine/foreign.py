@@ -13,12 +13,7 @@ import sys
 
 import vfsd
 
-__all__ = ["foreign_distributions", "foreign_protocol"]
-
-
-def foreign_distributions() -> list[str]:
-    """List the distributions other than vfsd that install a package `protocol`."""
-    return sorted(set(importlib.metadata.packages_distributions().get("protocol", [])) - {"vfsd"})
+__all__ = ["foreign_protocol"]
 
 
 def foreign_protocol() -> str | None:
@@ -26,7 +21,7 @@ def foreign_protocol() -> str | None:
     spec = importlib.util.find_spec("protocol")
     found = os.path.dirname(spec.origin) if spec and spec.origin else None
     expected = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__))), "protocol")
-    others = foreign_distributions()
+    others = sorted(set(importlib.metadata.packages_distributions().get("protocol", [])) - {"vfsd"})
     if found is not None and os.path.realpath(found) == os.path.realpath(expected) and not others:
         return None
     if found is None:

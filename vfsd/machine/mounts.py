@@ -166,7 +166,10 @@ def unmount(path: str, *, lazy: bool = False) -> None:
 
 def busy_error(mountpoint: str) -> OSError:
     """Return an EBUSY that names the processes and mounts that keep the mount busy."""
-    return OSError(errno.EBUSY, _busy_reason(mountpoint), mountpoint)
+    held = [holder.describe() for holder in holders(mountpoint)]
+    held += [f"{below.describe()} mounted at {below.mountpoint}" for below in nested_mounts(mountpoint)]
+    reason = "; ".join(held) if held else "a process that only its owner or root can see"
+    return OSError(errno.EBUSY, f"busy: held by {reason}", mountpoint)
 
 
 def _detach(mountpoint: str, *, lazy: bool) -> None:
@@ -200,9 +203,3 @@ def _unmount_command(*, lazy: bool) -> list[str]:
     if shutil.which("umount"):
         return ["umount", "--internal-only", "--no-canonicalize", *(["--lazy"] if lazy else [])]
     raise FileNotFoundError(errno.ENOENT, "neither fusermount3 nor umount was found; install fuse3")
-
-
-def _busy_reason(mountpoint: str) -> str:
-    held = [holder.describe() for holder in holders(mountpoint)]
-    held += [f"{below.describe()} mounted at {below.mountpoint}" for below in nested_mounts(mountpoint)]
-    return "busy: held by " + ("; ".join(held) if held else "a process that only its owner or root can see")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class ArchiveSnapshots:
     def take(self, state: Tree, tag: str | None) -> FilesystemSnapshot:
         if self._directory is None:
             self._directory = tempfile.mkdtemp(prefix="vfsd-snapshots-")
-            weakref.finalize(self, _remove_directory, self._directory)
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         name = str(uuid4())
         path = os.path.join(self._directory, f"{name}.fs.zip")
         export_archive(state, path)
@@ -73,15 +73,8 @@ class ArchiveSnapshots:
         return FilesystemSnapshot(name, datetime.now(UTC), path, self._root, tag)
 
     def path(self, snapshot: FilesystemSnapshot) -> str:
-        """The archive of a snapshot.  SnapshotNotFoundError for a snapshot of another object."""
+        """Return the path of the archive of a snapshot.  SnapshotNotFoundError for a snapshot of another object."""
         try:
             return self._paths[snapshot.snapshot_id]
         except KeyError:
             raise SnapshotNotFoundError(snapshot.snapshot_id) from None
-
-
-def _remove_directory(directory: str) -> None:
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            os.unlink(os.path.join(directory, name))
-        os.rmdir(directory)

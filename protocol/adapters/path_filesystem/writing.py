@@ -17,7 +17,7 @@ __all__ = ["make_directories", "open_writer", "remove", "temporary_name"]
 
 
 def temporary_name() -> bytes:
-    """A name for an unfinished file."""
+    """Return a name for an unfinished file."""
     return b".vfsd-" + secrets.token_hex(8).encode() + b".tmp"
 
 
@@ -92,7 +92,7 @@ class _Replacement:
         if self._old is not None:
             if self._xattrs:
                 store.set_xattrs(self.file.node, self._xattrs)
-            copy_ownership(store, self.file.node, self._old)
+            _copy_ownership(store, self.file.node, self._old)
         self.file.sync()
         store.rename(self._parent, self._temporary, self._parent, self._name)
         store.release(self._parent)
@@ -102,7 +102,7 @@ class _Replacement:
             self._store.unlink(self._parent, self._temporary)
 
 
-def copy_ownership(store: PathFiles, node: int, old: Status) -> None:
+def _copy_ownership(store: PathFiles, node: int, old: Status) -> None:
     """Give `node` the mode of `old` and, where that is allowed, its owner."""
     made = store.status(node)
     if (made.uid, made.gid) != (old.uid, old.gid):
@@ -115,7 +115,7 @@ def copy_ownership(store: PathFiles, node: int, old: Status) -> None:
 
 
 def _own_xattrs(store: PathFiles, node: int) -> dict[bytes, bytes]:
-    """The extended attributes that a write in place would keep: not capabilities (write(2) removes them)."""
+    """Return the extended attributes that a write in place would keep: not capabilities, which write(2) removes."""
     names = (b"user.", b"system.posix_acl_")
     return {name: value for name, value in store.xattrs(node).items() if name.startswith(names)}
 

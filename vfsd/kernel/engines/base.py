@@ -1,4 +1,4 @@
-"""The contract of an engine, which serves a volume to the kernel.  `native` and `pyfuse3` implement it.
+"""The contract of an engine, which serves a volume to the kernel, and what the engines `native` and `pyfuse3` share.
 
 Threading: `mount`, `serve`, `stop`, `drained` and `unmount` run on the trio loop's thread.  `invalidate_inode` and
 `invalidate_entry` block until the kernel has dropped its caches, and the kernel may wait for a request that the loop
@@ -7,13 +7,24 @@ must answer first.  Call these two from any other thread, never from the loop.
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.volume import Volume
 
-__all__ = ["Engine", "EngineFactory", "EngineSettings", "Impersonator"]
+__all__ = [
+    "Engine",
+    "EngineFactory",
+    "EngineSettings",
+    "Impersonator",
+    "invalidate_attributes",
+    "mount_options",
+]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,13 @@ class EngineSettings:
     allow_other: bool = False
     cache_timeout_s: float = math.inf
     xattrs: bool = True
+
+
+def mount_options(settings: EngineSettings, *, checked: bool) -> set[str]:
+    """Return the options of mount(8) for `settings`.  `checked`: the kernel checks permissions."""
+    options = {f"fsname=vfsd:{settings.name}", "subtype=vfsd"}
+    chosen = (checked, "default_permissions"), (settings.allow_other, "allow_other"), (settings.read_only, "ro")
+    return options | {option for is_set, option in chosen if is_set}
 
 
 class Impersonator(Protocol):
@@ -100,6 +118,19 @@ class Engine(Protocol):
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Invalidate the kernel's cached entry, or cached absence, of `name` in directory `parent`."""
         ...
+
+
+def invalidate_attributes(engine: Engine, inode: int) -> None:
+    """Invalidate the cached attributes of the inode of the request that the loop is answering.
+
+    An invalidation without pages takes no lock in the kernel (fuse_reverse_inval_inode, fs/fuse/inode.c), so it is the
+    only notification that may be sent from the loop.
+    """
+    try:
+        engine.invalidate_inode(inode, content=False)
+    except OSError as error:
+        if error.errno != errno.ENOENT:  # not cached
+            _logger.warning("cannot invalidate the kernel's cached mode of inode %d: %s", inode, error)
 
 
 class EngineFactory(Protocol):

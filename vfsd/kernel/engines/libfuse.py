@@ -11,19 +11,6 @@ from typing import Final
 __all__ = ["capture_standard_error", "mount_error"]
 
 _MAX_TEXT_BYTES: Final = 4096
-# The errors of mount(2) and of opening /dev/fuse.
-_MOUNT_ERRORS: Final = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EBUSY,
-    errno.ENODEV,
-    errno.ENXIO,
-    errno.EINVAL,
-    errno.ENOTCONN,
-    errno.ENOMEM,
-)
 
 
 @contextmanager
@@ -47,5 +34,7 @@ def capture_standard_error() -> Iterator[bytearray]:
 def mount_error(error: RuntimeError, output: str, mountpoint: str) -> OSError:
     """Convert libfuse's output to the OSError that it names; EIO if it names none."""
     text = "; ".join(line.strip() for line in output.splitlines() if line.strip())
-    code = next((code for code in _MOUNT_ERRORS if os.strerror(code) in text), errno.EIO)
+    # The longest message: that of ENXIO begins with that of ENODEV.
+    named = (code for code in errno.errorcode if os.strerror(code) in text)
+    code = max(named, key=lambda code: len(os.strerror(code)), default=errno.EIO)
     return OSError(code, f"cannot mount: {text or error}", mountpoint)

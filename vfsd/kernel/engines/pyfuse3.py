@@ -42,7 +42,7 @@ import trio
 from protocol.errors import errno_of, os_error
 from protocol.volume import Answer, AttributeChanges, Attributes, Caller, FlushingVolume, Volume
 from vfsd.kernel.engines import policy
-from vfsd.kernel.engines.base import EngineSettings, Impersonator
+from vfsd.kernel.engines.base import EngineSettings, Impersonator, invalidate_attributes, mount_options
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 
 __all__ = ["Pyfuse3Engine"]
@@ -111,7 +111,9 @@ class _Handlers(pyfuse3.Operations):
     def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
         self.requests = 0
         self.in_progress = 0
-        self.is_readable: Callable[[], bool] = lambda: False  # whether the device holds requests; set by the engine
+        # Set by the engine: whether the device holds requests, and the invalidation of cached attributes.
+        self.is_readable: Callable[[], bool] = lambda: False
+        self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
         self._volume = volume
         self._flush = cast("FlushingVolume", volume).flush if volume.capabilities.flush else None
         self._xattrs = settings.xattrs
@@ -152,18 +154,6 @@ class _Handlers(pyfuse3.Operations):
         entry.st_mtime_ns = attributes.mtime_ns
         entry.st_ctime_ns = attributes.ctime_ns
         return entry
-
-    def _invalidate_attributes(self, inode: int) -> None:
-        """Invalidate the cached attributes of the current request's inode.
-
-        An invalidation without pages takes no lock in the kernel (fuse_reverse_inval_inode, fs/fuse/inode.c), so it is
-        the only notification that may be sent from the loop.
-        """
-        try:
-            pyfuse3.invalidate_inode(inode, attr_only=True)
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                log.warning("cannot invalidate the kernel's cached mode of inode %d: %s", inode, error)
 
     async def _wait_for_forgets(self) -> None:
         """Let other tasks read the requests in the device, up to `_MAX_REQUESTS_BEFORE_RETRY` of them.
@@ -324,7 +314,7 @@ class _Handlers(pyfuse3.Operations):
             changes = AttributeChanges(size=0, mtime_ns=now_ns, ctime_ns=now_ns, kill_privileges=kill)
             await _result(self._volume.setattr(inode, changes))
             if kill:
-                self._invalidate_attributes(inode)
+                self.invalidate_attributes(inode)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         clears = writes and not policy.may_keep_set_id(ctx.uid)
         return pyfuse3.FileInfo(fh=inode | _CLEARS_SET_ID if clears else inode, keep_cache=True)
@@ -363,7 +353,7 @@ class _Handlers(pyfuse3.Operations):
             await self._wait_for_forgets()  # as after ENOSPC: see `_handler`
             written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
         if kill:
-            self._invalidate_attributes(inode)
+            self.invalidate_attributes(inode)
         return written
 
     @_handler
@@ -462,10 +452,11 @@ class Pyfuse3Engine:
         if not stat.S_ISDIR(os.stat(self._settings.mountpoint).st_mode):
             # The kernel would make the mount and then reject a root that is not a directory.
             raise os_error(errno.ENOTDIR, self._settings.mountpoint)
+        options = mount_options(self._settings, checked=True)
         before = _fuse_descriptors()
         with capture_standard_error() as output:
             try:
-                pyfuse3.init(self._handlers, self._settings.mountpoint, self._options())
+                pyfuse3.init(self._handlers, self._settings.mountpoint, options)
             except RuntimeError as error:
                 failure: RuntimeError | None = error
             else:
@@ -476,16 +467,8 @@ class Pyfuse3Engine:
             raise mount_error(failure, output.decode(errors="replace"), self._settings.mountpoint)
         (self._fd,) = _fuse_descriptors() - before
         self._handlers.is_readable = self._readable
+        self._handlers.invalidate_attributes = functools.partial(invalidate_attributes, self)
         self._closed = False
-
-    def _options(self) -> set[str]:
-        settings = self._settings
-        options = {f"fsname=vfsd:{settings.name}", "subtype=vfsd", "default_permissions"}
-        if settings.allow_other:
-            options.add("allow_other")
-        if settings.read_only:
-            options.add("ro")
-        return options
 
     async def serve(self) -> None:
         with trio.CancelScope() as scope:

@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Final
 
-from vfsd.kernel.engines.base import EngineSettings
+from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.machine.mountinfo import mounts
 
 __all__ = ["FuseMount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
@@ -47,7 +47,7 @@ def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, FuseM
     with ours:
         with theirs:
             done = subprocess.run(
-                [_FUSERMOUNT, "-o", _options(settings, checked), "--", mountpoint],
+                [_FUSERMOUNT, "-o", ",".join(mount_options(settings, checked=checked)), "--", mountpoint],
                 env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -104,17 +104,6 @@ def _write(path: str, text: str) -> None:
             file.write(text)
     except OSError:
         pass  # both are optional, and need privileges
-
-
-def _options(settings: EngineSettings, checked: bool) -> str:
-    options = [f"fsname=vfsd:{settings.name}", "subtype=vfsd"]
-    if checked:
-        options.append("default_permissions")
-    if settings.allow_other:
-        options.append("allow_other")
-    if settings.read_only:
-        options.append("ro")
-    return ",".join(options)
 
 
 def _receive_descriptor(channel: socket.socket) -> int | None:

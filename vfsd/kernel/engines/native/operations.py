@@ -36,7 +36,7 @@ from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.negotiation import MAX_WRITE_BYTES
 from vfsd.kernel.engines.native.replies import Message, Replies, dirents
-from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, Opcode
+from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.policy import PERMISSIONS
 
 __all__ = ["BODY", "Handler", "Operations"]
@@ -62,34 +62,31 @@ class Handler(NamedTuple):
 class Operations:
     """The opcodes over one volume.
 
-    `umask_is_ours`: the volume applies the umask, not the kernel (DONT_MASK).  `long_setxattr`: SETXATTR has its
-    extended form (SETXATTR_EXT).  `kernel_knows_acls`: the kernel expects that setting an ACL changes the mode
-    (POSIX_ACL).  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the kernel's cached
-    attributes of an inode.
+    `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
+    kernel's cached attributes of an inode.
     """
 
     def __init__(
         self,
         volume: Volume,
         replies: Replies,
+        flags: InitFlag = InitFlag.POSIX_ACL,
         *,
-        umask_is_ours: bool = False,
-        long_setxattr: bool = False,
-        kernel_knows_acls: bool = True,
         xattrs: bool = True,
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
     ) -> None:
         self._volume = volume
         self.replies = replies
-        self._umask_is_ours = umask_is_ours
-        self._setxattr_in = wire.FUSE_SETXATTR_IN if long_setxattr else wire.FUSE_SETXATTR_IN_COMPAT
+        self._umask_is_ours = InitFlag.DONT_MASK in flags  # the volume applies the umask, not the kernel
+        is_extended = InitFlag.SETXATTR_EXT in flags
+        self._setxattr_in = wire.FUSE_SETXATTR_IN if is_extended else wire.FUSE_SETXATTR_IN_COMPAT
         capabilities = volume.capabilities
         # The volume, if it has the shortcut.
         self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
         self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
-        self._kernel_knows_acls = kernel_knows_acls
+        self._kernel_knows_acls = InitFlag.POSIX_ACL in flags  # it expects that setting an ACL changes the mode
         self._xattrs = xattrs
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes

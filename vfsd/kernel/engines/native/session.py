@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import logging
 import os
@@ -25,7 +26,7 @@ import trio
 
 from protocol.errors import errno_of
 from protocol.volume import Volume
-from vfsd.kernel.engines import policy
+from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.native import mounting, wire
 from vfsd.kernel.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
@@ -79,7 +80,8 @@ class NativeEngine:
         self._impersonator = impersonator
         self._impersonated: tuple[Volume, Operations] | None = None
         self._replies = Replies(Validity(settings.cache_timeout_s))
-        self._operations = Operations(volume, self._replies, cancel=self._cancel)
+        self._agreement: Agreement | None = None
+        self._operations = self._operations_over(volume, self._replies)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
         self._requests = 0
         self._empty_count = 0  # how often the loop found the device empty
@@ -89,7 +91,6 @@ class NativeEngine:
         self._stopped = trio.CancelScope()
         self._device: io.FileIO | None = None
         self._mount: mounting.FuseMount | None = None
-        self._agreement: Agreement | None = None
         # Guards the device, which other threads use for notifications.  `unmount` closes it, or the last notification.
         self._notify_lock = threading.Lock()
         self._notifications = 0  # the threads that are sending one
@@ -137,16 +138,13 @@ class NativeEngine:
         logger.debug("FUSE 7.%d, %r", agreed.minor, agreed.flags)
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
-        flags = self._agreement.flags if self._agreement else InitFlag(0)
         return Operations(
             volume,
             replies,
-            umask_is_ours=InitFlag.DONT_MASK in flags,
-            long_setxattr=InitFlag.SETXATTR_EXT in flags,
-            kernel_knows_acls=InitFlag.POSIX_ACL in flags,
+            self._agreement.flags if self._agreement else InitFlag(0),
             xattrs=self._settings.xattrs,
             cancel=self._cancel,
-            invalidate_attributes=self._invalidate_attributes,
+            invalidate_attributes=functools.partial(base.invalidate_attributes, self),
         )
 
     def unmount(self) -> None:
@@ -379,17 +377,6 @@ class NativeEngine:
         # A negative offset means attributes only, length 0 up to the end (fs/fuse/inode.c).
         body = wire.FUSE_NOTIFY_INVAL_INODE_OUT.pack(inode, 0 if content else -1, 0)
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_INODE, body))
-
-    def _invalidate_attributes(self, inode: int) -> None:
-        """Invalidate the cached attributes of the current request's inode.
-
-        An invalidation without pages takes no lock in the kernel (fuse_reverse_inval_inode, fs/fuse/inode.c), so it is
-        the only notification that may be sent from the loop.
-        """
-        try:
-            self.invalidate_inode(inode, content=False)
-        except OSError as error:
-            logger.warning("cannot invalidate the kernel's cached mode of inode %d: %s", inode, error)
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Invalidate the kernel's cached entry, or cached absence, of `name` in directory `parent`."""

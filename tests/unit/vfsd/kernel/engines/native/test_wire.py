@@ -380,7 +380,7 @@ def test_the_umask_reaches_the_volume_only_where_the_kernel_leaves_it(
 ) -> None:
     callers: list[Caller] = []
     monkeypatch.setattr(volume, "mkdir", lambda parent, name, mode, caller: callers.append(caller))
-    operations = Operations(volume, Replies(NO_CACHE), umask_is_ours=ours)
+    operations = Operations(volume, Replies(NO_CACHE), InitFlag.DONT_MASK if ours else InitFlag(0))
     perform(operations, request(Opcode.MKDIR, body=wire.FUSE_MKDIR_IN.pack(0o777, 0o027) + b"new\0"))
     assert callers == [Caller(0, 0, seen, 1)]
 
@@ -393,7 +393,10 @@ def test_an_acl_set_by_a_stranger_to_the_group_clears_set_gid(
     monkeypatch.setattr(volume, "setxattr", lambda inode, name, value, flags: kept.append((name, value)))
     made = volume.mknod(ROOT_INODE, b"sgid", stat.S_IFREG | 0o2755, 0, ME)
     body = wire.FUSE_SETXATTR_IN.pack(3, 0, flags, 0) + b"system.posix_acl_access\0" + b"acl"
-    perform(Operations(volume, Replies(NO_CACHE), long_setxattr=True), request(Opcode.SETXATTR, made.inode, body))
+    perform(
+        Operations(volume, Replies(NO_CACHE), InitFlag.SETXATTR_EXT | InitFlag.POSIX_ACL),
+        request(Opcode.SETXATTR, made.inode, body),
+    )
     assert stat.S_IMODE(volume.getattr(made.inode).mode) == mode
     assert kept == [(b"system.posix_acl_access", b"acl")]
 
