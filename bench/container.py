@@ -33,8 +33,7 @@ from bench._filesystems import cpu_clock, end_cleanly
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.podman.service import Container, PodmanService
-from protocol.backends.container.podman.spec import ContainerSpec
-from protocol.backends.container.podman.state import ContainerMount
+from protocol.backends.container.podman.spec import ContainerMount, ContainerSpec
 from tests.container.conftest import PYTHON, import_image, inside
 from tests.container.images import write_python_image
 from tests.container.service import running_service
@@ -68,7 +67,7 @@ def benched(scratch: Path, *, cpu: bool) -> Iterator[Bench]:
         import_image(url, archive, PYTHON)
         shared = scratch / "shared"
         shared.mkdir()
-        container = service.create(ContainerSpec(PYTHON, mounts=[ContainerMount("bind", str(shared), "/workspace")]))
+        container = service.create(ContainerSpec(PYTHON, mounts=[ContainerMount(str(shared), "/workspace")]))
         stack.callback(container.remove)
         container.start()
         mounts, clocks = {}, {}
