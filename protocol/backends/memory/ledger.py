@@ -42,6 +42,8 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import os_error
@@ -199,19 +201,26 @@ class Ledger:
             self._lender.charge_overhead(-count)
             self._loan -= count
 
-    def reserve(self, count: int) -> None:
-        """Charge `count` bytes of overhead; borrow them if there is a lender.  OSError (ENOSPC)."""
-        missing = self.used + count - self.ceiling
-        if missing > 0 and not self.borrow(missing):
-            raise os_error(errno.ENOSPC)
-        self.charge_overhead(count)
+    @contextmanager
+    def reserving(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves a number of bytes until the context ends, or raises OSError (ENOSPC)."""
+        reserved = 0
 
-    def release(self, count: int) -> None:
-        """Release `count` reserved bytes, and return unused memory to the lender."""
-        self.charge_overhead(-count)
-        if self._lender is not None:
-            self.repay(min(count, self.ceiling - self.used))
-            self.set_limit(self._loan)
+        def reserve(count: int) -> None:
+            nonlocal reserved
+            missing = self.used + count - self.ceiling
+            if missing > 0 and not self.borrow(missing):
+                raise os_error(errno.ENOSPC)
+            self.charge_overhead(count)
+            reserved += count
+
+        try:
+            yield reserve
+        finally:
+            self.charge_overhead(-reserved)
+            if self._lender is not None:
+                self.repay(min(reserved, self.ceiling - self.used))
+                self.set_limit(self._loan)
 
     def give_back(self) -> None:
         """End the loan: the unpacked content was discarded, or the lender charges it."""

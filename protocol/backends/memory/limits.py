@@ -70,7 +70,10 @@ class MemoryLimits:
         "pruned",
     )
 
-    def __init__(self, state: MemoryState, max_bytes: int | None, max_inodes: int | None) -> None:
+    def __init__(
+        self, state: MemoryState, max_bytes: int | None, max_inodes: int | None, max_memory: int | None
+    ) -> None:
+        state.ledger.set_limit(max_memory)
         self._state = state
         self._inodes = state.inodes
         self._ledger = state.ledger

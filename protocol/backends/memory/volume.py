@@ -17,7 +17,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.attributes import InodeAttributes
@@ -81,8 +80,7 @@ class MemoryVolume:
         if state is None:
             state = MemoryState(clock, os.getuid() if uid is None else uid, os.getgid() if gid is None else gid)
         state.read_only = read_only
-        state.ledger.set_limit(max_memory)
-        limits = MemoryLimits(state, max_bytes, max_inodes)
+        limits = MemoryLimits(state, max_bytes, max_inodes, max_memory)
         entries = DirectoryEntries(state, limits)
         files = FileContents(state, limits)
         attributes = InodeAttributes(state, limits, files)
@@ -130,11 +128,12 @@ class MemoryVolume:
         self.changed_since = history.changed_since
         self.mark_saved = history.mark_saved
         self.keeping = limits.keeping
+        self.reserving = state.ledger.reserving
 
     # -- settings and statistics -----------------------------------------------------------------
     @property
     def read_only(self) -> bool:
-        """Whether every changing call fails with EROFS; may be set."""
+        """Whether every changing call fails with EROFS."""
         return self._state.read_only
 
     @read_only.setter
@@ -164,7 +163,6 @@ class MemoryVolume:
 
     @property
     def on_pruned(self) -> Callable[[SnapshotInfo], None] | None:
-        """Called for each automatic snapshot that is dropped to free memory."""
         return self._limits.on_pruned
 
     @on_pruned.setter
@@ -173,43 +171,22 @@ class MemoryVolume:
 
     @property
     def saved_ns(self) -> int | None:
-        """The time of the newest `mark_saved`."""
         return self._history.saved_ns
 
     @property
     def is_saved(self) -> bool:
-        """Whether nothing changed since the state that `mark_saved` recorded."""
         return self._history.is_saved
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself.  O(everything): for tests and bug reports."""
         Invariants(self._state).check()
 
-    # -- memory lent to an import ----------------------------------------------------------------
     def new_stage(self) -> MemoryVolume:
         stage = MemoryVolume(self._limits.max_bytes, self._limits.max_inodes)
         stage._state.ledger.borrow_from(self._state.ledger)
         return stage
 
     def give_back(self) -> None:
-        """End the loan: this volume was imported into the other one, or is discarded."""
         self._state.ledger.give_back()
-
-    @contextmanager
-    def reserving(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves a number of bytes until the context ends, or raises OSError (ENOSPC)."""
-        ledger = self._state.ledger
-        reserved = 0
-
-        def reserve(count: int) -> None:
-            nonlocal reserved
-            ledger.reserve(count)
-            reserved += count
-
-        try:
-            yield reserve
-        finally:
-            ledger.release(reserved)
 
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:
@@ -255,7 +232,7 @@ class MemoryVolume:
         return done
 
     def fsync(self, inode: int, *, data_only: bool) -> None:
-        """Do nothing: memory cannot be made more durable."""
+        """Memory cannot be made more durable."""
 
     def statfs(self) -> StatFs:
         limits, ledger = self._limits, self._state.ledger

@@ -192,19 +192,14 @@ class LowerFile:
         if isinstance(self.kept, bytes):
             return self.kept[offset : offset + size]
         handle = self._handle()
-        data = os.pread(handle.fd, size, offset)
-        if len(data) < size:
-            pieces = [data]
-            done = len(data)
-            while data and done < size:
-                data = os.pread(handle.fd, size - done, offset + done)
-                pieces.append(data)
-                done += len(data)
-            data = b"".join(pieces)
+        pieces, missing = [], size
+        while missing and (data := os.pread(handle.fd, missing, offset + size - missing)):
+            pieces.append(data)
+            missing -= len(data)
         self._check(handle)
-        if len(data) < size:
+        if missing:
             raise ChangedBelowError(self.path)
-        return data
+        return b"".join(pieces)
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of each run of data between two offsets, in order.  ChangedBelowError."""

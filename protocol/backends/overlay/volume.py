@@ -112,7 +112,6 @@ class OverlayVolume(MemoryVolume):
         self._unchecked: Iterator[int] = iter(())  # the rest of a round of `tidy`
 
     def check_invariants(self) -> None:
-        """See `MemoryVolume.check_invariants`; loads nothing from the lower directory."""
         with self._lock:
             OverlayInvariants(self._overlay).check()
 

@@ -158,6 +158,10 @@ class Converger:
         if node is None:
             above = self._state.inodes[above.inode]
             node = self._make(above, name, entry) if wanted is None else self._link(above, name, self._inode(wanted))
+        self._complete(node, entry)
+
+    def _complete(self, node: Inode, entry: TreeEntry) -> None:
+        """Give the leaf `node` the content and the metadata of `entry`."""
         if entry.inode and entry.nlink > 1:
             self._linked[entry.inode] = node.inode
         self._set_content(node, entry)

@@ -237,43 +237,33 @@ class Preparation(Converger):
             return  # another name of a file on an island
         if len(top.name) > NAME_MAX:
             raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
-        before = self._counters()
-        first = self._state.next_inode
-        node = self._new(top)
-        node.lookups = 1
-        self._tops[top.path] = node.inode
-        if not top.is_dir:
-            self._finish(node, top)
-        self._ended(first, before)
-        if not top.is_dir:
-            yield 1
-            return
-        directories = {top.path: node.inode}
-        finished = [top]
+        directories: dict[bytes, int] = {}
+        finished = []
         for entry in self._tree.walk(top.path):
-            if entry.path == top.path:
-                continue
             before, first = self._counters(), self._state.next_inode
-            above = self._inode(directories[entry.path.rpartition(b"/")[0]])
-            if entry.is_dir:
-                directories[entry.path] = self._make(above, entry.name, entry).inode
-                finished.append(entry)
-                if above.inode == node.inode:
-                    self._subdirectories[node.inode] = self._subdirectories.get(node.inode, 0) + 1
-                    self._inode(node.inode).nlink = 0  # without a name it has no links, whatever it contains
+            if entry.path == top.path:
+                node = self._new(top)
+                node.lookups = 1
+                self._tops[top.path] = island = node.inode
+                if not top.is_dir:
+                    self._complete(node, top)
             else:
-                self._leaf(above, entry)
+                above = self._inode(directories[entry.path.rpartition(b"/")[0]])
+                if not entry.is_dir:
+                    self._leaf(above, entry)
+                else:
+                    node = self._make(above, entry.name, entry)
+                    if above.inode == island:
+                        self._subdirectories[island] = self._subdirectories.get(island, 0) + 1
+                        self._inode(island).nlink = 0  # without a name it has no links, whatever it contains
+            if entry.is_dir:
+                directories[entry.path] = node.inode
+                finished.append(entry)
             self._ended(first, before)
             yield 1
         for entry in reversed(finished):
             self._set_metadata(self._inode(directories[entry.path]), entry)
             yield 1
-
-    def _finish(self, node: Inode, entry: TreeEntry) -> None:
-        if entry.inode and entry.nlink > 1:
-            self._linked[entry.inode] = node.inode
-        self._set_content(node, entry)
-        self._set_metadata(self._inode(node.inode), entry)
 
     def _join(self) -> None:
         """Give the islands their names.  Their inodes exist in no snapshot."""

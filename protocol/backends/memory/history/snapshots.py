@@ -54,6 +54,8 @@ class ReservedInodes:
 class SnapshotHistory:
     """The snapshots of `state`, and the changes that are made as one transaction.
 
+    Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume`.
+
     An overlay sets two attributes.  `make_tree` makes the tree of a view from its two epochs.  `starts_empty` is False
     if the oldest state is not an empty root directory, so that the first snapshot's changes have to be counted.
     """
@@ -95,11 +97,9 @@ class SnapshotHistory:
         return info
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
-        """Return all snapshots, oldest first."""
         return self._state.log.infos()
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """Return one snapshot.  SnapshotNotFoundError."""
         info = self._state.log.find(name).info
         assert info is not None
         return info
@@ -157,7 +157,6 @@ class SnapshotHistory:
             return _invalidation(self._state, transaction)
 
     def import_tree(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> CacheInvalidation:
-        """Import `tree`, all or nothing.  See `protocol.volume.SnapshotableVolume`.  ENOSPC, ENOTDIR, ENOENT."""
         if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
             tree.ledger.give_back()  # imported content is charged here from now on
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:
@@ -178,18 +177,15 @@ class SnapshotHistory:
             self._state.destination = reserved.state
 
     def reserve_inodes(self, count: int) -> ReservedInodes:
-        """Reserve `count` inode numbers for another volume to `fill`."""
         first = self._state.next_inode
         self._state.next_inode += count
         return ReservedInodes(self._state, first)
 
     def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
-        """Return a `Preparation`, which makes the new files of an import in small steps before `import_prepared`."""
         scopes = paths or (b"",)
         return Preparation(self._state, tree, replace=replace, check_quota=self._limits.check_quota, paths=scopes)
 
     def import_prepared(self, preparation: Preparation) -> CacheInvalidation:
-        """Import a prepared tree (`Preparation.is_valid`), all or nothing.  Errors as for `import_tree`."""
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:
             preparation.run()
             return _invalidation(self._state, transaction)
@@ -208,7 +204,6 @@ class SnapshotHistory:
     # -- views -----------------------------------------------------------------------------------
     @contextmanager
     def tree(self, name: str | None = None) -> Iterator[SnapshotTree]:
-        """Yield a read-only tree of a snapshot, or of the present state; another thread may read it."""
         with self.view(self._state.log.find(name) if name is not None else None) as tree:
             yield tree
 
@@ -230,19 +225,14 @@ class SnapshotHistory:
 
     # -- states that are stored elsewhere --------------------------------------------------------
     def mark(self) -> int:
-        """Return a number for the present state, for `changed_since`.  O(1)."""
         with self._lock:
             return self._state.moment()
 
     def changed_since(self, mark: int) -> bool:
-        """Return whether anything that has a name changed since `mark`, even if it changed back.  O(1).
-
-        Access times, and changes of a file without a name, do not count.
-        """
+        """Access times, and changes of a file without a name, do not count."""
         return self._state.changed_at >= mark
 
     def mark_saved(self, tree: Tree | None = None) -> None:
-        """Record that the state in `tree`, a view of this volume, is stored elsewhere; None: the live state."""
         if tree is None:
             at = self.mark()
         elif isinstance(tree, SnapshotTree) and tree.belongs_to(self._state):
@@ -254,7 +244,6 @@ class SnapshotHistory:
 
     @property
     def is_saved(self) -> bool:
-        """Whether nothing changed since the state that `mark_saved` recorded."""
         return not self.changed_since(self._saved_at)
 
     def _newest(self) -> Sequence[str]:
