@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.mount.conftest import MountIt
 from vfsd.client.workspace import Workspace
@@ -39,3 +43,22 @@ def test_a_mountpoint_with_any_name_can_be_driven(mount: MountIt, workdir: Path)
     assert os.path.samefile(workspace.status().mountpoint, place)
     workspace.snapshot("one")
     workspace.restore("one")
+
+
+def test_a_program_that_uses_the_mount_for_a_moment_longer_does_not_keep_its_name(workdir: Path) -> None:
+    place, name = workdir / "m", workdir.name
+    stay = """
+import os, sys, time
+os.chdir(sys.argv[1])
+print(flush=True)
+while sys.argv[1] in open("/proc/self/mountinfo").read():
+    time.sleep(0.01)
+"""
+    workspace = Workspace.mount(place, name=name)
+    program = subprocess.Popen([sys.executable, "-c", stay, place], stdout=subprocess.PIPE)
+    assert program.stdout is not None
+    program.stdout.readline()
+    with pytest.warns(ResourceWarning, match="was detached while in use"):
+        workspace.__exit__(None, None, None)
+    with program, Workspace.mount(place, name=name) as again:
+        assert again.name == name

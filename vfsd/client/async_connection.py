@@ -11,10 +11,9 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from vfsd.client.connection import ATTEMPTS, ClosingError, Exchange, no_daemon, timed_out, vanished
+from vfsd.client.connection import ATTEMPTS, ClosingError, Exchange, connected, timed_out, vanished
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import ProgressReport
-from vfsd.wire.sockets import connect
 
 __all__ = ["AsyncControlClient"]
 
@@ -57,14 +56,10 @@ class AsyncControlClient:
         while True:
             await trio.lowlevel.checkpoint()
             try:
-                sock = connect(self._path, 0)
+                return trio.socket.from_stdlib_socket(connected(self._path, 0))
             except BlockingIOError:
                 # The daemon's backlog is full.  No event reports that it has room again: connect(2), EAGAIN.
                 await trio.sleep(_BACKLOG_PAUSE_S)
-            except OSError as error:
-                raise no_daemon(self._path, error) from error
-            else:
-                return trio.socket.from_stdlib_socket(sock)
 
     async def _send(self, sock: trio.socket.SocketType, exchange: Exchange) -> None:
         left = memoryview(exchange.request)

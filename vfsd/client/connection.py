@@ -41,8 +41,8 @@ __all__ = [
     "ControlClient",
     "ControlError",
     "Exchange",
+    "connected",
     "control_error",
-    "no_daemon",
     "timed_out",
     "vanished",
 ]
@@ -104,13 +104,26 @@ def _path(wire: str) -> str:
         return wire
 
 
-def no_daemon(socket_path: str, error: OSError) -> OSError:
+def _no_daemon(socket_path: str, error: OSError) -> OSError:
     """Return the exception for a failed connection to `socket_path`."""
     if error.errno in (errno_numbers.ENOENT, errno_numbers.ECONNREFUSED):
         return ConnectionRefusedError(f"no daemon answers at {socket_path}: it is not running")
     if error.errno in (errno_numbers.EACCES, errno_numbers.EPERM):
         return PermissionError(f"this user may not use the control socket {socket_path}")
     return ConnectionError(f"cannot connect to {socket_path}: {error.strerror or error}")
+
+
+def connected(socket_path: str, timeout_s: float | None = None) -> socket.socket:
+    """Connect to a daemon.  ConnectionError or PermissionError.
+
+    With `timeout_s` 0, BlockingIOError if the daemon's backlog is full.
+    """
+    try:
+        return connect(socket_path, timeout_s)
+    except OSError as error:
+        if timeout_s == 0 and isinstance(error, BlockingIOError):
+            raise
+        raise _no_daemon(socket_path, error) from error
 
 
 def vanished(socket_path: str, method: str) -> ConnectionError:
@@ -311,10 +324,7 @@ class ControlClient:
         if self._sock is not None and is_closed_by_peer(self._sock):
             self.close()  # the daemon closes idle connections, and may have been restarted
         if self._sock is None:
-            try:
-                self._sock = connect(self._path, self._timeout_s)
-            except OSError as error:
-                raise no_daemon(self._path, error) from error
+            self._sock = connected(self._path, self._timeout_s)
             self._lines = LineBuffer()
         return self._sock
 

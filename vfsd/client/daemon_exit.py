@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 from collections.abc import Callable, Iterator
 from typing import Final
 
-__all__ = ["daemon_end"]
+__all__ = ["END_TIMEOUT_S", "HELD_TIMEOUT_S", "daemon_end"]
 
 # After the unmount a daemon only removes some files.
-_TIMEOUT_S: Final = 10.0
+END_TIMEOUT_S: Final = 10.0
+# A daemon whose mount was detached while in use serves the programs that use it.  Some only look at every mount (df).
+HELD_TIMEOUT_S: Final = 1.0
 
 
 @contextlib.contextmanager
-def daemon_end(pid: int) -> Iterator[Callable[[], None]]:
-    """Watch process `pid`, and yield a function that waits until it has exited, for at most ten seconds.
+def daemon_end(pid: int) -> Iterator[Callable[..., None]]:
+    """Watch process `pid`, and yield a function that waits until it has exited, for at most `timeout_s` (10) seconds.
 
     The process must be alive on entry: later its number may belong to another process.
     """
@@ -24,15 +27,15 @@ def daemon_end(pid: int) -> Iterator[Callable[[], None]]:
         descriptor = os.pidfd_open(pid)
     except OSError:
         # The process is gone, or the kernel or sandbox has no pidfd_open(2): do not wait.
-        yield lambda: None
+        yield lambda _timeout_s=0: None
         return
     try:
-        yield lambda: _wait_readable(descriptor)
+        yield functools.partial(_wait_readable, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _wait_readable(descriptor: int) -> None:
+def _wait_readable(descriptor: int, timeout_s: float = END_TIMEOUT_S) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)  # pidfd_open(2): readable once the process has terminated
-    poll.poll(_TIMEOUT_S * 1000)
+    poll.poll(timeout_s * 1000)

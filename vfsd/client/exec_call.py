@@ -6,12 +6,11 @@ For one thread.
 
 from __future__ import annotations
 
-import socket
 from typing import Final
 
 import msgspec
 
-from vfsd.client.connection import ControlError, Exchange, no_daemon, vanished
+from vfsd.client.connection import ControlError, Exchange, connected, vanished
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,
@@ -28,7 +27,6 @@ from vfsd.wire.exec_messages import (
 )
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import Request
-from vfsd.wire.sockets import connect
 
 __all__ = ["ExecCall"]
 
@@ -60,10 +58,7 @@ class ExecCall:
         self._session: str | None = None
         self._lines = LineBuffer()
         self.ended: ExecEnded | None = None
-        try:
-            self._sock: socket.socket = connect(socket_path)
-        except OSError as error:
-            raise no_daemon(socket_path, error) from error
+        self._sock = connected(socket_path)
         self._send(self._exchange.request)
 
     def close(self) -> None:

@@ -125,16 +125,10 @@ def _pipe_holding(data: bytes) -> Iterator[int]:
 
 
 def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready:
-    """Return the daemon's report that its mount answers.  OSError if it fails, dies, or takes too long."""
-    report = _await_report(descriptor, daemon, timeout_s)
-    if isinstance(report, Failed):
-        _await_end(daemon)
-        raise report.error()
-    return report
+    """Return the daemon's report that its mount answers.
 
-
-def _await_report(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready | Failed:
-    """Return the daemon's report.  OSError without one: EIO if it died, TimeoutError if it takes too long."""
+    OSError with the daemon's message if it failed; EIO if it died; TimeoutError if it takes too long.
+    """
     deadline = time.monotonic() + timeout_s
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -148,9 +142,13 @@ def _await_report(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: f
             raise OSError(errno.EIO, f"the daemon died while starting ({_end_of(daemon)})")
         received += piece
     try:
-        return decode_report(received)
+        report = decode_report(received)
     except ValueError as error:
         raise OSError(errno.EPROTO, f"cannot read the daemon's report: {error}") from None
+    if isinstance(report, Failed):
+        _await_end(daemon)
+        raise report.error()
+    return report
 
 
 def _end_of(daemon: subprocess.Popen[bytes]) -> str:

@@ -168,13 +168,7 @@ class Requests:
         `include` and `exclude` are patterns in gitignore's syntax: with `include` only files that match are compared,
         and paths that match `exclude` are left out.
         """
-        pieces: list[bytes] = []
-        return RemoteCall(
-            "diff",
-            self._diff_params(a, b, paths, include, exclude, stream=True),
-            lambda answer: _to("Diff")(answer, b"".join(pieces)),
-            on_output=pieces.append,
-        )
+        return self._compared("Diff", a, b, paths, include, exclude, stream=True)
 
     def patch(
         self,
@@ -191,26 +185,24 @@ class Requests:
         `Patch.problems` names the changes that no patch can express.  `include_git` includes the content of `.git`,
         which `git apply` rejects.
         """
-        pieces: list[bytes] = []
-        return RemoteCall(
-            "diff",
-            self._diff_params(a, b, paths, include, exclude, mode="patch", include_git=include_git),
-            lambda answer: _to("Patch")(answer, b"".join(pieces)),
-            on_output=pieces.append,
-        )
+        return self._compared("Patch", a, b, paths, include, exclude, mode="patch", include_git=include_git)
 
-    def _diff_params(
+    def _compared(
         self,
+        kind: str,
         a: str | None,
         b: str | None,
         paths: Iterable[UserPath],
         include: Iterable[str],
         exclude: Iterable[str],
         **others: Any,
-    ) -> messages.DiffParams:
-        return messages.DiffParams(
+    ) -> RemoteCall[Any]:
+        """Build a `diff` whose answer and output become the class `kind` of `vfsd.client.results`."""
+        params = messages.DiffParams(
             a=a, b=b, paths=self._paths(paths), include=list(include), exclude=list(exclude), **others
         )
+        pieces: list[bytes] = []
+        return RemoteCall("diff", params, lambda answer: _to(kind)(answer, b"".join(pieces)), on_output=pieces.append)
 
     # -- archives ---------------------------------------------------------------------------------
     def export(

@@ -34,7 +34,7 @@ import trio
 from vfsd.client import launch
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient
-from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
@@ -249,8 +249,7 @@ class Workspace(_Base):
         if self._unmounted is None:
             with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = self._run(self._requests.unmount(lazy=lazy))
-                if not self._unmounted.holders:  # else the daemon serves them until they end
-                    wait_ended()
+                wait_ended(_end_timeout_s(self._unmounted))
         return self._unmounted
 
 
@@ -340,8 +339,7 @@ class AsyncWorkspace(_Base):
         if self._unmounted is None:
             with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = await self._run(self._requests.unmount(lazy=lazy))
-                if not self._unmounted.holders:  # else the daemon serves them until they end
-                    await trio.to_thread.run_sync(wait_ended)
+                await trio.to_thread.run_sync(wait_ended, _end_timeout_s(self._unmounted))
         return self._unmounted
 
 
@@ -367,6 +365,11 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
         engine=options.kernel.engine,
         allow_other=options.kernel.allow_other,
     )
+
+
+def _end_timeout_s(unmounted: Unmounted) -> float:
+    """Return how long to wait for the daemon's end, after which the workspace's name is free again."""
+    return HELD_TIMEOUT_S if unmounted.holders else END_TIMEOUT_S
 
 
 @contextlib.contextmanager

@@ -108,11 +108,23 @@ class MountedVolume:
         """Return when no program can see the state before the change; inotify events follow in the background.
 
         The change is committed and the answer must say so, so this raises nothing but Cancelled, and only after the
-        invalidation.  A step that fails is logged, and the next ones are done.
+        invalidation, which only the daemon's end interrupts.  A step that fails is logged, and the next ones are done.
         """
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
-        await self.run_to_end(functools.partial(self._invalidate, invalidation, open_paths))
+        done = trio.Event()
+
+        async def run() -> None:
+            try:
+                await self._invalidate(invalidation, open_paths)
+            finally:
+                done.set()
+
+        # In the nursery rather than shielded: at the daemon's end a thread may wait for the kernel, which waits for
+        # this loop.
+        self._nursery.start_soon(_logged, "finish", run)
+        with trio.CancelScope(shield=True):
+            await done.wait()
 
     async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes]) -> None:
         await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, invalidation))
@@ -131,25 +143,6 @@ class MountedVolume:
     async def _stat_all(self, paths: Sequence[bytes]) -> None:
         with self.using_mount():
             await trio.to_thread.run_sync(_stat_all, self.mountpoint, paths, abandon_on_cancel=True)
-
-    async def run_to_end(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` to its end, even if the caller is cancelled; only the daemon's end interrupts it.
-
-        For the work that follows a commit.  An exception of `work` is logged, not raised.
-        """
-        done = trio.Event()
-
-        async def run() -> None:
-            try:
-                await _logged("finish", work)
-            finally:
-                done.set()
-
-        # In the nursery rather than shielded: at the daemon's end a thread may wait for the kernel, which waits for
-        # this loop.
-        self._nursery.start_soon(run)
-        with trio.CancelScope(shield=True):
-            await done.wait()
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Start `work`, which must not fail; the daemon's end cancels it."""

@@ -60,7 +60,8 @@ MEMORY: Final = BackendSpec("memory")
 
 def known_backends() -> list[str]:
     """Return how a user writes each kind of backend, those of installed packages included."""
-    return [*BACKENDS.values(), *(f"{name}:ARG" for name in sorted(_added_kinds() - BACKENDS.keys()))]
+    added = entry_point_names(BACKENDS_GROUP) - BACKENDS.keys()
+    return [*BACKENDS.values(), *(f"{name}:ARG" for name in sorted(added))]
 
 
 def parse_backend(text: str) -> BackendSpec:
@@ -73,10 +74,6 @@ def parse_backend(text: str) -> BackendSpec:
     if spec.kind in _ARGUMENTS:
         if not spec.argument:
             raise ValueError(f"{text!r} lacks {_ARGUMENTS[spec.kind]} after the colon")
-    elif text != "memory" and (spec.kind in BACKENDS or spec.kind not in _added_kinds()):
+    elif text != "memory" and (spec.kind in BACKENDS or spec.kind not in entry_point_names(BACKENDS_GROUP)):
         raise ValueError(f"{text!r} is not one of {', '.join(known_backends())}")
     return spec
-
-
-def _added_kinds() -> set[str]:
-    return entry_point_names(BACKENDS_GROUP)

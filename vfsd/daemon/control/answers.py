@@ -82,15 +82,12 @@ async def answer(request: Request, handler: Handler, params: Any, call: CallCont
         return [_cancelled_line(number, request.method)]
     except Exception as group:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
         try:
-            return [_error_line_of(request, _only_error(group), is_cancelled=call.cancelled)]
+            error = _only_error(group)
+            if isinstance(error, CallCancelledError) and call.cancelled:
+                return [_cancelled_line(number, request.method)]
+            return [_failure_line(number, request.method, error)]
         finally:
             clear_frames(group)
-
-
-def _error_line_of(request: Request, error: Exception, *, is_cancelled: bool) -> bytes:
-    if isinstance(error, CallCancelledError) and is_cancelled:
-        return _cancelled_line(request_id(request), request.method)
-    return _failure_line(request_id(request), request.method, error)
 
 
 def result_line(number: RequestId, encoded: Sequence[bytes]) -> list[bytes]:

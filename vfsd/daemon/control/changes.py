@@ -34,7 +34,6 @@ __all__ = [
     "OutputPieces",
     "change_record",
     "compare",
-    "created_at",
     "expired_records",
     "filtered",
     "path_filter",
@@ -156,21 +155,8 @@ async def compare(
     FileNotFoundError for a path in neither.
     `with_lines` counts the lines of text files.  `stream` sends the records as output instead of listing them.
     """
-    return await in_thread(
-        _differences, old, new, paths, rule, call, with_lines, OutputPieces(call.output_from_thread) if stream else None
-    )
-
-
-def _differences(
-    old: Tree,
-    new: Tree,
-    paths: Sequence[bytes],
-    rule: PathFilter,
-    call: CallContext,
-    with_lines: bool,
-    stream: OutputPieces | None,
-) -> Differences:
-    found = Differences(stream)
+    pieces = OutputPieces(call.output_from_thread) if stream else None
+    found = Differences(pieces)
 
     def record(change: Change) -> ChangeRecord:
         return _with_lines(change_record(change), old, new, change) if with_lines else change_record(change)
@@ -181,10 +167,13 @@ def _differences(
         call.raise_if_cancelled()
         call.progress_nowait(next(paths_done), 0, "files")
 
-    for change in _changes(old, new, paths, rule, keep_going):
-        found.add(change, record)
-    if stream is not None:
-        stream.flush()
+    def run() -> None:
+        for change in _changes(old, new, paths, rule, keep_going):
+            found.add(change, record)
+        if pieces is not None:
+            pieces.flush()
+
+    await in_thread(run)
     return found
 
 
@@ -249,11 +238,6 @@ def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> C
     return record
 
 
-def created_at(info: SnapshotInfo) -> str:
-    """The time at which a snapshot was taken, as wire text."""
-    return time_text(info.created_ns)
-
-
 def time_text(time_ns: int) -> str:
     """A time in nanoseconds since the epoch, as wire text (ISO 8601, UTC)."""
     return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
@@ -262,8 +246,8 @@ def time_text(time_ns: int) -> str:
 def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
     """Records of dropped snapshots: those that no step needed, and those that were dropped to free memory."""
     return [
-        *(ExpiredRecord(info.name, created_at(info)) for info in expired),
-        *(ExpiredRecord(info.name, created_at(info), "memory") for info in pruned),
+        *(ExpiredRecord(info.name, time_text(info.created_ns)) for info in expired),
+        *(ExpiredRecord(info.name, time_text(info.created_ns), "memory") for info in pruned),
     ]
 
 

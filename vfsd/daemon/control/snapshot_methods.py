@@ -14,9 +14,9 @@ from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     change_record,
     compare,
-    created_at,
     expired_records,
     problem_records,
+    time_text,
 )
 from vfsd.daemon.control.parameters import absolute_path, host_text, tree_paths
 from vfsd.daemon.snapshots.archives import Origin, archive, snapshot_of
@@ -191,7 +191,7 @@ class SnapshotMethods:
 def _record(info: SnapshotInfo, counts: ChangeCounts | None = None, step: int | None = None) -> SnapshotRecord:
     return SnapshotRecord(
         name=info.name,
-        created_at=created_at(info),
+        created_at=time_text(info.created_ns),
         files=info.files,
         directories=info.directories,
         size_bytes=info.size_bytes,

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from time import monotonic
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 import trio
 
@@ -32,9 +32,6 @@ __all__ = ["Slices", "Turns"]
 
 _SLICE_S: Final = 0.01
 _PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Turns:
@@ -50,17 +47,12 @@ class Turns:
         self._held_bytes = 0
         self._unread: dict[CallContext, tuple[float, int]] = {}  # start of the wait and size in bytes; the oldest first
 
-    async def run(self, call: CallContext, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` in a worker thread when it is the client's turn.  EBUSY if it has too much queued.
-
-        A cancelled caller waits for the thread, so `function` calls `call.raise_if_cancelled` regularly.
-        """
-        async with self.turn(call):
-            return await trio.to_thread.run_sync(partial(function, *args, **kwargs), limiter=self.threads)
-
     @asynccontextmanager
     async def turn(self, call: CallContext) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it for the length of the block.  EBUSY as in `run`."""
+        """Wait for a turn, and hold it for the length of the block, which works in one thread of `threads`.
+
+        EBUSY if the client has too much queued.
+        """
         granted = self._enqueue(call.client)
         self._grant()
         try:

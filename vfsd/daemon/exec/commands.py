@@ -25,7 +25,7 @@ __all__ = ["Commands"]
 
 TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
-_TAG_CHARACTERS: Final = 200
+_TAG_CHARACTERS: Final = 200  # at most 800 bytes of the TAG_MAX_BYTES that a volume takes
 _logger = logging.getLogger(__name__)
 
 

@@ -6,7 +6,6 @@ import itertools
 from typing import Final
 
 from protocol.errors import SnapshotExistsError
-from protocol.volume import TAG_MAX_BYTES
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 
 __all__ = ["SnapshotEach"]
@@ -28,11 +27,6 @@ class SnapshotEach:
         while True:
             try:
                 name = f"{_PREFIX}{next(self._numbers)}"
-                return (await self._snapshots.take(name, _short(tag), UNOBSERVED, kind="automatic")).name
+                return (await self._snapshots.take(name, tag, UNOBSERVED, kind="automatic")).name
             except SnapshotExistsError:
                 pass  # a client used that name
-
-
-def _short(tag: str) -> str:
-    """The tag, cut to the longest that is allowed."""
-    return tag.encode("utf-8", "replace")[:TAG_MAX_BYTES].decode("utf-8", "ignore")
