@@ -62,7 +62,7 @@ class SparseBlock:
         return b"".join(pieces)
 
     def write(self, start: int, data: Buffer) -> None:
-        """Write `data` at `start`; the pages that it touches are not holes any more."""
+        """Write `data` at `start`; the pages that it touches stop being holes."""
         done, length = 0, len(data)
         view = memoryview(data)
         while done < length:

@@ -6,8 +6,8 @@ Invariants (checked by `check`):
 - `holes[i]` has a bit for each page of block i, below the block's end, that was never written and takes no memory.  A
   block with such pages is a `SparseBlock`; a block without them is dense and has no key; no block has only holes;
 - `allocated` is the sum of `block_bytes` of all blocks;
-- `pages` counts the pages written plus those reserved by fallocate; no page is both, or reserved twice.  A reserved
-  page reads as zeros and is a hole until a second fallocate fills it, as on tmpfs;
+- `pages` counts the pages written plus those reserved by fallocate; a page is never both, and never reserved twice.  A
+  reserved page reads as zeros and is a hole until a second fallocate fills it, as on tmpfs;
 - this content owns a block if `owned` is None (it owns all) or contains its index.  Every other block is shared: it is
   in the ledger's `shared`, and other versions may hold it.  Only owned blocks that are not `bytes` change in place.
 

@@ -136,7 +136,7 @@ class FileContents:
         try:
             content.write(offset, data, growth)
         except MemoryError:
-            # As after a short write, complete blocks stay; what lies beyond the end of the file goes.
+            # As after a short write, complete blocks stay; blocks beyond the end of the file are freed.
             content.recount(offset // PAGE_BYTES, (offset + length + PAGE_BYTES - 1) // PAGE_BYTES)
             content.truncate(node.size)
             self._state.pages += content.pages - pages

@@ -1,8 +1,8 @@
 """Inode: one file, directory, symlink or special file, in one of its versions.
 
 The volume works on an `Inode`, and an engine reads it as `protocol.volume.Attributes`.  Versions: the first change
-after a snapshot works on a clone, stamped with the new epoch; the old version goes into the undo log and is not changed
-any more.  `children` is the exception: all versions of a directory share one dict, and its entries are undone one by
+after a snapshot works on a clone, stamped with the new epoch; the old version goes into the undo log and never changes
+again.  `children` is the exception: all versions of a directory share one dict, and its entries are undone one by
 one (see `undo`).
 """
 

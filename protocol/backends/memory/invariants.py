@@ -28,8 +28,7 @@ __all__ = ["Invariants"]
 class Invariants:
     """The invariants of `state`, `content`, `directory_cookies`, `undo` and `ledger`.
 
-    A subclass for a state that loads inodes and entries on demand replaces the three methods that say what is loaded
-    and what the source of the inodes may differ in.
+    A subclass for a state that loads inodes and entries on demand replaces the methods after `check`.
     """
 
     def __init__(self, state: MemoryState) -> None:
@@ -52,7 +51,7 @@ class Invariants:
         _check_log(self._state)
         _check_ledger(self._state, list(self._inodes.values()))
 
-    # -- what another source of inodes may differ in -----------------------------------------------
+    # -- one inode, as a subclass may see it -------------------------------------------------------
     def check_inode(self, inode: Inode) -> None:
         """Check an inode by itself."""
         _check_version(inode)

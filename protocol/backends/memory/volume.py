@@ -3,7 +3,7 @@
 The class only binds its parts, each of which has its own state and module:
 
 - `state.MemoryState`: the inode table with its counters, undo log and memory ledger; it makes every change;
-- `limits.MemoryLimits`: what may still be added;
+- `limits.MemoryLimits`: checks whether a change fits;
 - `entries.DirectoryEntries`, `files.FileContents`, `attributes.InodeAttributes`: the calls of `protocol.volume.Volume`;
 - `history.snapshots.SnapshotHistory`: the calls of `protocol.volume.SnapshotableVolume`.
 
@@ -216,7 +216,7 @@ class MemoryVolume:
             raise os_error(errno.EINVAL)
         done = 0
         while done < length:
-            # Not `read`, which changes the atime of the source: the kernel would go on showing the cached one.
+            # Not `read`, which changes the atime of the source while the kernel shows the cached one.
             part = min(_COPY_BYTES, length - done)
             content = self._state.inodes[source].content
             data = content.read(source_offset + done, part) if content is not None else bytes(part)

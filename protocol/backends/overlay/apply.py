@@ -13,7 +13,7 @@ Invariant, without `force`: content that another program wrote below after the w
 replaced or removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh`
 and `OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks
 for conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
-A directory is removed only if it has no entry that is not in the base.
+A directory is removed only if all its entries are in the base.
 
 Before a file below is replaced, content that snapshots still need is kept (`LowerFile.keep`).
 
@@ -141,7 +141,7 @@ class OverlayApply:
             result.error = error
         try:
             begun.clear()
-        except BaseException as error:  # noqa: BLE001 -- the same: what this run wrote is known either way
+        except BaseException as error:  # noqa: BLE001 -- the same; what this run wrote is noted in both cases
             result.error = result.error or error
         for change in found:
             if result.error is None or change.path in self._done:

@@ -30,7 +30,7 @@ class OverlayInvariants(Invariants):
     def check_inode(self, inode: Inode) -> None:
         """Check also that all versions of an inode have one lower identity: the one that the live version showed last.
 
-        Then the base records what the workspace had seen of a file when it first changed it, and `apply` can compare.
+        Then the base has the identity that a file had when the workspace first changed it, which `apply` compares.
         """
         super().check_inode(inode)
         if isinstance(inode, OverlayInode):

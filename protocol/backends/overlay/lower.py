@@ -64,7 +64,7 @@ class Scanned(NamedTuple):
 
 
 def identity(seen: os.stat_result) -> Identity:
-    """Return what changes if a file is replaced or modified."""
+    """Return the values of which one changes if the file is replaced or modified."""
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 

@@ -1,7 +1,7 @@
 """OverlayState: the live inodes over a lower directory, loaded as late as possible.
 
-Loading is no change: every snapshot already contained what is loaded, so loading leaves no pre-image, and the stamp of
-a loaded inode (epoch 0) is older than all others.  Three steps, each at the first access:
+Loading is not a change: every snapshot already contained what is loaded, so loading leaves no pre-image, and the stamp
+of a loaded inode (epoch 0) is older than all others.  Three steps, each at the first access:
 
 - one scan of a directory gives it its entries (`_fill`): only a number for each name;
 - one lstat of the name gives a number its inode (`_make`), with the `LowerFile` that content comes from;

@@ -167,7 +167,7 @@ class OverlayVolume(MemoryVolume):
             live = state.open_epoch(None)
             restore_epoch(state, self._base)
             present = [path for path in outermost(paths) if entry_or_none(tree, path) or _is_live(state, path)]
-            Converger(state, tree, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run(present)
+            Converger(state, tree, present, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.forget_revived()

@@ -6,7 +6,7 @@ it differs.  Trees may be deep: nothing here recurses.
 
 It does not use `protocol.diff.plan`, which decides by paths.  Here an inode of the same volume is the same file even if
 it was renamed since, or is revived with its old number; and the plan's second walk over the live state, in one step of
-the serving loop, would double the time in which the loop answers nobody (see `prepare`).
+the serving loop, would double the time during which the loop answers no request (see `prepare`).
 
 Threading: the serving loop only; the caller's transaction undoes all changes if this raises.
 """
@@ -41,7 +41,7 @@ def metadata(of: Inode | TreeEntry) -> tuple[int, int, int, int, dict[bytes, byt
 
 
 class Converger:
-    """One run over one tree.
+    """Makes each of `paths` of the live state, with everything below it, equal to `tree`.
 
     `check_quota(pages, inodes, memory)` raises ENOSPC if so many pages and inodes in total, or `memory` more bytes,
     exceed the quota.  Blocks shared with a view of the same volume take no memory.
@@ -51,23 +51,28 @@ class Converger:
     """
 
     def __init__(
-        self, state: MemoryState, tree: Tree, *, replace: bool, check_quota: Callable[[int, int, int], None]
+        self,
+        state: MemoryState,
+        tree: Tree,
+        paths: Sequence[bytes],
+        *,
+        replace: bool,
+        check_quota: Callable[[int, int, int], None],
     ) -> None:
         self._state = state
         self._tree = tree
+        self._paths = paths
         self._replace = replace
         self._check_quota = check_quota
         self._pages, self._inodes = state.pages, len(state.inodes)  # before the run
-        self._scopes: Sequence[bytes] = ()
         self._view = tree if isinstance(tree, SnapshotTree) else None
         self._own_view = self._view if self._view is not None and self._view.belongs_to(state) else None
         self._linked: dict[int, int] = {}  # inode in the tree -> live inode: hard links
         self._directories: dict[bytes, int] = {}  # path -> live inode of the directories of this run
 
-    def run(self, paths: Sequence[bytes]) -> None:
-        """Make each of `paths`, with everything below it, equal to the tree.  ENOENT for a path in neither; ENOSPC."""
-        self._scopes = paths
-        for path in paths:
+    def run(self) -> None:
+        """Make the changes.  ENOENT for a path in neither; ENOTDIR, ENOSPC."""
+        for path in self._paths:
             self._run(path)
         pages, inodes = self._state.pages, len(self._state.inodes)
         # A state over its quota, which a restored one may be, does not refuse changes that add nothing.
@@ -110,7 +115,7 @@ class Converger:
 
     # -- paths -----------------------------------------------------------------------------------
     def _parents(self, path: bytes) -> Inode | None:
-        """Return the live directory that will contain `path`, made if it is missing; None for the root itself."""
+        """Return the live directory that will contain `path`; make missing ones.  None for the root itself."""
         if not path:
             return None
         directory = self._state.root_inode
@@ -196,7 +201,7 @@ class Converger:
         """Return whether `path` becomes the same file as `entry`."""
         if path == entry.path:
             return True
-        if not entry.inode or not any(is_below(path, scope) for scope in self._scopes):
+        if not entry.inode or not any(is_below(path, scope) for scope in self._paths):
             return False
         other = entry_or_none(self._tree, path)
         return other is not None and other.inode == entry.inode

@@ -13,8 +13,8 @@ If a prepared name is created by someone else meanwhile, or its directory is rem
 `discard` removes the islands, and a `Converger` does the whole import.
 
 If the tree is a view of a volume that was filled for this one (`SnapshotHistory.fill`), its inodes are taken over, not
-copied: each already has the number that it will have here.  `discard` gives them back unchanged.  After `run` the tree
-must not be used any more.
+copied: each already has the number that it will have here.  `discard` gives them back unchanged.  The tree must not be
+used after `run`.
 
 Files that already equal the tree are recorded by `steps`, and `run` skips them if they did not change since.  To make
 changes visible, the caller keeps a view of the volume open: then a change makes a new version.
@@ -45,19 +45,18 @@ _TAKEN_AT_ONCE: Final = 64  # inodes in a step
 
 
 class Preparation(Converger):
-    """A `Converger` for `paths` whose new entries are made before it runs."""
+    """A `Converger` whose new entries are made before it runs."""
 
     def __init__(
         self,
         state: MemoryState,
         tree: Tree,
+        paths: Sequence[bytes],
         *,
         replace: bool,
         check_quota: Callable[[int, int, int], None],
-        paths: Sequence[bytes],
     ) -> None:
-        super().__init__(state, tree, replace=replace, check_quota=check_quota)
-        self._paths = paths
+        super().__init__(state, tree, paths, replace=replace, check_quota=check_quota)
         self._tops: dict[bytes, int] = {}  # path -> inode
         self._subdirectories: dict[int, int] = {}  # topmost directory -> number of its subdirectories
         self._same: dict[bytes, Inode] = {}  # path -> live version that equals the tree
@@ -86,10 +85,10 @@ class Preparation(Converger):
         places: dict[bytes, int] = {}
         return all(self._place(path, places) is not None for path in self._tops)
 
-    def run(self, paths: Sequence[bytes] | None = None) -> None:
+    def run(self) -> None:
         """See `Converger.run`.  The caller's transaction undoes the islands too."""
         self._join()
-        super().run(self._paths if paths is None else paths)
+        super().run()
 
     def discard(self) -> Iterator[None]:
         """Remove the islands, in steps.  Until the last step the counters of the state are too high."""

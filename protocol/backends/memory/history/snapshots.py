@@ -1,6 +1,6 @@
 """Snapshots of a memory volume: taking, restoring and dropping them, viewing them, and importing other trees.
 
-A restore is recorded in the newest epoch like any other change, so every snapshot stays what it was.  Operations that
+A restore is recorded in the newest epoch like any other change, so no snapshot changes.  Operations that
 can fail half-way run in a transaction: an epoch of its own.  If the operation fails, the state returns to the beginning
 of that epoch; if it succeeds, the epoch tells which of the kernel's caches to invalidate.
 
@@ -160,7 +160,8 @@ class SnapshotHistory:
         if isinstance(tree, SnapshotTree) and not tree.belongs_to(self._state):
             tree.ledger.give_back()  # imported content is charged here from now on
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:
-            Converger(self._state, tree, replace=replace, check_quota=self._limits.check_quota).run(paths or (b"",))
+            check = self._limits.check_quota
+            Converger(self._state, tree, paths or (b"",), replace=replace, check_quota=check).run()
             return _invalidation(self._state, transaction)
 
     def fill(self, tree: Tree, reserved: ReservedInodes | None = None) -> None:
@@ -182,8 +183,7 @@ class SnapshotHistory:
         return ReservedInodes(self._state, first)
 
     def preparation(self, tree: Tree, *, replace: bool, paths: Sequence[bytes] = ()) -> Preparation:
-        scopes = paths or (b"",)
-        return Preparation(self._state, tree, replace=replace, check_quota=self._limits.check_quota, paths=scopes)
+        return Preparation(self._state, tree, paths or (b"",), replace=replace, check_quota=self._limits.check_quota)
 
     def import_prepared(self, preparation: Preparation) -> CacheInvalidation:
         with self._limits.keeping(*self._newest()), self._transaction() as transaction:

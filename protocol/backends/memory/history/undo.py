@@ -171,7 +171,7 @@ class UndoLog:
                         mine[name] = inode
 
     def _forget(self, epoch: Epoch) -> None:
-        """Free the pre-images of the oldest epoch: no snapshot leads back to its beginning any more."""
+        """Free the pre-images of the oldest epoch: no snapshot needs them."""
         for version in epoch.inodes.values():
             self._ledger.forget(version)
         for names in epoch.names.values():

@@ -74,30 +74,26 @@ class SnapshotTree:
     def names(self, directory: Inode) -> dict[bytes, int]:
         """Return the entries of a directory in this state: name to inode number."""
         assert directory.children is not None
-        number = directory.inode
         entries = directory.children.copy()  # before the pre-images
-        for epoch in reversed(list(self._pinned.chain())):
-            overlay = epoch.names.get(number)
-            if overlay:
-                entries.update(overlay.copy())
-        overlay = self._names.get(number)
-        if overlay:
-            entries.update(overlay)
+        for names in reversed(list(self._pre_names(directory.inode))):
+            entries.update(names.copy())
         return {name: inode for name, inode in entries.items() if inode}
 
     def name(self, directory: Inode, name: bytes) -> int:
-        """Return the inode number that `name` in `directory` stood for; 0: none."""
+        """Return the inode number of `name` in `directory` in this state; 0: none."""
         assert directory.children is not None
-        number = directory.inode
-        live = directory.children.get(name, 0)
-        overlay = self._names.get(number)
-        if overlay is not None and name in overlay:
-            return overlay[name]
-        for epoch in self._pinned.chain():
-            overlay = epoch.names.get(number)
-            if overlay is not None and name in overlay:
-                return overlay[name]
+        live = directory.children.get(name, 0)  # before the pre-images
+        for names in self._pre_names(directory.inode):
+            if name in names:
+                return names[name]
         return live
+
+    def _pre_names(self, directory: int) -> Iterator[dict[bytes, int]]:
+        """Yield the pre-images of the entries of a directory.  Earlier ones take precedence."""
+        for names_by_directory in (self._names, *(epoch.names for epoch in self._pinned.chain())):
+            names = names_by_directory.get(directory)
+            if names:
+                yield names
 
     def find(self, path: bytes) -> Inode:
         """Return the inode at `path`.  FileNotFoundError, NotADirectoryError."""
