@@ -6,7 +6,7 @@ exception from it ends the search, so that is how to cancel one.
 
 from protocol.search.glob import GlobResult, glob_paths
 from protocol.search.grep import GrepResult, grep_tree
-from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules, Unreadable
+from protocol.search.walk import SKIP_NOTHING, USUAL_SKIPS, NodeTree, SkipRules, Unreadable, UnreadablePaths
 
 __all__ = [
     "SKIP_NOTHING",
@@ -16,6 +16,7 @@ __all__ = [
     "NodeTree",
     "SkipRules",
     "Unreadable",
+    "UnreadablePaths",
     "glob_paths",
     "grep_tree",
 ]

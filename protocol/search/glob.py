@@ -15,7 +15,6 @@ from protocol.search.walk import (
     CancelCheck,
     NodeTree,
     SkipRules,
-    Unreadable,
     UnreadablePaths,
     WalkEntry,
     is_binary,
@@ -31,15 +30,11 @@ __all__ = ["GlobResult", "glob_paths"]
 
 @dataclass(frozen=True, slots=True)
 class GlobResult:
-    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order.
-
-    `unreadable` are the first UNREADABLE_NAMED of the `unreadable_count` directories that could not be listed.
-    """
+    """Paths from the tree's root, sorted as bytes.  `truncated`: there are more, all later in that order."""
 
     paths: tuple[bytes, ...]
     truncated: bool
-    unreadable: tuple[Unreadable, ...]
-    unreadable_count: int
+    unreadable: UnreadablePaths
 
 
 def glob_paths(
@@ -72,7 +67,7 @@ def glob_paths(
             truncated = True
             break
         found.append(file)
-    return GlobResult(tuple(found), truncated, tuple(unreadable.named), unreadable.count)
+    return GlobResult(tuple(found), truncated, unreadable)
 
 
 def _starts_binary(nodes: NodeTree, node: WalkEntry) -> bool:

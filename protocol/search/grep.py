@@ -18,7 +18,6 @@ from protocol.search.walk import (
     CancelCheck,
     NodeTree,
     SkipRules,
-    Unreadable,
     UnreadablePaths,
     WalkEntry,
     is_binary,
@@ -41,17 +40,12 @@ _MAX_UTF8_BYTES: Final = 4
 class GrepResult:
     """Matches, ordered by path (as bytes) and line.
 
-    `truncated`: there are more.  `files_searched` counts files that were read, as far as needed; `files_skipped`
-    those that are binary, not UTF-8, or unreadable.  `unreadable` are the first UNREADABLE_NAMED of the
-    `unreadable_count` files and directories that could not be read.
+    `truncated`: there are more.
     """
 
     matches: tuple[GrepMatch, ...]
     truncated: bool
-    files_searched: int
-    files_skipped: int
-    unreadable: tuple[Unreadable, ...] = ()
-    unreadable_count: int = 0
+    unreadable: UnreadablePaths
 
 
 def grep_tree(
@@ -73,7 +67,7 @@ def grep_tree(
     a few MiB for files of any size: in a file over BLOCK_BYTES only the first BLOCK_BYTES of a line are searched, and
     a match may be cut there.
 
-    Skipped and counted: files with a NUL in their first 8 KiB, and files that are not UTF-8 (of a file over
+    Skipped: files with a NUL in their first 8 KiB, and files that are not UTF-8 (of a file over
     BLOCK_BYTES, as far as it was read before there were enough matches).
 
     Named in `unreadable`: files and directories that exist and cannot be read (EACCES, EPERM, EIO, ESTALE,
@@ -97,10 +91,9 @@ def grep_tree(
                 search.unreadable.add(file, error)
             elif not is_gone(error):
                 raise
-            search.files_skipped += 1
         if search.is_truncated:
             break
-    return search.result()
+    return GrepResult(tuple(search.matches), search.is_truncated, search.unreadable)
 
 
 def _files(
@@ -133,19 +126,7 @@ class _Search:
     max_line_characters: int
     matches: list[GrepMatch] = field(default_factory=list)
     is_truncated: bool = False
-    files_searched: int = 0
-    files_skipped: int = 0
     unreadable: UnreadablePaths = field(default_factory=UnreadablePaths)
-
-    def result(self) -> GrepResult:
-        return GrepResult(
-            tuple(self.matches),
-            self.is_truncated,
-            self.files_searched,
-            self.files_skipped,
-            tuple(self.unreadable.named),
-            self.unreadable.count,
-        )
 
     def run(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
         """Search one file."""
@@ -153,11 +134,7 @@ class _Search:
             self._stream(nodes, path, node, keep_going)
             return
         text = nodes.read_node(node, 0, node.size)
-        if is_binary(text) or not _is_utf8(text):
-            self.files_skipped += 1
-            return
-        self.files_searched += 1
-        if self.expression.may_match(text):
+        if not is_binary(text) and _is_utf8(text) and self.expression.may_match(text):
             self._add(path, text, self.expression.hits(text), 1)
 
     def _stream(self, nodes: NodeTree, path: bytes, node: WalkEntry, keep_going: CancelCheck) -> None:
@@ -170,9 +147,6 @@ class _Search:
                     break
         except (UnicodeDecodeError, _BinaryError):
             del self.matches[known:]
-            self.files_skipped += 1
-        else:
-            self.files_searched += 1
 
     def _add(self, path: bytes, text: bytes, hits: Iterator[Hit], first_line: int) -> None:
         shown_path = decode(path)

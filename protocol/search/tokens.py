@@ -25,10 +25,6 @@ class Token:
     text: str
     value: str = ""
 
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text)
-
 
 # Tried in this order.  Each matches at least one character, and the last matches any.
 _TOKEN: Final = re.compile(

@@ -53,7 +53,7 @@ class Unreadable:
 
 @dataclass(slots=True)
 class UnreadablePaths:
-    """What a search could not read: the first UNREADABLE_NAMED paths, and the number of all."""
+    """The first UNREADABLE_NAMED paths that a search could not read or list, and the number of all."""
 
     named: list[Unreadable] = field(default_factory=list)
     count: int = 0

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from protocol.tool_messages import Params, Result
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.commands import PYTHON, SHELL
 from protocol.tools.events import (
@@ -36,8 +35,6 @@ __all__ = [
     "FileEdited",
     "FileEvent",
     "FileWritten",
-    "Params",
-    "Result",
     "Subscriber",
     "Tool",
     "ToolContext",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from protocol import search
 from protocol.paths import encode
-from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, glob_paths, grep_tree
+from protocol.search import SKIP_NOTHING, USUAL_SKIPS, SkipRules, UnreadablePaths, glob_paths, grep_tree
 from protocol.tool_messages import GlobParams, GlobResult, GrepHit, GrepParams, GrepResult, UnreadablePath
 from protocol.tools.base import Tool, ToolContext
 from protocol.tools.walk import Shown, below
@@ -21,14 +20,14 @@ def _skips(everything: bool) -> SkipRules:
     return SKIP_NOTHING if everything else USUAL_SKIPS
 
 
-def _unreadable(found: search.GlobResult | search.GrepResult, shown: Shown) -> tuple[UnreadablePath, ...]:
-    return tuple(UnreadablePath(path=shown(each.path) or ".", reason=each.reason) for each in found.unreadable)
+def _unreadable(found: UnreadablePaths, shown: Shown) -> tuple[UnreadablePath, ...]:
+    return tuple(UnreadablePath(path=shown(each.path) or ".", reason=each.reason) for each in found.named)
 
 
 def _unreadable_lines(result: GlobResult | GrepResult) -> list[str]:
     lines = [f"(not searched: {each.path}: {each.reason})" for each in result.unreadable[:UNREADABLE_SHOWN]]
     if result.unreadable_count > UNREADABLE_SHOWN:
-        lines.append(f"(not searched either: {result.unreadable_count - UNREADABLE_SHOWN} more, which cannot be read)")
+        lines.append(f"(not searched either: {result.unreadable_count - UNREADABLE_SHOWN} more unreadable paths)")
     return lines
 
 
@@ -46,8 +45,8 @@ def _glob(params: GlobParams, context: ToolContext) -> GlobResult:
         return GlobResult(
             paths=[shown(path) for path in found.paths],
             truncated=found.truncated,
-            unreadable=_unreadable(found, shown),
-            unreadable_count=found.unreadable_count,
+            unreadable=_unreadable(found.unreadable, shown),
+            unreadable_count=found.unreadable.count,
         )
 
 
@@ -98,8 +97,8 @@ def _grep(params: GrepParams, context: ToolContext) -> GrepResult:
         return GrepResult(
             matches=hits,
             truncated=found.truncated,
-            unreadable=_unreadable(found, shown),
-            unreadable_count=found.unreadable_count,
+            unreadable=_unreadable(found.unreadable, shown),
+            unreadable_count=found.unreadable.count,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from protocol.adapters.filesystem_tree import FilesystemTree
@@ -15,27 +15,23 @@ from protocol.tree import Tree
 __all__ = ["Shown", "below"]
 
 
-class Shown:
-    """Maps found paths back to the beginning that the caller wrote, if that led through a symlink."""
-
-    def __init__(self, asked: bytes, real: bytes) -> None:
-        self._asked = asked
-        self._real = real
-
-    def __call__(self, path: bytes) -> str:
-        rest = path[len(self._real) :].lstrip(b"/")
-        return decode(self._asked + b"/" + rest if self._asked and rest else self._asked or rest)
+Shown = Callable[[bytes], str]  # maps a found path back to the beginning that the caller wrote
 
 
 @contextmanager
 def below(path: str, context: ToolContext) -> Iterator[tuple[Tree, bytes, Shown]]:
     """Open a tree to search below `path`.  Yields the tree, the path in it, and the mapping for results."""
-    asked = encode(normalise(path))
+    asked = real = encode(normalise(path))
+
+    def shown(found: bytes) -> str:
+        rest = found[len(real) :].lstrip(b"/")
+        return decode(asked + b"/" + rest if asked and rest else asked or rest)
+
     if context.tree is None:
-        yield FilesystemTree(context.filesystem, for_search=True), asked, Shown(asked, asked)
+        yield FilesystemTree(context.filesystem, for_search=True), asked, shown
         return
     with context.tree() as tree:
-        # Trees do not follow symlinks.
+        # Trees do not follow symlinks, so `real` may differ from `asked`.
         with located(path), resolve(TreeFiles(tree, root=context.filesystem.root), asked) as place:
             real = b"/".join(place.names)
-        yield tree, real, Shown(asked, real)
+        yield tree, real, shown

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protocol.backends.memory import MemoryVolume
-from protocol.search import USUAL_SKIPS, GrepResult, Unreadable, glob_paths, grep_tree
+from protocol.search import USUAL_SKIPS, GrepResult, Unreadable, UnreadablePaths, glob_paths, grep_tree
 from protocol.search.expression import Expression
 from protocol.search.grep import BLOCK_BYTES
 from protocol.search.tokens import required_literal, tokens_of
@@ -259,7 +259,7 @@ def test_all_files_are_searched_in_the_order_of_their_paths() -> None:
     result = grep_tree(DictTree(FILES), "needle")
 
     assert files(result) == [".hidden/f.py", "a.py", "b.txt", "d-x", "d/c.py", "node_modules/e.py"]
-    assert (result.files_searched, result.files_skipped, result.truncated) == (7, 0, False)
+    assert not result.truncated
     assert result.matches[2] == GrepMatch("b.txt", 2, "needle", 0, 6)
 
 
@@ -314,18 +314,17 @@ def test_a_name_that_is_not_utf_8_is_given_with_surrogate_escapes() -> None:
         b"needle \xed\xa0\x80",
     ],
 )
-def test_a_file_that_is_binary_or_not_utf_8_is_skipped_and_counted(content: bytes) -> None:
+def test_a_file_that_is_binary_or_not_utf_8_is_skipped(content: bytes) -> None:
     result = grep_tree(DictTree({b"a": content, b"b": b"needle"}), "needle")
 
     assert files(result) == ["b"]
-    assert (result.files_searched, result.files_skipped) == (1, 1)
 
 
 def test_a_nul_far_from_the_start_is_text() -> None:
     assert len(found(b"needle" + b" " * 8_192 + b"\0", "needle")) == 1
 
 
-def test_a_file_that_cannot_be_read_is_skipped_and_counted() -> None:
+def test_a_file_that_cannot_be_read_is_skipped() -> None:
     class Locked(DictTree):
         def read(self, path: bytes, offset: int, size: int) -> bytes:
             if path == b"a.py":
@@ -335,9 +334,7 @@ def test_a_file_that_cannot_be_read_is_skipped_and_counted() -> None:
     result = grep_tree(Locked(FILES), "needle", glob="*.py")
 
     assert files(result) == [".hidden/f.py", "d/c.py", "node_modules/e.py"]
-    assert result.files_skipped == 1
-    assert result.unreadable == (Unreadable(b"a.py", "locked"),)
-    assert result.unreadable_count == 1
+    assert result.unreadable == UnreadablePaths([Unreadable(b"a.py", "locked")], 1)
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG])
@@ -358,13 +355,13 @@ def test_files_and_directories_that_cannot_be_read_are_named(error: int) -> None
     )
     result = grep_tree(tree, "needle")
     assert files(result) == ["a/good", "z"]
-    assert [each.path for each in result.unreadable] == [b"a/bad", b"bad", b"closed"]
-    assert {each.reason for each in result.unreadable} == {"a hole"}
+    assert [each.path for each in result.unreadable.named] == [b"a/bad", b"bad", b"closed"]
+    assert {each.reason for each in result.unreadable.named} == {"a hole"}
     found = glob_paths(tree, "*")
     assert found.paths == (b"a/bad", b"a/good", b"bad", b"z")
-    assert (found.unreadable, found.unreadable_count) == ((Unreadable(b"closed", "a hole"),), 1)
-    assert grep_tree(tree, "needle", path=b"closed").unreadable == (Unreadable(b"closed", "a hole"),)
-    assert grep_tree(tree, "needle", path=b"a/bad").unreadable == (Unreadable(b"a/bad", "a hole"),)
+    assert found.unreadable == UnreadablePaths([Unreadable(b"closed", "a hole")], 1)
+    assert grep_tree(tree, "needle", path=b"closed").unreadable.named == [Unreadable(b"closed", "a hole")]
+    assert grep_tree(tree, "needle", path=b"a/bad").unreadable.named == [Unreadable(b"a/bad", "a hole")]
 
 
 def test_what_vanishes_meanwhile_is_not_named() -> None:
@@ -373,7 +370,7 @@ def test_what_vanishes_meanwhile_is_not_named() -> None:
             raise FileNotFoundError(errno.ENOENT, "gone", path)
 
     result = grep_tree(Vanishing(FILES), "needle")
-    assert (result.unreadable, result.unreadable_count) == ((), 0)
+    assert result.unreadable == UnreadablePaths()
 
 
 def test_a_thousand_unreadable_files_are_named_and_all_are_counted() -> None:
@@ -382,7 +379,7 @@ def test_a_thousand_unreadable_files_are_named_and_all_are_counted() -> None:
             raise PermissionError(errno.EACCES, "locked", path)
 
     result = grep_tree(Locked({b"f%d" % number: b"x" for number in range(1_200)}), "x")
-    assert (len(result.unreadable), result.unreadable_count) == (1_000, 1_200)
+    assert (len(result.unreadable.named), result.unreadable.count) == (1_000, 1_200)
 
 
 def test_an_error_of_the_backend_ends_the_search() -> None:
@@ -425,7 +422,7 @@ def test_at_the_limit_the_first_matches_are_given_and_that_there_are_more() -> N
     assert grep_tree(tree, "x", max_matches=3).truncated
     assert not grep_tree(tree, "x", max_matches=4).truncated
     assert len(grep_tree(tree, "x", max_matches=4).matches) == 4
-    assert grep_tree(tree, "x", max_matches=0) == GrepResult((), True, 1, 0)
+    assert grep_tree(tree, "x", max_matches=0) == GrepResult((), True, UnreadablePaths())
 
 
 def test_what_comes_after_the_last_wanted_match_is_not_read() -> None:
@@ -477,7 +474,6 @@ def test_a_file_of_many_blocks_is_searched_as_one(pattern: str, shift: int) -> N
     result = grep_tree(DictTree({b"f": text.encode()}), pattern, max_matches=100_000)
 
     assert places(result) == expected(text, pattern)
-    assert (result.files_searched, result.files_skipped) == (1, 0)
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\nneedle", "\n\nneedle\n"])
@@ -510,8 +506,10 @@ class EndlessTree(DictTree):
         super().__init__({b"big": b""})
         self.entries[b"big"] = TreeEntry(b"big", stat.S_IFREG | 0o644, size=size)
         self.lines = line * (2 * BLOCK_BYTES // len(line))
+        self.read_to = 0
 
     def read(self, path: bytes, offset: int, size: int) -> bytes:
+        self.read_to = offset + size
         return self.lines[: min(size, self.entries[path].size - offset)]
 
 
@@ -525,7 +523,7 @@ def test_a_big_file_is_searched_in_little_memory(line: bytes) -> None:
     finally:
         tracemalloc.stop()
 
-    assert (result.matches, result.files_searched) == ((), 1)
+    assert (result.matches, tree.read_to) == ((), 256 << 20)
     assert peak < 12 << 20
 
 

@@ -501,7 +501,7 @@ def test_grep_names_what_it_could_not_read() -> None:
     assert (found.unreadable[0].reason, found.unreadable_count) == ("Permission denied", 12)
     text = TOOLS["grep"].render(found).splitlines()
     assert "(not searched: locked00: Permission denied)" in text
-    assert text[-1] == "(not searched either: 2 more, which cannot be read)"
+    assert text[-1] == "(not searched either: 2 more unreadable paths)"
 
 
 def test_glob_names_what_it_could_not_list() -> None:
