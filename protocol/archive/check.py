@@ -1,4 +1,4 @@
-"""Turn the entries of a ZIP and its manifest into those of a tree, checking everything."""
+"""Turn the entries of a ZIP file and its manifest into the entries of a tree, and check all of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _read_manifest(
             " (to take a plain ZIP in, unpack it with unzip inside the mounted workspace)"
         )
     if stat.S_IFMT(member.mode) not in (0, stat.S_IFREG):
-        raise ArchiveError("the manifest is malformed: it is no regular file", member.shown)
+        raise ArchiveError("the manifest is malformed: it is not a regular file", member.shown)
     if member.size > limits.manifest_bytes:
         raise ArchiveError(f"the manifest is larger than {limits.manifest_bytes} bytes", member.shown)
     if member.size > _MANIFEST_FREE_BYTES + _MANIFEST_ENTRY_BYTES * len(members):
@@ -149,7 +149,7 @@ def _check_member_mode(member: Member, mode: int, *, is_dir: bool) -> None:
 
 
 def _inode(entries: Mapping[bytes, TreeEntry], path: bytes) -> int:
-    """The inode number for the next entry: numbers only tell hard links apart."""
+    """The inode number for the next entry: it only identifies hard links."""
     return ROOT_INODE + 1 + len(entries) if path else ROOT_INODE
 
 
@@ -157,7 +157,7 @@ def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
     """Add the directories that paths only imply, and refuse entries below anything but a directory."""
     entries = contents.entries
     if not entries.get(b"", _ROOT).is_dir:
-        raise ArchiveError("the root is no directory", shown(FILES))
+        raise ArchiveError("the root is not a directory", shown(FILES))
     entries.setdefault(b"", _ROOT)
     names_bytes = sum(map(len, entries))
     for path in list(entries):
@@ -167,7 +167,7 @@ def _complete_directories(contents: Contents, limits: ArchiveLimits) -> None:
             entry = entries.get(parent)
             if entry is not None:
                 if not entry.is_dir:
-                    kind = "a symlink" if entry.is_symlink else "something that is no directory"
+                    kind = "a symlink" if entry.is_symlink else "an entry that is not a directory"
                     raise ArchiveError(f"the entry is below {kind}", shown(FILES + path))
                 break
             names_bytes += len(parent)
@@ -210,7 +210,7 @@ def _place_others(contents: Contents, records: Mapping[bytes, Record]) -> None:
     for path, record in records.items():
         mode = record.mode
         if mode is None or stat.S_IFMT(mode) not in SPECIAL | {stat.S_IFDIR}:
-            raise ArchiveError("the manifest has a record of what is not in the archive", record.path)
+            raise ArchiveError("the manifest has a record for a path that is not in the archive", record.path)
         contents.entries[path] = _merged(path, mode, 0, 0, record, _inode(contents.entries, path))
 
 
@@ -245,15 +245,15 @@ def _hard_links(contents: Contents) -> list[list[bytes]]:
         for path, text in zip(group, texts, strict=True):
             entry = contents.entries.get(path)
             if entry is None:
-                raise ArchiveError("the manifest links what is not in the archive", text)
+                raise ArchiveError("the manifest has a hard link to a path that is not in the archive", text)
             if entry.is_dir:
-                raise ArchiveError("the manifest links a directory", text)
+                raise ArchiveError("the manifest has a hard link to a directory", text)
             if path in seen:
-                raise ArchiveError("the manifest links the path twice", text)
+                raise ArchiveError("the manifest has the path twice among its hard links", text)
             seen.add(path)
             first = first or entry
             if replace(entry, path=first.path, inode=first.inode) != first:
-                raise ArchiveError("the manifest links files that differ", text)
+                raise ArchiveError("the manifest has a hard link of files that differ", text)
         groups.append(group)
     return groups
 
@@ -295,5 +295,5 @@ def _join_links(contents: Contents, groups: Sequence[Sequence[bytes]], digests: 
             first = group[0]
             inode = entries[first].inode
             if digests.get(path) != digests.get(first):
-                raise ArchiveError("the manifest links files that differ", shown(FILES + path))
+                raise ArchiveError("the manifest has a hard link of files that differ", shown(FILES + path))
             entries[path] = replace(entries[path], inode=inode, nlink=len(group))

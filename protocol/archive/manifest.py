@@ -88,7 +88,7 @@ def decode_manifest(data: bytes | bytearray, name: str) -> Manifest:
 
 
 def _check_record(record: Record) -> None:
-    # The range first: S_IFMT raises OverflowError for a number that is no mode_t.
+    # The range first: S_IFMT raises OverflowError for a number that is not a mode_t.
     if record.mode is not None and not (0 < record.mode <= 0xFFFF and stat.S_IFMT(record.mode) in _KINDS):
         raise ArchiveError(f"the manifest gives it the impossible mode {record.mode:#o}", record.path)
     if not (0 <= record.uid <= _ID_MAX and 0 <= record.gid <= _ID_MAX):
@@ -98,7 +98,7 @@ def _check_record(record: Record) -> None:
     if not 0 <= record.rdev <= _RDEV_MAX:
         raise ArchiveError("the manifest gives it a device number out of range", record.path)
     if record.rdev and stat.S_IFMT(record.mode or 0) not in DEVICES:
-        raise ArchiveError("the manifest gives it a device number, but it is no device node", record.path)
+        raise ArchiveError("the manifest gives it a device number, but it is not a device node", record.path)
 
 
 def clamped_ns(mtime_ns: int) -> int:

@@ -44,6 +44,11 @@ class Member(msgspec.Struct, gc=False):
     def shown(self) -> str:
         return shown(self.name)
 
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        """The fields of a data descriptor."""
+        return self.crc, self.compressed, self.size
+
 
 def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
     """Read the entries, ordered by the offset of their data; names and sizes within `limits`.  ArchiveError."""
@@ -79,7 +84,7 @@ def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
     if at < 0:
         if _read(file, 0, 2) == zr.SIGNATURE_LOCAL[:2]:
             raise ArchiveError("the archive is truncated: its end record is missing")
-        raise ArchiveError("this is no ZIP archive")
+        raise ArchiveError("this is not a ZIP archive")
     _, disk, directory_disk, here, count, length, start, _ = zr.END.unpack_from(tail, at)
     end = tail_start + at
     if zr.MAX_16 in (here, count) or zr.MAX_32 in (length, start):
@@ -178,7 +183,7 @@ def _check_member(name: bytes, flags: int, method: int, version: int, disk: int)
     if disk:
         raise ArchiveError("the entry is on another part of several", entry)
     if flags & zr.FLAG_UTF8 and not is_utf8(name):
-        raise ArchiveError("the name is marked as UTF-8 and is not", entry)
+        raise ArchiveError("the name is marked as UTF-8 but is not valid UTF-8", entry)
 
 
 def _extra_fields(extra: bytes, name: bytes) -> list[tuple[int, bytes]]:
@@ -251,9 +256,8 @@ def _data_start(file: BinaryIO, member: Member, end: int) -> int:
             size, compressed = _widened((size, compressed), wide, member.name)
     elif extra:
         _extra_fields(extra, member.name)
-    told = (crc, compressed, size)
-    known = (member.crc, member.compressed, member.size)
-    if told != known and not (flags & zr.FLAG_DESCRIPTOR and told == (0, 0, 0)):
+    sums = (crc, compressed, size)
+    if sums != member.sums and not (flags & zr.FLAG_DESCRIPTOR and sums == (0, 0, 0)):
         raise ArchiveError("the local header contradicts the central directory", member.shown)
     data: int = member.header + len(local) + extra_size
     gap = end - data - member.compressed
@@ -261,7 +265,7 @@ def _data_start(file: BinaryIO, member: Member, end: int) -> int:
         raise ArchiveError("the entry overlaps another one", member.shown)
     found = b"" if not gap else _read(file, end - gap, gap) if gap <= zr.DESCRIPTOR64.size else None
     if not _is_descriptor(found, member):
-        raise ArchiveError("the entry is followed by bytes that belong to none", member.shown)
+        raise ArchiveError("bytes that belong to no entry follow the entry", member.shown)
     return data
 
 
@@ -269,9 +273,8 @@ def _is_descriptor(found: bytes | None, member: Member) -> bool:
     """Whether the bytes after the data are correct: none, or the data descriptor (4.3.9)."""
     if not member.flags & zr.FLAG_DESCRIPTOR:
         return found == b""
-    known = (zr.SIGNATURE_DESCRIPTOR, member.crc, member.compressed, member.size)
-    possible = [zr.DESCRIPTOR64.pack(*known)]
+    possible = [zr.DESCRIPTOR64.pack(zr.SIGNATURE_DESCRIPTOR, *member.sums)]
     if member.size <= zr.MAX_32 and member.compressed <= zr.MAX_32:
-        possible.append(zr.DESCRIPTOR.pack(*known))
+        possible.append(zr.DESCRIPTOR.pack(zr.SIGNATURE_DESCRIPTOR, *member.sums))
     # The signature is optional (4.3.9.3).
     return found is not None and any(found in (record, record[4:]) for record in possible)

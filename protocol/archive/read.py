@@ -35,9 +35,9 @@ def open_archive(
 
     Everything is checked before the context is entered, each entry's content by decompressing it once.  Without
     `check_content` the content of a file is checked when it is read; then `chunks` may raise ArchiveError.  That is
-    for callers who read all of it into a place that they can discard. `reserve` is called with each number of bytes
+    for callers that read everything into a place that they can discard.  `reserve` is called with each number of bytes
     that reading the manifest takes, before it takes them, and may raise; the bytes are free again when the context is
-    entered. `progress` is called during the check.  ArchiveError names the refused entry; OSError if the archive
+    entered.  `progress` is called during the check.  ArchiveError names the refused entry; OSError if the archive
     cannot be read.  A file object that was passed in stays open.
     """
     limits = limits or ArchiveLimits()
@@ -46,7 +46,7 @@ def open_archive(
             try:
                 contents = read_contents(file, limits, progress, check_content=check_content, reserve=reserve)
             except ArchiveError as error:
-                # errors that belong to no entry name the archive
+                # An error without an entry names the archive.
                 raise ArchiveError(str(error.strerror), error.entry or os.fsdecode(source)) from None
             yield ArchiveTree(file, contents)
     elif not source.seekable():

@@ -45,7 +45,7 @@ VERSION_DEFLATE: Final = 20
 VERSION_ZIP64: Final = 45
 MADE_BY_UNIX: Final = 3 << 8 | 30  # as Info-ZIP's zip 3.0
 MSDOS_DIRECTORY: Final = 0x10  # in the low byte of external_attr
-MAX_16: Final = 0xFFFF  # in a 16-bit or 32-bit field: the value stands in the ZIP64 record
+MAX_16: Final = 0xFFFF  # in a 16-bit or 32-bit field: the value is in the ZIP64 record
 MAX_32: Final = 0xFFFF_FFFF
 
 FIELD_ZIP64: Final = 0x0001
@@ -62,7 +62,7 @@ _DOS_LAST_S: Final = calendar.timegm((2107, 12, 31, 23, 59, 58))
 def times(seconds: int) -> tuple[int, int, bytes]:
     """A time since the epoch as (time, date) in MS-DOS format, and as Info-ZIP's extra field; all UTC.
 
-    MS-DOS's is clamped to what it can say; the field is empty where 32 bits cannot hold the time.
+    The MS-DOS time is clamped to its range; the extra field is empty if 32 bits cannot hold the time.
     """
     t = time.gmtime(min(max(seconds, _DOS_FIRST_S), _DOS_LAST_S))
     clock = t.tm_hour << 11 | t.tm_min << 5 | t.tm_sec // 2

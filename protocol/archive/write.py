@@ -138,7 +138,7 @@ def _new_file(temporary: str, folder: str) -> BinaryIO:
     try:
         return open(temporary, "xb")
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "there is no such directory; make it with mkdir", folder) from None
+        raise FileNotFoundError(errno.ENOENT, "no such directory: make it with mkdir", folder) from None
     except OSError as error:
         error.filename = folder or "."
         raise
@@ -179,7 +179,7 @@ def _rename_to_new(temporary: str, path: str) -> None:
         raise
 
 
-# -- what goes in ------------------------------------------------------------------------------
+# -- manifest and entries ----------------------------------------------------------------------
 
 
 def _created(created_ns: int | None) -> int:
@@ -257,7 +257,7 @@ def _add(packer: Packer, tree: Tree, entry: TreeEntry, text: str, report: _Repor
     elif entry.is_symlink:
         packer.add(Item(name, entry.mode, entry.mtime_ns, entry.target))
     elif stat.S_IFMT(entry.mode) not in SPECIAL:  # special files have only a record in the manifest
-        raise OSError(errno.EINVAL, f"no kind of file that there is: mode {entry.mode:o}", shown(entry.path))
+        raise OSError(errno.EINVAL, f"unknown file type: mode {entry.mode:o}", shown(entry.path))
 
 
 def _checked(tree: Tree, entry: TreeEntry, report: _Reporter) -> Iterator[bytes]:
@@ -278,7 +278,7 @@ def _changed(entry: TreeEntry) -> OSError:
 
 
 def _watched(entries: Iterable[TreeEntry], progress: ByteProgress) -> Iterator[TreeEntry]:
-    """Yield `entries`, calling `progress` now and then, which may raise."""
+    """Yield `entries` and call `progress` regularly; an exception from it ends the work."""
     for number, entry in enumerate(entries, 1):
         if number % _ENTRIES_PER_REPORT == 0:
             progress(0, 0)

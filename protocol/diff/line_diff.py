@@ -2,8 +2,8 @@
 
 `difflib` alone is quadratic to cubic: 50,000 lines with every second one changed take it over a minute.  So lines
 that occur once in both texts are matched first, in order (patience diff, Bram Cohen), and `difflib` compares
-only what is left between them.  What would still cost too much is reported as replaced as a whole: a correct
-diff, if not the shortest.
+only the lines between them.  A region that would still cost too much is reported as replaced completely: a correct
+diff, but not the shortest.
 
 Why no library: `patiencediff` has the same worst case and is GPL; `pygit2` is bounded, but brings 13 MB of
 libgit2 for one function.
@@ -32,7 +32,7 @@ class Edit(NamedTuple):
 
 
 def edits(old: Sequence[bytes], new: Sequence[bytes], *, cost_limit: int = COST_LIMIT) -> Iterator[Edit]:
-    """The edits that make `new` of `old`, in order, with at least one equal line between two of them."""
+    """The edits that turn `old` into `new`, in order, with at least one equal line between two of them."""
     last: Edit | None = None
     for edit in _raw_edits(old, new, cost_limit):
         if last and (last.old_end, last.new_end) == (edit.old_start, edit.new_start):
@@ -90,7 +90,7 @@ def _anchors(a: Sequence[bytes], b: Sequence[bytes]) -> list[tuple[int, int]]:
 def _longest_rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The longest subsequence of `pairs` whose second members rise (patience sorting)."""
     tops: list[int] = []  # the smallest last member of a rising sequence of each length
-    top_at: list[int] = []  # and where in `pairs` it stands
+    top_at: list[int] = []  # and its index in `pairs`
     before: list[int] = []  # each pair's predecessor in the best sequence that ends with it
     for place, (_, j) in enumerate(pairs):
         pile = bisect_left(tops, j)
@@ -106,7 +106,7 @@ def _longest_rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split(region: Edit, anchors: Sequence[tuple[int, int]]) -> list[Edit]:
-    """What lies between the anchors, which are relative to the region's start."""
+    """The regions between the anchors, which are relative to the region's start."""
     between = []
     i, j = region.old_start, region.new_start
     for a, b in anchors:

@@ -5,16 +5,16 @@ files ("GIT binary patch" hunks, which can be reversed), no newline at the end, 
 git does).  What a patch cannot carry is reported as `Uncarried`, and named in a comment line, which both tools skip:
 
 - fifos, sockets and devices; files over `BINARY_LIMIT_BYTES`; files that cannot be read;
-- paths that git rejects (`is_refused_by_git`), unless they are asked for;
-- what would take the place of one of these, or is to be put below it;
+- paths that git rejects (`is_refused_by_git`), unless requested;
+- entries that would replace one of these, or lie below it;
 - directories that are empty on the side where they exist.
 
-Not carried and not named, because git knows neither: owner, mtime, xattrs, hard links, permissions except the owner's
-execute bit, and metadata of directories.
+Not carried and not reported, because git does not record them: owner, mtime, xattrs, hard links, permissions except
+the owner's execute bit, and metadata of directories.
 
 Limits of the tools themselves: `git apply` refuses patches over 1,023 MiB; GNU patch (2.7.6) skips binary hunks and
 exits with status 1, and cannot make a file or symlink of a directory, or the reverse, in one run; both remove
-directories that became empty.
+directories that become empty.
 
 Source: git's Documentation/diff-generate-patch.txt, apply.c, quote.c and read-cache.c (verify_path); GNU diffutils
 manual, "Detailed Unified".
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 TEXT_LIMIT_BYTES: Final = 32 * 1024 * 1024  # both sides of a text file are held in memory; over it, as binary
-TEXT_LIMIT_LINES: Final = 1_000_000  # a line costs some 50 bytes beside its content
+TEXT_LIMIT_LINES: Final = 1_000_000  # a line costs some 50 bytes in addition to its content
 BINARY_LIMIT_BYTES: Final = 256 * 1024 * 1024  # of one side: `git apply` holds patch and file in memory
 GIT_APPLY_LIMIT_BYTES: Final = 1023 * 1024 * 1024  # of a whole patch; MAX_APPLY_SIZE, git's apply.c
 BINARY_PROBE_BYTES: Final = 8000  # FIRST_FEW_BYTES, git's xdiff-interface.c
@@ -81,14 +81,14 @@ class Uncarried:
     is_usual: bool = False
 
 
-# --- what a patch has of an entry ---------------------------------------------------------------------------
+# --- the sides of a change ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
     """A file or symlink on one side of a change.  `mode` is git's: 100644, 100755 or 120000 (octal).
 
-    `text` is None for what is written as a binary hunk; that is streamed.
+    `text` is None for a content that is streamed as a binary hunk.
     """
 
     tree: Tree
@@ -111,7 +111,7 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """A side that a patch cannot have."""
+    """A side that a patch cannot represent."""
 
     reason: str
 
@@ -139,17 +139,17 @@ def _side(tree: Tree, entry: TreeEntry | None) -> _Side:
         return _Content(tree, entry, _git_mode(entry), _text(tree, entry))
     except OSError as error:
         if error.errno == errno.ESTALE:
-            # The old content is lost: others wrote over it.  The rest of the patch is of use all the same.
-            return _Refused("others changed it below the overlay")
+            # Another program overwrote the old content.  The rest of the patch is still useful.
+            return _Refused("another program changed it below the overlay")
         if error.errno in (errno.EACCES, errno.EPERM, errno.EIO):
             return _Refused(f"it cannot be read: {error.strerror}")
         raise
 
 
 def _text(tree: Tree, entry: TreeEntry) -> bytes | None:
-    """The content if it is text, and not too much of it to be compared by lines."""
+    """The content if it is text and small enough to be compared by lines."""
     if entry.size > TEXT_LIMIT_BYTES:
-        tree.read(entry.path, 0, 1)  # raises now rather than in the middle of a hunk
+        tree.read(entry.path, 0, 1)  # so that an error is raised now, not in the middle of a hunk
         return None
     if b"\0" in tree.read(entry.path, 0, min(BINARY_PROBE_BYTES, entry.size)):
         return None
@@ -158,7 +158,7 @@ def _text(tree: Tree, entry: TreeEntry) -> bytes | None:
 
 
 def _all_of(tree: Tree, entry: TreeEntry) -> Iterator[bytes]:
-    """The content of a file, which has to be as long as its entry says: a hunk begins with its length."""
+    """The content of a file.  EIO if its length is not that of its entry, with which a hunk begins."""
     done = 0
     for chunk in tree.chunks(entry.path):
         done += len(chunk)
@@ -195,7 +195,7 @@ def line_stat(old: Tree, new: Tree, change: Change) -> LineStat:
     return LineStat(sum(e.new_end - e.new_start for e in found), sum(e.old_end - e.old_start for e in found))
 
 
-# --- which changes a patch has ------------------------------------------------------------------------------
+# --- which changes a patch carries ----------------------------------------------------------------------------
 
 # verify_path of git's read-cache.c, with core.protectNTFS as it is by default: ".git" and what other systems take for
 # it; of a symlink's path also ".gitmodules".
@@ -211,7 +211,7 @@ def is_refused_by_git(path: bytes, *, is_symlink: bool = False) -> bool:
 
 
 def _refused_part(path: bytes) -> bytes | None:
-    """`path` up to its first component that git refuses; None where there is none."""
+    """`path` up to its first component that git refuses; None if git refuses none."""
     at = 0
     for name in path.split(b"/"):
         at += len(name) + 1
@@ -241,7 +241,7 @@ def write_patch(
 
 
 class _Writer:
-    """One patch under way."""
+    """Writes one patch."""
 
     def __init__(
         self, old: Tree, new: Tree, write: Write, on_uncarried: Callable[[Uncarried], object], *, include_git: bool
@@ -252,9 +252,9 @@ class _Writer:
         self._on_uncarried = on_uncarried
         self._include_git = include_git
         # Changes come depth first, so one path of each is enough.
-        self._refused: bytes | None = None  # named already; what is below it goes without a word
-        self._kept: bytes | None = None  # no directory in the old tree, and the patch cannot remove it
-        self._emptied: bytes | None = None  # named as a directory that is empty now
+        self._refused: bytes | None = None  # reported already, so changes below it are not reported
+        self._kept: bytes | None = None  # not a directory in the old tree, and the patch cannot remove it
+        self._emptied: bytes | None = None  # reported as a directory that is empty now
 
     def add(self, change: Change) -> None:
         if self._is_refused(change):
@@ -274,7 +274,7 @@ class _Writer:
         before = left if isinstance(left, _Content) else None
         after = right if isinstance(right, _Content) else None
         if before and after and change.kind == "type":
-            # As git does: no tool edits a file into a symlink.
+            # As git does: no tool turns a file into a symlink.
             _write_section(change.path, before, None, self._write)
             before = None
         _write_section(change.path, before, after, self._write)
@@ -298,9 +298,9 @@ class _Writer:
         return False
 
     def _why_not(self, change: Change, left: _Side, right: _Side) -> str | None:
-        """Why the change cannot be carried; None where it can, or where there is nothing to carry."""
+        """Why the patch cannot carry the change; None if it can, or if there is nothing to carry."""
         if self._kept is not None and is_below(change.path, self._kept):
-            return None if isinstance(right, _Directory) else "in place of what this patch cannot remove"
+            return None if isinstance(right, _Directory) else "it replaces an entry that this patch cannot remove"
         for side in (left, right):
             if isinstance(side, _Refused):
                 return side.reason
@@ -310,15 +310,15 @@ class _Writer:
         ):
             return "git rejects a symlink of this name"
         if isinstance(left, _Directory) and isinstance(right, _Content) and self._keeps_something(change.path):
-            return "in place of a directory that this patch cannot remove whole"
+            return "it replaces a directory that this patch cannot remove completely"
         is_filled = isinstance(right, _Directory) and not right.is_empty
-        # git asks for the new files through the link, which it has not removed by then.
+        # git looks up the new files through the link, which it has not removed yet.
         if is_filled and change.old and _cannot_be_followed(unfiltered(self._old), change.old):
-            return "git does not replace a symlink that cannot be followed by a directory"
+            return "git cannot replace a symlink that cannot be followed with a directory"
         return None
 
     def _keeps_something(self, directory: bytes) -> bool:
-        """Whether anything in `directory` of the old tree stays when the patch has removed what it can."""
+        """Whether anything in `directory` of the old tree stays after the patch has removed what it can."""
         tree = unfiltered(self._old)
         for entry in tree.walk(directory):
             if entry.path == directory:
@@ -333,7 +333,7 @@ class _Writer:
         return False
 
     def _report_emptied(self, removed: bytes) -> None:
-        """Name the directory that both tools remove with its last file, but which is still there in the new tree."""
+        """Report a directory of the new tree that both tools remove with its last file."""
         tree = unfiltered(self._new)
         above = removed.rpartition(b"/")[0]
         while above and entry_or_none(tree, above) is None:
@@ -355,7 +355,7 @@ class _Writer:
 
 
 def _cannot_be_followed(tree: Tree, symlink: TreeEntry) -> bool:
-    """Whether a path through `symlink` fails with ELOOP or ENAMETOOLONG; what leads out of the tree is not known to."""
+    """Whether a path through `symlink` fails with ELOOP or ENAMETOOLONG; False for a target outside the tree."""
     if not symlink.is_symlink or symlink.target.startswith(b"/"):
         return False
     at: list[bytes] = symlink.path.split(b"/")[:-1]
@@ -420,7 +420,7 @@ def _write_section(path: bytes, old: _Content | None, new: _Content | None, writ
     """One file of the patch; a side that is None does not exist."""
     if old is None and new is None:
         return
-    # Hashed before anything is written: what cannot be read whole raises here.
+    # Hashed before anything is written, so that a content that cannot be read raises here.
     names = _object_name(old), _object_name(new)
     write(_git_line(path))
     if old is None and new is not None:
@@ -429,7 +429,7 @@ def _write_section(path: bytes, old: _Content | None, new: _Content | None, writ
         write(b"deleted file mode %o\n" % old.mode)
     elif old and new and old.mode != new.mode:
         write(b"old mode %o\nnew mode %o\n" % (old.mode, new.mode))
-    # GNU patch takes from this line that a symlink is edited, and that an empty file comes or goes; git checks the
+    # From this line GNU patch learns that a symlink is edited, or an empty file added or removed; git checks the
     # content before and after a binary hunk with it.
     write(b"index %s..%s" % names)
     write(b" %o\n" % new.mode if old and new and old.mode == new.mode else b"\n")
@@ -482,7 +482,7 @@ def _write_hunk(old: Sequence[bytes], new: Sequence[bytes], hunk: Sequence[Edit]
 
 
 def _range(start: int, end: int) -> bytes:
-    """Lines count from 1, a length of 1 goes without saying; an empty range stands after the line it names."""
+    """A range of a hunk: lines count from 1, a length of 1 is omitted, and an empty range names the line before it."""
     if end - start == 1:
         return b"%d" % end
     return b"%d,%d" % (start + 1 if end > start else start, end - start)

@@ -4,17 +4,17 @@
 execute one by one:
 
 1. "remove" below a directory that becomes something else, the deepest first, so that the directory is empty then;
-2. in the order of `Tree.walk`: "directory", "put", "write", "link", and "metadata" of what is no directory.  A
+2. in the order of `Tree.walk`: "directory", "put", "write", "link", and "metadata" of non-directories.  A
    directory exists before anything in it is made; the file that a "link" names is complete before the link is made;
-3. "remove" of everything else that must go, the deepest first.  A full disk stops the plan before this: what is not
-   removed yet needs no room to come back;
+3. "remove" of everything else that must go, the deepest first.  A full disk stops the plan before this step, and an
+   entry that was not removed needs no space to be restored;
 4. "metadata" of directories, the deepest first, because every change in a directory moves its mtime.
 
 Paths that are equal get no step.  A file keeps its inode ("write", "metadata") only if all its other names become
 names of the same wanted file; otherwise "put" replaces it, so that no other name changes with it.
 
-A target implements `Target`; `execute` calls it.  What a target guarantees for one step (atomic replacement, a check
-that nothing has changed since the plan was made, staging of content) is its own business.
+A target implements `Target`; `execute` calls it.  Each target documents what it guarantees for one step (atomic
+replacement, a check that nothing has changed since the plan was made, staging of content).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Step:
 
     - "remove": remove `old`; a directory is empty by then.
     - "directory": make the directory `new`, in place of `old` if that is not None.
-    - "put": make the file, symlink or special file `new`, in place of `old` if that is not None (an empty directory
-      among them).
+    - "put": make the file, symlink or special file `new`, in place of `old` if that is not None; `old` may be an empty
+      directory.
     - "write": give `old`, a file or symlink, the content (target) and the metadata of `new`.
     - "link": make `new.path` a further name of the file at `other`, in place of `old` if that is not None.
     - "metadata": give `old`, or the directory that an earlier step made, the metadata of `new`.
 
-    `change` is what `tree_diff.changes` calls it, for reports: at most one step of a path has one.  None where only a
-    directory's mtime differs; "metadata" where only the names of a file differ.
+    `change` is the kind of `tree_diff.Change`, for reports: at most one step of a path has one.  None if only a
+    directory's mtime differs; "metadata" if only the names of a file differ.
     """
 
     kind: StepKind
@@ -57,7 +57,7 @@ class Step:
 
 
 class Target(Protocol):
-    """What a plan can be executed on: one method for each kind of step (see `Step`)."""
+    """The target of a plan: one method for each kind of step (see `Step`)."""
 
     def remove(self, old: TreeEntry) -> None: ...
 
@@ -110,10 +110,10 @@ def plan(
     their own.  `links=False` is for a target without hard links: each name is a file of its own.
     FileNotFoundError for a path that is in neither tree.
     """
-    found = list(_interesting(compare(live, wanted, paths=paths), links=links))
+    found = list(_relevant(compare(live, wanted, paths=paths), links=links))
     if links and any(_has_links(one.old) or _has_links(one.new) for one in found):
         # `Tree.touched` need not name paths whose only difference is which of them are names of one file.
-        found = list(_interesting(compare(live, wanted, paths=paths, every_path=True), links=True))
+        found = list(_relevant(compare(live, wanted, paths=paths, every_path=True), links=True))
     names = (live.walk(), wanted.walk()) if links else ((), ())
     return _Plan(found, live, wanted, names, frozenset(paths), remove, whole_directories).steps()
 
@@ -135,7 +135,7 @@ def plan_comparisons(
     return _Plan(found, live, wanted, entries, frozenset(paths), remove).steps()
 
 
-def _interesting(compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
+def _relevant(compared: Iterable[Comparison], *, links: bool) -> Iterator[Comparison]:
     for one in compared:
         old, new = one.old, one.new
         moved_mtime = old is not None and new is not None and old.mtime_ns != new.mtime_ns

@@ -50,8 +50,8 @@ class Change:
     `kind` is the first of these that applies: "added", "removed"; "type" (a file became a directory, ...); "modified"
     (a file's content, a symlink's target or a device's number); "metadata" (mode, owner, group, xattrs or mtime).
 
-    A directory's mtime is no change, because adding a file changes it.  The mtime of anything else is, as "metadata".
-    Link counts and inode numbers never are.
+    A directory's mtime does not count, because adding a file changes it; the mtime of anything else does, as
+    "metadata".  Link counts and inode numbers never count.
     """
 
     path: bytes
@@ -128,12 +128,12 @@ class Counted(Protocol):
 
 
 def summary(
-    old: Tree, new: Tree, most: int, *, contents: bool = True, tell: Callable[[], None] = lambda: None
+    old: Tree, new: Tree, most: int, *, contents: bool = True, keep_going: Callable[[], None] = lambda: None
 ) -> tuple[ChangeCounts, list[Change]]:
     """Count what differs between `old` and `new`; and the first `most` changes, in the order of `changes`.
 
-    A subtree that only one of them has is counted as a whole, where that tree is `Counted`.  `tell` is called often;
-    what it raises ends the work.
+    A subtree that only one of them has is counted as a whole, if that tree is `Counted`.  `keep_going` is called often;
+    an exception that it raises ends the work.
     """
     touched = new.touched(old)
     first: list[Change] = []
@@ -142,7 +142,7 @@ def summary(
     for path in [b""] if touched is None else sorted(touched, key=_order):
         if walked is not None and is_below(path, walked):
             continue
-        tell()
+        keep_going()
         left, right = _pair(old, new, path)
         if left is None and right is None:
             continue
@@ -158,7 +158,7 @@ def summary(
             added, removed = (added + below, removed) if left is None else (added, removed + below)
             continue
         for change in found:
-            tell()
+            keep_going()
             added += change.kind == "added"
             removed += change.kind == "removed"
             modified += change.kind not in {"added", "removed"}
@@ -188,7 +188,7 @@ def is_at_or_below(path: bytes, tops: AbstractSet[bytes]) -> bool:
     return True
 
 
-# --- which paths to look at ---------------------------------------------------------------------------------
+# --- which paths to compare ---------------------------------------------------------------------------------
 
 
 def _order(path: bytes) -> list[bytes]:
@@ -214,7 +214,7 @@ def entry_or_none(tree: Tree, path: bytes) -> TreeEntry | None:
 
 
 def _is_same_inode(left: TreeEntry | None, right: TreeEntry | None) -> bool:
-    # Inode 0 says nothing; and a number may be used again for another type.
+    # Inode 0 means unknown; and a file system may use a number again for another type.
     return left is not None and right is not None and left.inode == right.inode != 0 and left.is_dir == right.is_dir
 
 
@@ -240,7 +240,7 @@ def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[Pair]:
 
 
 def _candidates(old: Tree, new: Tree, touched: Sequence[bytes], scopes: Sequence[bytes]) -> Iterator[Pair]:
-    """What `Tree.touched` promises to cover: the named paths, and all below those that are not one inode."""
+    """The pairs that `Tree.touched` covers: the named paths, and everything below those with another inode."""
     walked: bytes | None = None
     for path in touched:
         if walked is not None and is_below(path, walked):
@@ -292,12 +292,12 @@ def _content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *,
     if not contents:
         return left.mtime_ns != right.mtime_ns
     # Equal inode, size and mtime prove nothing: a program may set an mtime back.
-    known = new.same_content(right.path, old) if isinstance(new, ComparesContent) else None
-    return not known if known is not None else not _same_bytes(old.chunks(left.path), new.chunks(right.path))
+    is_same = new.same_content(right.path, old) if isinstance(new, ComparesContent) else None
+    return not is_same if is_same is not None else not _same_bytes(old.chunks(left.path), new.chunks(right.path))
 
 
 def _same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> bool:
-    """Whether two streams carry the same bytes, however each is cut into chunks."""
+    """Whether two streams have the same bytes; their chunks may be cut differently."""
     left_full, right_full = filter(None, left_chunks), filter(None, right_chunks)
     left = right = b""
     while True:

@@ -77,12 +77,12 @@ class Plan:
     problems: list[Problem]
 
     def changes(self) -> list[Change]:
-        """The changes in the order of `protocol.diff.tree_diff.changes`, for which a directory's mtime is no change."""
+        """The changes in the order of `protocol.diff.tree_diff.changes`, which ignores a directory's mtime."""
         found = [Change(step.path, step.change, step.old, step.new) for step in self.steps if step.change is not None]
         return sorted(found, key=lambda change: change.path.split(b"/"))
 
     def touched(self) -> list[Change]:
-        """The directories of which the restore sets only the mtime, as "metadata" changes."""
+        """The directories that get only another mtime, as "metadata" changes."""
         found = [
             Change(step.path, "metadata", step.old, step.new)
             for step in self.steps
@@ -170,14 +170,15 @@ def _row(tree: MerkleTree, path: bytes) -> Row | None:
 class RestoreRun:
     """Executes a plan; implements `protocol.diff.plan.Target`.
 
-    `known` is the directory as it was scanned.  `progress` is called with (changes done, all changes).
+    `scanned` is the directory as the scan saw it, if the source is a directory.  `progress` is called with
+    (changes done, all changes).
     """
 
     plan: Plan
     target: DirectoryTarget
     wanted: MerkleTree
     blobs: Blobs
-    known: CachedDirectory | None
+    scanned: CachedDirectory | None
     progress: Callable[[int, int], None]
 
     def __post_init__(self) -> None:
@@ -276,7 +277,7 @@ class RestoreRun:
 
     def _expected(self, path: bytes) -> bytes | None:
         """The state in which the scan saw the file at `path`."""
-        return None if self.known is None else self.known.key_at(path)
+        return None if self.scanned is None else self.scanned.key_at(path)
 
     def _note(self, path: bytes, lacking: list[str]) -> None:
         self._problems += (Problem(path, reason) for reason in lacking)

@@ -108,7 +108,7 @@ def test_a_file_that_is_there_is_only_replaced_with_force_and_a_failed_export_le
     succeeded(vfsd("-w", workspace.name, "export", workdir / "a.zip", "--force"))
     assert zipfile.is_zipfile(workdir / "a.zip")
     said = failed(vfsd("-w", workspace.name, "export", workdir / "missing" / "a.zip"))
-    assert said.endswith(f"there is no such directory; make it with mkdir: {workdir}/missing")
+    assert said.endswith(f"no such directory: make it with mkdir: {workdir}/missing")
     failed(vfsd("-w", workspace.name, "export", workdir / "b.zip", "--snapshot", "none"))
     assert sorted(path.name for path in workdir.iterdir()) == ["a.zip", Path(workspace.path).name]
 

@@ -1,4 +1,4 @@
-"""LeafReader: reads entries that are no directories, so that a stored content is one that the file had at one moment.
+"""LeafReader: reads files and other non-directories, so that a stored content is one that the file had at one moment.
 
 The reader compares a file's stat data before and after it reads it, and tries up to five times.  A file that still
 changes is stored as last read and reported in `unstable`.

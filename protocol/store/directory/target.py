@@ -49,7 +49,7 @@ class DirectoryTarget:
     """A host directory, given by a path or by a descriptor that stays the caller's.
 
     Every method makes one change, or raises OSError and makes none.  `expected` is the `change_key` that the scan
-    recorded for the entry (None: there was none).  Parts of an entry's metadata that cannot be set are no error;
+    recorded for the entry (None: there was none).  Parts of an entry's metadata that cannot be set are not an error;
     they are returned as sentences.  `source` reads the present state.
     """
 
@@ -100,7 +100,7 @@ class DirectoryTarget:
                 if stat.S_IMODE(os.fstat(handle.fd).st_mode) == mode | _OWNER_MAY_CHANGE:
                     os.chmod(proc_path(handle.fd), mode)
 
-    # -- changes of others, and own ones ---------------------------------------------------------
+    # -- changes by other programs and by this restore -------------------------------------------
     def _check(self, directory: int, name: bytes, path: bytes, expected: bytes | None) -> None:
         """ChangedMeanwhileError unless the entry is the expected one."""
         records, missing = statx_names(directory, [name])
@@ -120,8 +120,8 @@ class DirectoryTarget:
         self._own_changes[result_at(record, 0).inode] = change_key(record)
 
     @contextlib.contextmanager
-    def _taking_name(self, directory: int, name: bytes, expected: bytes | None) -> Iterator[None]:
-        """Note the change that the loss of a name makes to the other names of the file."""
+    def _losing_name(self, directory: int, name: bytes, expected: bytes | None) -> Iterator[None]:
+        """Record the new ctime of a file that loses a name inside the block, for its other names."""
         if expected is None or link_count(expected) == 1:
             yield
             return
@@ -134,7 +134,7 @@ class DirectoryTarget:
 
     # -- one change each -------------------------------------------------------------------------
     def put_file(self, entry: TreeEntry, fill: Callable[[int], None], expected: bytes | None) -> list[str]:
-        """Put a regular file in place of nothing or of what is no directory; `fill` writes it to a descriptor."""
+        """Put a regular file where nothing or a non-directory is; `fill` writes the content to a descriptor."""
         directory, name, _handle = self._parent(entry.path)
         with self._temporary(directory) as temporary:
             descriptor = os.open(temporary, _O_CREATE, 0o600, dir_fd=directory)
@@ -223,7 +223,7 @@ class DirectoryTarget:
             self._unlocked.pop(path, None)
             return
         self._check(parent, name, path, expected)
-        with self._taking_name(parent, name, expected):
+        with self._losing_name(parent, name, expected):
             os.unlink(name, dir_fd=parent)
 
     def sync(self) -> None:
@@ -257,7 +257,7 @@ class DirectoryTarget:
         if expected is None and _renamed_to_new(directory, temporary, name, path):
             return
         self._check(directory, name, path, expected)
-        with self._taking_name(directory, name, expected):
+        with self._losing_name(directory, name, expected):
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
 
 
@@ -295,7 +295,7 @@ def _set_metadata(descriptor: int, entry: TreeEntry) -> list[str]:
             os.chown(path, entry.uid, entry.gid)
         except OSError as error:
             problems.append(f"owner {entry.uid}:{entry.gid}: {error.strerror}")
-            mode &= ~_SET_ID_BITS  # they would lend the rights of the user who restores
+            mode &= ~_SET_ID_BITS  # they would give the file the rights of the user who restores
     # A chown clears set-id bits.
     if not entry.is_symlink and (changes_owner or (seen.st_mode ^ mode) & _PERMISSIONS):
         os.chmod(path, mode)

@@ -1,4 +1,4 @@
-"""Blobs: reads what a store holds, by digest.  And the sinks of a scan: `StoreSink` stores, `DigestSink` only computes.
+"""Blobs: reads a store's contents by digest.  And the sinks of a scan: `StoreSink` stores, `DigestSink` only computes.
 
 A blob is a file's content or a listing.  Every byte is verified against the blob's digest before the caller gets it.
 """
@@ -59,7 +59,7 @@ class Blobs:
         try:
             return decode_listing(data)
         except ValueError:
-            raise damaged_blob(digest, "is no listing") from None
+            raise damaged_blob(digest, "is not a listing") from None
 
     def read(self, digest: bytes, offset: int, size: int) -> bytes:
         """Up to `size` bytes of a content.  DamagedError."""
@@ -154,7 +154,7 @@ class DigestSink:
 
 
 class StoreSink:
-    """Stores what the store lacks in a new pack and in new objects.  Methods as of `DigestSink`."""
+    """Stores what the store lacks in a new pack and in new objects.  Has the methods of `DigestSink`."""
 
     stores: Final = True
 

@@ -109,7 +109,7 @@ class Objects:
         return os.path.join(self._directory, name[:2], name[2:])
 
     def has(self, digest: bytes, size: int | None = None) -> bool:
-        """Whether a content is there: a regular file, of `size` bytes if that is known."""
+        """Whether a content is there: a regular file, of `size` bytes if `size` is given."""
         try:
             seen = os.lstat(self.path(digest))
         except (FileNotFoundError, NotADirectoryError):

@@ -30,7 +30,7 @@ class TreeCounts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     size_bytes: int = 0
 
     def with_links(self, sizes: Collection[int]) -> TreeCounts:
-        """These counts with the files that have several names, of which `sizes` has the sizes."""
+        """These counts, plus files with several names; `sizes` has the size of each."""
         return TreeCounts(self.files + len(sizes), self.directories, self.size_bytes + sum(sizes))
 
 

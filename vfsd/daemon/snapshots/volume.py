@@ -424,7 +424,7 @@ def _compare(old: Tree, new: Tree, observer: CallObserver) -> _Change | None:
     """
     for contents in (True, False):
         try:
-            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, tell=observer.raise_if_cancelled)
+            counts, first = summary(old, new, CHANGES_LISTED, contents=contents, keep_going=observer.raise_if_cancelled)
             return _Change(counts, first)
         except Exception as error:  # noqa: BLE001 -- see above
             observer.raise_if_cancelled()

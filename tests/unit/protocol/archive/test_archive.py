@@ -669,7 +669,7 @@ def test_an_entry_of_no_known_kind_is_refused_by_name() -> None:
 
 def test_what_is_no_archive_at_all_is_named(workdir: Path) -> None:
     (workdir / "text").write_text("no archive")
-    with pytest.raises(ArchiveError, match="no ZIP archive") as raised, open_archive(workdir / "text"):
+    with pytest.raises(ArchiveError, match="not a ZIP archive") as raised, open_archive(workdir / "text"):
         pass
     assert raised.value.filename == str(workdir / "text")
 

@@ -112,7 +112,8 @@ def test_a_file_and_a_directory_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(
-    ("top", "reason"), [(Raw(b"files/a", b"/etc", SYMLINK), "below a symlink"), (Raw(b"files/a", b"1"), "no directory")]
+    ("top", "reason"),
+    [(Raw(b"files/a", b"/etc", SYMLINK), "below a symlink"), (Raw(b"files/a", b"1"), "not a directory")],
 )
 def test_an_entry_below_what_is_no_directory_is_refused(top: Raw, reason: str, order: int) -> None:
     error = refusal(archive(*[top, Raw(b"files/a/b/passwd")][::order]))
@@ -127,7 +128,7 @@ def test_an_entry_below_a_fifo_of_the_manifest_is_refused() -> None:
 def test_a_root_that_is_no_directory_is_refused() -> None:
     assert "impossible mode" in refusal(archive(Raw(b"files/", mode=SYMLINK))).strerror
     record = {"path": "", "mode": stat.S_IFIFO | 0o600}
-    assert "root is no directory" in refusal(archive(entries=[record])).strerror
+    assert "root is not a directory" in refusal(archive(entries=[record])).strerror
 
 
 # -- entries -----------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_a_root_that_is_no_directory_is_refused() -> None:
         (Raw(b"files/a", b"1", version=200), "unknown ZIP version"),
         (Raw(b"files/a", b"1", local_name=b"files/b"), "another name"),
         (Raw(b"files/a", b"1", local_name=b"files/aa"), "another name"),
-        (Raw(b"files/a", b"1", flags=0x808), "belong to none"),
+        (Raw(b"files/a", b"1", flags=0x808), "belong to no entry"),
         (Raw(b"files/a", b"", SYMLINK), "target is empty"),
         (Raw(b"files/a", b"x" * 4096, SYMLINK), "longer than 4095"),
         (Raw(b"files/a", b"x\0y", SYMLINK), "NUL"),
@@ -205,7 +206,7 @@ def test_bytes_that_belong_to_no_entry_are_refused() -> None:
     directory = one[end[6] : end[6] + end[5]]
     body = one[: end[6]] + b"unseen bytes"
     tail = zr.END.pack(zr.SIGNATURE_END, 0, 0, 2, 2, len(directory), len(body), 0)
-    assert "belong to none" in refusal(body + directory + tail).strerror
+    assert "belong to no entry" in refusal(body + directory + tail).strerror
     assert refusal(b"#!/bin/sh\n" + hidden)
     assert refusal(hidden + b"junk")
 
@@ -215,7 +216,7 @@ def test_bytes_that_belong_to_no_entry_are_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"P", b"hello world, this is no archive" * 9, b"\x1f\x8b" + bytes(99)])
 def test_what_is_no_zip_is_refused(data: bytes) -> None:
-    assert "no ZIP archive" in refusal(data).strerror
+    assert "not a ZIP archive" in refusal(data).strerror
 
 
 def test_an_archive_that_changes_after_it_was_opened_is_noticed() -> None:
@@ -419,7 +420,7 @@ def b64(data: bytes) -> str:
         ({"path": "a", "mode": DIRECTORY}, "contradicts the entry's type"),
         ({"path": "a", "mode": SYMLINK}, "contradicts the entry's type"),
         ({"path": "a", "mode": stat.S_IFCHR | 0o666, "rdev": 259}, "contradicts the entry's type"),
-        ({"path": "a", "mode": FILE, "rdev": 259}, "no device node"),
+        ({"path": "a", "mode": FILE, "rdev": 259}, "not a device node"),
         ({"path": "dev", "mode": stat.S_IFCHR | 0o666, "rdev": -1}, "out of range"),
         ({"path": "dev", "mode": stat.S_IFCHR | 0o666, "rdev": 1 << 64}, "out of range"),
         ({"path": "a", "uid": -1}, "owner out of range"),
@@ -489,7 +490,7 @@ def test_two_records_of_one_path_are_refused() -> None:
     ("groups", "reason"),
     [
         ([["a", "none"]], "not in the archive"),
-        ([["a", "d"]], "links a directory"),
+        ([["a", "d"]], "hard link to a directory"),
         ([["a", "a"]], "twice"),
         ([["a", "same"], ["same", "a"]], "twice"),
         ([["a", "longer"]], "differ"),

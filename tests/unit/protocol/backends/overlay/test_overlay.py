@@ -359,7 +359,7 @@ def test_a_tree_follows_too_and_says_which_file_it_cannot_read(below: Path) -> N
         ]
         patch = bytearray()
         write_patch(base, live, changes(base, live), patch.extend)
-    assert b"# Not in this patch: held (others changed it below the overlay)" in patch
+    assert b"# Not in this patch: held (another program changed it below the overlay)" in patch
     assert b"+++ b/new" in patch
     volume.check_invariants()
 
