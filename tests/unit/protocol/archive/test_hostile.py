@@ -122,7 +122,7 @@ def test_an_entry_below_what_is_no_directory_is_refused(top: Raw, reason: str, o
 
 def test_an_entry_below_a_fifo_of_the_manifest_is_refused() -> None:
     error = refusal(archive(Raw(b"files/p/x"), entries=[{"path": "p", "mode": stat.S_IFIFO | 0o600}]))
-    assert ("below something" in error.strerror, error.entry) == (True, "files/p/x")
+    assert ("below an entry that is not a directory" in error.strerror, error.entry) == (True, "files/p/x")
 
 
 def test_a_root_that_is_no_directory_is_refused() -> None:
