@@ -44,6 +44,7 @@ __all__ = [
     "RENAME_NOREPLACE",
     "RENAME_WHITEOUT",
     "ROOT_INODE",
+    "SUPERUSER",
     "TAG_MAX_BYTES",
     "ApplyConflict",
     "ApplyResult",
@@ -137,6 +138,9 @@ class Caller(NamedTuple):
     gid: int
     umask: int = 0
     pid: int = 0
+
+
+SUPERUSER: Final = Caller(0, 0)
 
 
 class AttributeChanges(NamedTuple):
@@ -267,7 +271,7 @@ class Volume(Protocol):
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = Caller(0, 0),  # noqa: B008  (a named tuple)
+        caller: Caller = SUPERUSER,
     ) -> Answer[None]:
         """Rename, by rename(2); `flags` are RENAME_NOREPLACE, RENAME_EXCHANGE or RENAME_WHITEOUT (others: EINVAL).
 

@@ -154,7 +154,7 @@ class _HostProcess:
                 await channel.send((stream, data))
 
     async def _next(self, descriptor: int) -> bytes:
-        """The next piece; b"" when all writers have gone, or the command has ended and its output was read."""
+        """The next piece; b"" when the pipe has no writer, or the command has ended and its output was read."""
         while True:
             try:
                 return os.read(descriptor, _PIECE_BYTES)
@@ -183,7 +183,7 @@ class _HostProcess:
         try:
             while left:
                 if self._input < 0:
-                    raise BrokenPipeError(errno.EPIPE, "its input has ended")
+                    raise BrokenPipeError(errno.EPIPE, "the command's input was ended")
                 try:
                     left = left[os.write(self._input, left) :]
                 except BlockingIOError:

@@ -48,9 +48,6 @@ class InodeMap:
         self._next_spare = _FIRST_SPARE
         self.get: Final = self._by_number.get
 
-    def __len__(self) -> int:
-        return len(self._by_number)
-
     def __iter__(self) -> Iterator[File]:
         return iter(tuple(self._by_number.values()))
 
@@ -85,7 +82,7 @@ class InodeMap:
         return number
 
     def forget(self, file: File, count: int) -> bool:
-        """Subtract lookups; return whether the last one has gone, which removes the file from the map."""
+        """Subtract lookups.  Returns whether none is left, which removes the file from the map."""
         file.lookups -= count
         if file.lookups > 0 or file is self.root:
             return False

@@ -3,7 +3,7 @@
 Guarantees, whatever the container does:
 
 - While no volume is connected, every request fails with EIO at once; none waits for a container.  A request in flight
-  when the volume goes fails with EIO as well.
+  when the volume is disconnected fails with EIO as well.
 - A number that the kernel was given means the same file for as long as the kernel holds it.  After a restart "the same"
   means a file of the same kind at a name where it was seen before.  A number whose file is gone (or was unlinked and
   only open) fails with ESTALE from then on.
@@ -27,6 +27,7 @@ from protocol.volume import (
     RENAME_EXCHANGE,
     RENAME_WHITEOUT,
     ROOT_INODE,
+    SUPERUSER,
     Answer,
     AttributeChanges,
     Attributes,
@@ -46,7 +47,6 @@ __all__ = ["ReconnectingVolume"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-_SUPERUSER: Final = Caller(0, 0)
 _DOTS: Final = frozenset({b".", b".."})
 # A lookup's errors for a file that does not exist; any other error is a failure of the transport.
 _ABSENT: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP, errno.EXDEV, errno.EACCES})
@@ -65,6 +65,10 @@ class _Renumbered:
         return getattr(self._of, name)
 
 
+def _renumbered(number: int, attributes: Attributes) -> Attributes:
+    return attributes if number == attributes.inode else cast("Attributes", _Renumbered(number, attributes))
+
+
 class ReconnectingVolume:
     """Implements `protocol.volume.Volume` over the volume that `connect` was last given; see the module."""
 
@@ -72,7 +76,7 @@ class ReconnectingVolume:
         self.read_only = read_only
         self.capabilities: Final = VolumeCapabilities(external_changes=True, self_check=True, acls=supports_acl)
         self._volume: Volume | None = None
-        self._coming: Volume | None = None  # while `connect` looks up files in it
+        self._next_volume: Volume | None = None  # while `connect` looks up files in it
         self._map = InodeMap()
         self._run = 0  # grows with each connect and disconnect
 
@@ -89,18 +93,18 @@ class ReconnectingVolume:
         return self.cached_by_kernel()
 
     async def connect(self, volume: Volume) -> CacheInvalidation:
-        """Serve `volume` from now on.  Returns what to invalidate: the kernel has cached the last volume.
+        """Serve `volume` from now on.  Returns what to invalidate, because the kernel has cached the last volume.
 
         OSError if the volume fails meanwhile; then nothing has changed.
         """
-        self._coming = volume
+        self._next_volume = volume
         try:
             await self._find_again(volume)
         except BaseException:
             self._map.detach()
             raise
         finally:
-            self._coming = None
+            self._next_volume = None
         self._volume = volume
         self._run += 1
         return self.cached_by_kernel()
@@ -179,20 +183,14 @@ class ReconnectingVolume:
         return change(result)
 
     def _shown(self, attributes: Attributes) -> Attributes:
-        number = self._map.number_of(attributes.inode)
-        if number == attributes.inode:
-            return attributes
-        return cast("Attributes", _Renumbered(number, attributes))
+        return _renumbered(self._map.number_of(attributes.inode), attributes)
 
     def _entered(self, attributes: Attributes, dentry: DentryKey | None) -> Attributes:
         """Translate the attributes of a new lookup at `dentry`."""
-        inner = attributes.inode
-        file = self._map.enter(inner, attributes.mode)
+        file = self._map.enter(attributes.inode, attributes.mode)
         if dentry is not None:
             self._map.put(file, dentry)
-        if file.number == inner:
-            return attributes
-        return cast("Attributes", _Renumbered(file.number, attributes))
+        return _renumbered(file.number, attributes)
 
     def _made(self, answer: Answer[Attributes], dentry: DentryKey | None) -> Answer[Attributes]:
         """Translate the answer of an operation that hands out a lookup."""
@@ -214,7 +212,7 @@ class ReconnectingVolume:
         file = self._map.get(inode)
         if file is None:
             return
-        inner, held, volume = file.inner, file.held, self._volume or self._coming
+        inner, held, volume = file.inner, file.held, self._volume or self._next_volume
         if self._map.forget(file, count) and inner and volume is not None:
             volume.forget(inner, held)
 
@@ -256,7 +254,7 @@ class ReconnectingVolume:
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = _SUPERUSER,
+        caller: Caller = SUPERUSER,
     ) -> Answer[None]:
         done = self._connected().rename(self._inner(parent), name, self._inner(new_parent), new_name, flags, caller)
         return self._then(done, lambda _: self._moved((parent, name), (new_parent, new_name), flags))

@@ -1,11 +1,11 @@
 """The files of a container's workspace, as a snapshot store reads and writes them.
 
 A restore writes through the mount, in a worker thread: so the kernel and inotify watchers see each change, open files
-stay usable, and the same code serves every transport.  A scan reads, with the agent transport, the helper's bulk
-listing; with the other, the mount, after the kernel's caches are invalidated.
+stay usable, and the same code serves every transport.  A scan reads the helper's bulk listing with the agent transport,
+and the mount with the other, after the kernel's caches are invalidated.
 
-If a program in the container changes a file during a restore, the file is left alone if the change is noticed.  Through
-the agent transport it is not noticed.
+If a program in the container changes a file during a restore, and the restore notices it, the file keeps the program's
+content.  Through the agent transport a restore does not notice it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Both block, for a worker thread.  They check that the container can be reached; 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -50,14 +51,11 @@ def open_container(
     read_only: bool = False,
 ) -> ContainerWorkspace:
     """Open the directory `workdir` of the running container `name`.  ContainerNotFoundError; OSError with advice."""
-    service = PodmanService(podman_url)
-    try:
+    with contextlib.ExitStack() as stack:
+        service = PodmanService(podman_url)
+        stack.callback(service.close)
         target = ContainerTarget(service, name, check_workdir(workdir))
-        chosen = _transport(target, check_running(target.inspect()), transport, read_only=read_only)
-    except BaseException:
-        service.close()
-        raise
-    return ContainerWorkspace(ContainerConnection(target, chosen, read_only=read_only), service.close)
+        return _opened(target, check_running(target.inspect()), transport, read_only, stack)
 
 
 def open_image(
@@ -73,26 +71,27 @@ def open_image(
     read_only: bool = False,
 ) -> ContainerWorkspace:
     """Open the directory `workdir` of a new container of `image`, which lives as long as the workspace."""
-    service = PodmanService(podman_url)
-    container: Container | None = None
-
-    def close() -> None:
-        try:
-            if container is not None:
-                _remove(container)
-        finally:
-            service.close()
-
-    try:
+    with contextlib.ExitStack() as stack:
+        service = PodmanService(podman_url)
+        stack.callback(service.close)
         directory = check_workdir(workdir)
         spec = ContainerSpec(image, network=network, pids_limit=pids_limit or PIDS_LIMIT, memory_bytes=memory_bytes)
         container = create_owned(service, spec, workspace)
+        stack.callback(_remove, container)
         target = ContainerTarget(service, container.id, directory)
-        chosen = _transport(target, target.inspect(), transport, read_only=read_only)
-    except BaseException:
-        close()
-        raise
-    return ContainerWorkspace(ContainerConnection(target, chosen, read_only=read_only), close)
+        return _opened(target, target.inspect(), transport, read_only, stack)
+
+
+def _opened(
+    target: ContainerTarget,
+    state: ContainerState,
+    choice: TransportChoice,
+    read_only: bool,
+    stack: contextlib.ExitStack,
+) -> ContainerWorkspace:
+    """The workspace of a running container, which takes over what `stack` closes."""
+    transport = _transport(target, state, choice, read_only=read_only)
+    return ContainerWorkspace(ContainerConnection(target, transport, read_only=read_only), stack.pop_all().close)
 
 
 def _remove(container: Container) -> None:

@@ -212,7 +212,7 @@ class Descriptors:
                 if error.errno not in _NONE_LEFT or not self._open:
                     raise
                 self._evict((len(self._open) + 1) // 2)
-        # Each descriptor that was closed made room only for the directory above, so stop here.
+        # Each closed descriptor made room only for the directory above, so stop here.
         return open_beneath(self.directory(parent), name, flags, same_mount=True)
 
     # -- content -----------------------------------------------------------------------------
@@ -251,12 +251,11 @@ class Descriptors:
             return self._opened_against_mode(node, flags, error)
 
     def _opened_against_mode(self, node: HostInode, flags: int, denied: OSError) -> int:
-        """Open a file although its mode denies that to its owner: a program opened it before a chmod.
+        """Open a file although its mode denies that to its owner, because a program opened it before a chmod.
 
         The kernel has checked that the program may do what it asks for, but does not name the program's open file.
         """
-        held, close = self.path(node)
-        try:
+        with self.of(node) as held:
             seen = os.fstat(held)
             if seen.st_uid != os.geteuid():
                 raise denied
@@ -266,9 +265,6 @@ class Descriptors:
                 return os.open(path, flags | os.O_CLOEXEC)
             finally:
                 os.chmod(path, stat.S_IMODE(seen.st_mode))
-        finally:
-            if close:
-                os.close(held)
 
     # -- limits ------------------------------------------------------------------------------
     def pin(self, node: HostInode) -> bool:
@@ -287,7 +283,7 @@ class Descriptors:
     def unpin(self, node: HostInode) -> None:
         """Close the pin: the inode has a name, or nothing needs it."""
         if node.pin >= 0:
-            self._close(node.pin)
+            self._close(node.pin, in_background=node in self.nameless)
             node.pin = -1
 
     def _admit(self, node: HostInode) -> None:
@@ -320,12 +316,8 @@ class Descriptors:
     def release(self, node: HostInode) -> None:
         """Close all descriptors of `node`."""
         self.release_file(node)
-        if node in self.nameless:
-            self.nameless.remove(node)
-            if node.pin >= 0:
-                self._close(node.pin, in_background=True)
-                node.pin = -1
         self.unpin(node)
+        self.nameless.discard(node)
 
     def close_writers(self) -> None:
         """Reopen written files for reading only, so that they can be executed (ETXTBSY), also after a later chmod."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from protocol.directory_cookies import DirectoryCookies
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["DirectoryEntries", "HostEntry"]
 
 
-class HostEntry(NamedTuple):
-    """An entry as readdir(3) shows it: the inode's number on the host, and its type (0: unknown)."""
-
-    inode: int
-    kind: int
+HostEntry: TypeAlias = tuple[int, int]  # as readdir(3) shows it: the inode's number on the host, its type (0: unknown)
 
 
 class DirectoryEntries:
@@ -38,9 +34,7 @@ class DirectoryEntries:
 
     def refresh(self, descriptor: int) -> None:
         """Read the directory of a readable descriptor again."""
-        entries = {
-            os.fsencode(entry.name): HostEntry(entry.inode(), _type_of(entry)) for entry in os.scandir(descriptor)
-        }
+        entries = {os.fsencode(entry.name): (entry.inode(), _type_of(entry)) for entry in os.scandir(descriptor)}
         for name in self._entries.keys() - entries.keys():
             self._cookies.remove(name)
         for name in entries:
@@ -52,7 +46,7 @@ class DirectoryEntries:
         """Add `name`, or give it another inode."""
         if name not in self._entries:
             self._cookies.add(name)
-        self._entries[name] = HostEntry(seen.st_ino, stat.S_IFMT(seen.st_mode))
+        self._entries[name] = (seen.st_ino, stat.S_IFMT(seen.st_mode))
 
     def remove(self, name: bytes) -> None:
         """Remove `name`, if it is there."""

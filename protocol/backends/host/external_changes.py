@@ -1,12 +1,13 @@
-"""ExternalChanges: takes over the changes that a restore makes to the directory, outside the mount.
+"""ExternalChanges: updates the volume for the changes that a restore makes to the directory outside the mount.
 
-The volume would notice such changes when the kernel next asks, as it does those of other programs.  A restore can do
+The volume would notice such changes at the kernel's next request, like those of other programs.  A restore can do
 better, because it knows in advance what it will change:
+
 - `hold` keeps the inodes open that are about to lose their name.  Programs that have them open can continue, and the
   host cannot reuse their inode numbers before the kernel knows of the change.
 - `invalidation_of` computes what the kernel must invalidate, so that no program sees the old state.
 
-Both take a part of many changes at a time, because the mount waits meanwhile.
+Both take a part of the changes at a time, because the mount waits meanwhile.
 
 Threading: the serving loop.  Between the calls, a thread changes the directory while the volume serves requests.
 """
@@ -172,7 +173,7 @@ class _Collector:
         return False
 
     def _remove_dentry(self, node: HostInode, parent: HostInode, name: bytes) -> None:
-        """Take over that `node` lost a name; programs that have it open can continue."""
+        """Record that `node` lost a name; programs that have it open can continue."""
         if node.is_dir:
             self._gone.add(node)
             self._owner.forget_entries(node)

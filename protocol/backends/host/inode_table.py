@@ -96,9 +96,6 @@ class HostInodeTable:
         self._idle: dict[HostInode, None] = {}
         self.get: Final = self._by_number.get
 
-    def __len__(self) -> int:
-        return len(self._by_number)
-
     def __iter__(self) -> Iterator[HostInode]:
         return iter(tuple(self._by_number.values()))
 

@@ -11,7 +11,7 @@ the root, or gone (ESTALE, after which a kernel looks the name up again); an ope
 
 Files that a root daemon creates belong to the caller, those of an unprivileged one to the daemon's user.  A file system
 that is mounted below the directory is not entered (EXDEV; RESOLVE_NO_XDEV of openat2(2)).  Programs outside the mount
-do not see the mount's locks.  ctime cannot be set.
+do not see file locks that programs take through it.  ctime cannot be set.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
     RENAME_WHITEOUT,
+    SUPERUSER,
     AttributeChanges,
     CacheInvalidation,
     Caller,
@@ -54,7 +55,6 @@ MOST_READ_DIRECTORIES: Final = 256
 _DOT: Final = b"."
 _DOT_DOT: Final = b".."
 _DOTS: Final = frozenset({_DOT, _DOT_DOT})
-_SUPERUSER: Final = Caller(0, 0)
 _make: Final = HostAttributes._make
 
 
@@ -81,7 +81,7 @@ class HostVolume:
         self._descriptors.close()
 
     def tidy(self) -> None:
-        """Close written executables, which other programs cannot execute while they are open.  Call it every second."""
+        """Close written executables, because an open one cannot be executed.  To be called every second."""
         self._descriptors.close_idle_writers()
 
     def check_invariants(self) -> None:
@@ -251,7 +251,7 @@ class HostVolume:
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = _SUPERUSER,
+        caller: Caller = SUPERUSER,
     ) -> None:
         self._check_writable()
         _check_name(name)
@@ -319,8 +319,8 @@ class HostVolume:
         if cookie < 2:
             yield DirectoryEntry(_DOT_DOT, (directory.parent or directory).number, stat.S_IFDIR, 2)
         device, number_of = directory.key[0], self._table.number_of
-        for at, name, entry in entries.after(cookie):
-            yield DirectoryEntry(name, number_of((device, entry.inode)), entry.kind, at)
+        for at, name, (host_inode, kind) in entries.after(cookie):
+            yield DirectoryEntry(name, number_of((device, host_inode)), kind, at)
 
     def _entries_of(self, directory: HostInode) -> DirectoryEntries:
         if directory.entries is None:

@@ -22,6 +22,7 @@ from protocol.volume import (
     RENAME_NOREPLACE,
     RENAME_WHITEOUT,
     ROOT_INODE,
+    SUPERUSER,
     Caller,
     PlainEntry,
 )
@@ -42,7 +43,6 @@ _RENAME_FLAGS: Final = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT
 _DEVICES: Final = frozenset({stat.S_IFCHR, stat.S_IFBLK})
 _DOTS: Final = frozenset({b".", b".."})
 _DOT_COOKIES: Final = ((1, b"."), (2, b".."))
-_SUPERUSER: Final = Caller(0, 0)
 
 
 class DirectoryEntries:
@@ -182,7 +182,7 @@ class DirectoryEntries:
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = _SUPERUSER,
+        caller: Caller = SUPERUSER,
     ) -> None:
         if flags and (flags & ~_RENAME_FLAGS or (flags & RENAME_EXCHANGE and flags != RENAME_EXCHANGE)):
             raise os_error(errno.EINVAL)

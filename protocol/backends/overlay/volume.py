@@ -47,7 +47,7 @@ from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, 
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
-from protocol.volume import CacheInvalidation, Caller, InodeChange, VolumeUsage
+from protocol.volume import SUPERUSER, CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -57,7 +57,6 @@ __all__ = ["OverlayVolume"]
 P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_SUPERUSER: Final = Caller(0, 0)
 # The calls that change the state and read no content below.
 _CHANGING: Final = (
     "forget", "link", "mkdir", "mknod", "removexattr", "rmdir", "setattr", "setxattr", "symlink", "tmpfile", "unlink"
@@ -286,7 +285,7 @@ class OverlayVolume(MemoryVolume):
 
     # -- names ---------------------------------------------------------------------------------------
     def _rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = _SUPERUSER
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = SUPERUSER
     ) -> None:
         with self._lock:
             if self._overlay.path_filter:

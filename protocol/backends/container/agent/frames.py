@@ -1,7 +1,7 @@
 """FrameDecoder: decodes the replies of a helper from a stream of bytes.
 
-The length in a frame's header is checked against `limit`, so a frame that no request asked for, or that is longer than
-the request allows, takes no memory.
+The length in a frame's header is checked against `limit`.  So a frame that belongs to no request, or is longer than
+the request allows, is refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Frame", "FrameDecoder"]
 
 
 class Frame(NamedTuple):
-    """One reply: to request `number`, `code` 0 or an errno, and what `wire.unpack` reads."""
+    """One reply: the `number` of its request, the `code` 0 or an errno, and the `body` that `wire.unpack` decodes."""
 
     number: int
     code: int
@@ -23,7 +23,7 @@ class Frame(NamedTuple):
 
 
 class FrameDecoder:
-    """`limit` returns the largest size of the reply to a request; WireError if there is no such request."""
+    """Decodes frames.  `limit` returns the largest size of the reply to a request; WireError for an unknown request."""
 
     def __init__(self, limit: Callable[[int], int]) -> None:
         self._limit = limit

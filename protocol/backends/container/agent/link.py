@@ -75,7 +75,7 @@ class Pending:
         self.deadline_s = deadline_s
         self.most_bytes = most_bytes
         self.undo = undo
-        self.done: trio.Event | None = trio.Event()  # None: the caller has gone
+        self.done: trio.Event | None = trio.Event()  # None: the caller was cancelled
         self.code = errno.EIO
         self.reply: Reply = ((), [])
 
@@ -161,7 +161,7 @@ class AgentLink:
     ) -> Reply:
         """Send a request and wait for the reply.  OSError with the helper's errno, or EIO.
 
-        The strings of the reply have at most `most_bytes`.  `undo` gets a reply that arrives after its caller has gone.
+        The strings of the reply have at most `most_bytes`.  `undo` gets a reply that arrives after a cancellation.
         """
         while len(self._pending) >= _MOST_IN_FLIGHT or self._queued >= _MOST_QUEUED_BYTES:
             await self._room.park()

@@ -1,7 +1,7 @@
 """Checks of a helper's replies: WireError for values that no correct helper sends.
 
-They keep malformed values from the kernel: inode numbers of other files than the root, known file types, sizes that
-are not negative, valid names, increasing cookies.
+They keep invalid values from the kernel: the inode number of the root for another file, unknown file types, negative
+sizes, invalid names, cookies that do not increase.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class AgentTransport:
             raise only_error(group) from None
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> AgentVolume:
-        """See `Transport`."""
+        """See `Transport`, as for all that follow."""
         self._ended = trio.Event()
         self._serving = trio.CancelScope()
         link: AgentLink = await nursery.start(self._serve, state.id)
@@ -92,13 +92,11 @@ class AgentTransport:
         return AgentTree(self._link, trio.lowlevel.current_trio_token(), self._ids)
 
     async def wait_lost(self) -> str:
-        """See `Transport`."""
         assert self._link is not None
         await self._link.lost.wait()
         return f"the helper in it is lost: {self._link.reason}"
 
     async def close(self) -> None:
-        """See `Transport`."""
         link, self._link = self._link, None
         if link is not None:
             link.lose("closed")

@@ -1,9 +1,10 @@
 """AgentVolume: a volume whose answers come from a helper inside a container (see `agent.link`).
 
-Each request of the kernel is one request to the helper; any number may be in flight.  Only two things are cached.  The
-page of a directory that was listed last, for at most _LISTED_S and until anything is changed: a kernel looks up its
-entries next, one by one (READDIRPLUS), and reads the rest of it.  And the fact that a new file has no capabilities,
-which a kernel asks before the first write.
+Each request of the kernel is one request to the helper; any number may be in flight.  Two things are cached:
+
+- the pages of directories that were listed last, for at most _LISTED_S and until anything is changed, because a kernel
+  then looks up the entries one by one (READDIRPLUS) and reads the rest of the page;
+- the fact that a new file has no capabilities, for which a kernel asks before the first write.
 
 The helper's replies are checked (`agent.replies`); an invalid reply ends the link.
 
@@ -49,7 +50,16 @@ from protocol.backends.container.helper.wire import (
 from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
-from protocol.volume import ROOT_INODE, AttributeChanges, Buffer, Caller, DirectoryEntry, StatFs, VolumeCapabilities
+from protocol.volume import (
+    ROOT_INODE,
+    SUPERUSER,
+    AttributeChanges,
+    Buffer,
+    Caller,
+    DirectoryEntry,
+    StatFs,
+    VolumeCapabilities,
+)
 
 __all__ = ["AgentVolume"]
 
@@ -68,7 +78,6 @@ _NEW_S: Final = 0.2
 _NEW_KEPT: Final = 256
 _MOST_XATTR_BYTES: Final = 64 * 1024  # XATTR_SIZE_MAX and XATTR_LIST_MAX, linux/limits.h
 _PATH_MAX: Final = 4096
-_SUPERUSER: Final = Caller(0, 0)
 _DOTS: Final = frozenset({b".", b".."})
 
 
@@ -127,7 +136,7 @@ class AgentVolume:
         return self._checked(lambda: attributes_in(reply[0], self._ids, root=root))
 
     def _undo(self, reply: Reply) -> None:
-        """Return the lookup of a reply whose caller has gone."""
+        """Return the lookup of a reply whose caller was cancelled."""
         seen = self._checked(lambda: attributes_in(reply[0], root=True))
         self._link.forget(seen.inode, 1)
 
@@ -291,7 +300,7 @@ class AgentVolume:
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = _SUPERUSER,
+        caller: Caller = SUPERUSER,
     ) -> None:
         self._check_writable()
         _check_name(name)

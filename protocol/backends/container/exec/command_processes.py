@@ -1,12 +1,12 @@
-"""CommandProcesses: the processes of one command in a container, to signal and to kill.
+"""CommandProcesses: signals and kills the processes of one command in a container.
 
 A variable in their environment marks them (`container_processes`).  If /proc of this machine does not show the
 container's processes (a remote service, or missing rights), a shell in the container finds them.  In a container of
 vfsd's own (`owned`), orphans without the mark are killed too; if such a container cannot start that shell (a fork bomb
 at the process limit), it is restarted: its files stay, and every command in it ends.
 
-Limits: in a container that is not vfsd's, a process that takes a new session, a new parent *and* a new environment
-stays.  A killed daemon kills nothing: the next daemon that runs a command in the same container, on this machine,
+Limits: in a container that is not vfsd's, a process with a new session, a new parent *and* a new environment
+survives.  A killed daemon kills nothing: the next daemon that runs a command in the same container, on this machine,
 kills what the dead daemon's commands left (`kill_abandoned`).
 """
 

@@ -1,6 +1,6 @@
 r"""Commands that are not valid UTF-8, for Podman's API, which carries JSON strings.
 
-Go's JSON decoder replaces invalid bytes by U+FFFD, so such a command would run with other words.  vfsd sends the words
+Go's JSON decoder replaces invalid bytes by U+FFFD, so the words of such a command would change.  vfsd sends the words
 as octal escapes instead; a shell in the container decodes them (printf(1p), `%b`) and executes the command.
 """
 

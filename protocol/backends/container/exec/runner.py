@@ -185,7 +185,7 @@ class ContainerProcess:
                     await self._channel.send(("stdout", received.data))
             if self._wrapper is not None and (rest := self._wrapper.rest()):
                 await self._channel.send(("stderr", rest))
-            if self._refusal and not await self._is_refused():
+            if self._refusal and await self._stream.wait() not in _REFUSAL_STATUSES:
                 await self._flush()
 
     async def _pass_error(self, data: bytes) -> None:
@@ -208,12 +208,9 @@ class ContainerProcess:
         if refusal:
             await self._channel.send(("stderr", refusal))
 
-    async def _is_refused(self) -> bool:
-        return await self._stream.wait() in _REFUSAL_STATUSES
-
     # -- control -----------------------------------------------------------------------------------------
     async def send(self, data: bytes) -> None:
-        """Write to standard input.  BrokenPipeError once the command no longer reads it."""
+        """See `protocol.execution.runner.Process`, as for the next four."""
         for start in range(0, len(data), _PIECE_BYTES):
             async with self._sending:
                 if self._wrapper is not None and self._wrapper.has_ended:
@@ -221,7 +218,6 @@ class ContainerProcess:
                 await self._stream.send(data[start : start + _PIECE_BYTES])
 
     async def end_input(self) -> None:
-        """End standard input."""
         if self._command.terminal is None:
             async with self._sending:
                 await self._stream.close_stdin()
@@ -230,17 +226,14 @@ class ContainerProcess:
                 await self.send(_END_OF_INPUT)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command's process group; a no-op after the command has ended."""
         await self._processes.signal(number)
 
     async def resize(self, terminal: Terminal) -> None:
-        """Change the size of the command's terminal."""
         if self._command.terminal is not None:
             with contextlib.suppress(OSError):  # it has ended
                 await self._stream.resize(terminal.rows, terminal.columns)
 
     async def kill(self) -> None:
-        """Kill the command and everything that it started.  OSError if that fails."""
         self._killed = True
         try:
             await self._processes.kill(is_alone=self._is_alone())

@@ -3,7 +3,7 @@
 podman-py has no such stream (it ignores `exec_run(socket=True)`, and `stdin=True` hangs).  There are two
 ways: the endpoint's HTTP upgrade, which this module speaks, and `podman exec -i`.  Measured against Podman 4.3 on one
 machine: started in 20 ms (`podman exec -i`: 50 ms), 20 µs a round trip (15 µs; 40 µs with `--url`), 450 MB/s (450; 250
-with `--url`).  Besides, the endpoint needs no client program and no process for each stream, and it has fields for the
+with `--url`).  Also, the endpoint needs no client program and no process for each stream, and it has fields for the
 exit status, the pid and the terminal's size.
 
 Without a terminal, standard output and standard error arrive in frames with a header of 8 bytes: one byte for the
@@ -78,13 +78,13 @@ class ExecStream:
         try:
             await self._stream.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise BrokenPipeError(errno.EPIPE, "the process in the container reads no more") from None
+            raise BrokenPipeError(errno.EPIPE, "the process in the container no longer reads its input") from None
 
     def send_nowait(self, data: bytes) -> int:
         """Write what fits without waiting, while no `send` is under way; return the number of bytes."""
         try:
             return self._plain.send(data)
-        except OSError:  # full or closed; `send` will tell
+        except OSError:  # full or closed: `send` waits or reports it
             return 0
 
     async def close_stdin(self) -> None:

@@ -1,7 +1,7 @@
 """PodmanConnection: an HTTP/1.1 connection to a Podman service that may become a plain two-way stream (Upgrade).
 
-podman-py, which does everything else, has no such stream.  h11 is a state machine of HTTP/1.1 without I/O, so data that
-was read past the head of the upgraded reply stays available.
+podman-py, which does everything else, has no such stream.  h11 implements HTTP/1.1 without I/O, so data that was read
+beyond the head of the upgraded reply stays available.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _RECEIVE_BYTES: Final = 64 * 1024
 _MOST_REPLY_BYTES: Final = 4 * 1024 * 1024
 _ERRNO_OF: Final = {400: errno.EINVAL, 404: errno.ENOENT, 409: errno.EBUSY}
 _NOT_RUNNING: Final = "container state improper"
+_REMOVED: Final = "no such container"  # also with status 500, for a command whose container is removed meanwhile
 
 
 class PodmanConnection:
@@ -124,7 +125,11 @@ def _refusal(status: int, data: bytes) -> OSError:
         message = str(answer.get("message") or answer.get("cause") or message)
     except (ValueError, AttributeError):
         pass
-    code = errno.ENOTCONN if _NOT_RUNNING in message else _ERRNO_OF.get(status, errno.EIO)
+    code = _ERRNO_OF.get(status, errno.EIO)
+    if _NOT_RUNNING in message:
+        code = errno.ENOTCONN
+    elif _REMOVED in message:
+        code = errno.ENOENT
     return OSError(code, message[:1000] or f"HTTP status {status}")
 
 

@@ -8,7 +8,7 @@ same Podman removes such a container if it can prove that the owner is dead:
 - After a reboot of this machine every earlier owner is dead.  "This machine" is proven only for daemons in the initial
   pid namespace over a local service: images of containers share machine-ids, and a remote Podman serves several
   machines.  Such a container is removed unless it runs (somebody has started it again).
-- All others are left alone; docs/containers.md says how to remove them by hand.
+- All others stay; docs/containers.md says how to remove them by hand.
 """
 
 from __future__ import annotations

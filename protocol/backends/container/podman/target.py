@@ -44,7 +44,7 @@ def check_workdir(workdir: str) -> str:
 
 
 def check_running(state: ContainerState) -> ContainerState:
-    """Return `state` if the container is running.  Else OSError (EIO) that says what to do."""
+    """Return `state` if the container is running; otherwise raise an OSError (EIO) that says what to do."""
     if not state.running:
         raise OSError(errno.EIO, f"the container is not running ({state.describe()}): podman start {state.name}")
     return state

@@ -44,13 +44,10 @@ class ContainerInit:
             self.close()
             raise
 
-    def has_ended(self) -> bool:
+    def _check_alive(self, state: ContainerState) -> None:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _check_alive(self, state: ContainerState) -> None:
-        if self.has_ended():
+        if poll.poll(0):
             raise ProcessLookupError(errno.ESRCH, f"the first process of container {state.name} has ended")
 
     def close(self) -> None:

@@ -25,11 +25,10 @@ from protocol.backends.host.attributes import HostAttributes
 from protocol.backends.host.inode_table import HostInode
 from protocol.errors import os_error
 from protocol.linux import posix_acl
-from protocol.volume import AttributeChanges, Caller
+from protocol.volume import SUPERUSER, AttributeChanges, Caller
 
 __all__ = ["RootVolume"]
 
-_SUPERUSER: Final = Caller(0, 0)
 _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 
 
@@ -107,7 +106,7 @@ class RootVolume(HostVolume):
         new_parent: int,
         new_name: bytes,
         flags: int = 0,
-        caller: Caller = _SUPERUSER,
+        caller: Caller = SUPERUSER,
     ) -> None:
         super().rename(parent, name, new_parent, new_name, flags, self._outside(caller))
 

@@ -49,7 +49,7 @@ class RootfsTransport:
         process.close()
 
     async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
-        """See `Transport`."""
+        """See `Transport`, as for all that follow."""
         self._process, volume = await trio.to_thread.run_sync(self._opened, state)
         self._volume = volume
         nursery.start_soon(self._close_writers, volume)
@@ -71,26 +71,22 @@ class RootfsTransport:
             owner = process.ids.users.outside(process.user), process.ids.groups.outside(process.group)
             directory = open_workdir(process.root, self._workdir, owner)
             try:
-                return process, self._volume_of(process, f"/proc/self/fd/{directory}")
+                is_mapped = os.geteuid() == 0
+                ids, user = (process.ids, (process.user, process.group)) if is_mapped else (IDENTITY, (0, 0))
+                path = f"/proc/self/fd/{directory}"
+                return process, RootVolume(path, ids, user, self._on_writer, read_only=self._read_only)
             finally:
                 os.close(directory)
         except BaseException:
             process.close()
             raise
 
-    def _volume_of(self, process: ContainerInit, path: str) -> RootVolume:
-        is_mapped = os.geteuid() == 0
-        ids, user = (process.ids, (process.user, process.group)) if is_mapped else (IDENTITY, (0, 0))
-        return RootVolume(path, ids, user, self._on_writer, read_only=self._read_only)
-
     async def wait_lost(self) -> str:
-        """See `Transport`."""
         assert self._process is not None
         await trio.lowlevel.wait_readable(self._process.pidfd)
         return "it has stopped"
 
     async def close(self) -> None:
-        """See `Transport`."""
         volume, process = self._volume, self._process
         self._volume = self._process = None
         if volume is not None:
