@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -23,6 +24,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import zygote
 from tests.support.leaks import TAG, Leaks, mounts, open_files
 from tests.support.progress import ProgressPlugin
 
@@ -177,15 +179,38 @@ def session_dir(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_leaks_of_the_session(session_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_leaks_of_the_session(
+    request: pytest.FixtureRequest, session_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Checks what fixtures of a wider scope than one test should have ended."""
     leaks = Leaks(session_dir, [session_dir, str(tmp_path_factory.getbasetemp())])
     yield
     _check(leaks)
-    gc.collect()  # some directories go with the object that made them
+    # Some directories go with the object that made them, which the last test still holds.
+    for item in request.session.items:
+        (getattr(item, "funcargs", None) or {}).clear()
+    gc.collect()
     left = sorted(os.listdir(f"{session_dir}/tmp"))
     if left:
         pytest.fail(f"temporary files left behind by some test of this session (prefixes tell whose): {left}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_by_fork() -> Iterator[None]:
+    """Fork commands and daemons of vfsd (`tests.support.zygote`); under coverage each is started, to be measured."""
+    if os.environ.get("COVERAGE_PROCESS_START") or "coverage" in sys.modules:
+        yield
+        return
+    end = zygote.install()
+    yield
+    end()
+
+
+@pytest.fixture
+def new_interpreters() -> Iterator[None]:
+    """Start commands and daemons as users do, for a test of start-up itself."""
+    with zygote.starting_interpreters():
+        yield
 
 
 @pytest.fixture(autouse=True)

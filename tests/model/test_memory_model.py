@@ -646,6 +646,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryModel = MemoryMachine.TestCase
-# Most steps are cheap: eight times the profile's examples take about a minute with profile "ci".
-TestMemoryModel.settings = settings(max_examples=8 * settings().max_examples, stateful_step_count=40)
+# Most steps are cheap.
+TestMemoryModel.settings = settings(max_examples=4 * settings().max_examples, stateful_step_count=40)
 TestMemoryModel.pytestmark = [pytest.mark.timeout(3600)]  # what it finds takes long to shrink

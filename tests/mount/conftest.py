@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import zygote
 from tests.support.unmounting import unmount_when_idle
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
@@ -30,17 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.fuse)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def daemons_by_fork() -> Iterator[None]:
-    """Start daemons by fork(2); under coverage each is a process of its own, because that is measured."""
-    if os.environ.get("COVERAGE_PROCESS_START") or "coverage" in sys.modules:
-        yield
-        return
-    end = zygote.install()
-    yield
-    end()
 
 
 def complaints(name: str) -> list[str]:

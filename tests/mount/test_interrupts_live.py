@@ -13,13 +13,15 @@ import pytest
 
 from tests.mount.conftest import MountIt
 from tests.mount.test_host_backend import eventually
+from tests.support.zygote import starting_interpreters
 
 _FILES = 300
 
 
 def started(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vfsd.cli.main", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with starting_interpreters():
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("backend", ["memory", "host"])

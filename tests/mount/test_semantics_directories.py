@@ -70,15 +70,15 @@ def scan(path: Path) -> Iterator[Iterator[str]]:
 
 
 def test_what_stays_is_listed_exactly_once_whatever_comes_and_goes_beside_it(place: Path) -> None:
-    stay = {f"stays-{number}" for number in range(3000)}
-    for number in range(3000):
+    stay = {f"stays-{number}" for number in range(1500)}
+    for number in range(1500):
         (place / f"stays-{number}").touch()
         (place / f"goes-{number}").touch()
     seen: list[str] = []
     with scan(place) as names:
         for count, name in enumerate(names):
             seen.append(name)
-            if count % 2 == 0 and count < 6000:
+            if count % 2 == 0 and count < 3000:
                 (place / f"goes-{count // 2}").unlink()
                 (place / f"comes-{count}").touch()
                 (place / f"comes-{count}").rename(place / f"came-{count}")
@@ -88,7 +88,7 @@ def test_what_stays_is_listed_exactly_once_whatever_comes_and_goes_beside_it(pla
 
 
 def test_a_directory_is_emptied_while_it_is_listed(place: Path) -> None:
-    for number in range(5000):
+    for number in range(2500):
         (place / f"{number}").touch()
     with scan(place) as names:
         for name in names:

@@ -253,7 +253,7 @@ def test_drop_takes_all_or_none_and_says_which_steps_are_gone(workspace: Workspa
 
 # -- next to programs that write ------------------------------------------------------------------------
 _WRITER = """
-import itertools, os, sys
+import itertools, os, sys, time
 place = sys.argv[1]
 print(flush=True)
 for number in itertools.count():
@@ -268,12 +268,13 @@ for number in itertools.count():
             os.rename(f"{place}/f{(number + 1) % 20}", f"{place}/f{(number + 5) % 20}")
     except FileNotFoundError:
         pass
+    time.sleep(0.001)  # else three of these take the CPUs from the daemon that is tested
 """
 
 
 @contextmanager
 def writers(place: Path, count: int = 3) -> Iterator[None]:
-    """Programs that write, rename and remove the same files of `place` all the time."""
+    """Run programs that write, rename and remove the same files of `place`, a thousand times a second."""
     running = [
         subprocess.Popen([sys.executable, "-I", "-S", "-c", _WRITER, place], stdout=subprocess.PIPE)
         for _ in range(count)

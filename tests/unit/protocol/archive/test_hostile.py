@@ -545,7 +545,7 @@ def check_damaged(data: bytes) -> None:
     assert found == FACTS
 
 
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
 @given(flips)
 def test_flipped_bytes_are_refused_or_harmless(changes: list[tuple[int, int]]) -> None:
     data = bytearray(GOOD)
@@ -554,7 +554,7 @@ def test_flipped_bytes_are_refused_or_harmless(changes: list[tuple[int, int]]) -
     check_damaged(bytes(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.integers(0, len(GOOD)), st.integers(0, 200), st.binary(max_size=40))
 def test_a_piece_cut_out_or_put_in_is_refused_or_harmless(at: int, cut: int, put: bytes) -> None:
     check_damaged(GOOD[:at] + put + GOOD[at + cut :])
@@ -610,13 +610,13 @@ raws = st.builds(
 BASE = (Raw(b"files/a", b"1"), Raw(b"files/d/b", b"1"), Raw(b"files/s", b"target", SYMLINK))
 
 
-@settings(max_examples=2000)
+@settings(max_examples=10 * settings().max_examples)
 @given(manifests)
 def test_whatever_the_manifest_says_the_archive_is_read_or_refused(keys: dict[str, object]) -> None:
     check_read_or_refused(archive(*BASE, **keys))
 
 
-@settings(max_examples=2000)
+@settings(max_examples=10 * settings().max_examples)
 @given(st.lists(raws, max_size=3))
 def test_whatever_the_entries_are_the_archive_is_read_or_refused(entries: list[Raw]) -> None:
     check_read_or_refused(archive(*BASE, *entries))

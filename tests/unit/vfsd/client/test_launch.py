@@ -23,6 +23,7 @@ from vfsd.wire.options import MountOptions
 
 FAKE = "tests.unit.vfsd.client.fake_daemon"
 REPOSITORY = Path(__file__).parents[4]
+pytestmark = pytest.mark.usefixtures("new_interpreters")
 
 
 @pytest.fixture(autouse=True)
