@@ -70,7 +70,7 @@ class ExecCall:
 
     # -- in -------------------------------------------------------------------------------------------
     def receive(self) -> list[ExecOutput]:
-        """The output that has arrived.  Blocks until the daemon has sent something.
+        """Return the output that has arrived.  Blocks until the daemon has sent something.
 
         ControlError if the call failed (FileNotFoundError for a missing program, and so on).  ConnectionError if the
         daemon closed the connection.

@@ -20,25 +20,27 @@ __all__ = ["MountArguments", "mount_options", "running_workspace"]
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
-    """`directory`, absolute.  OSError where it is none, ValueError where a mount at `mountpoint` would show itself."""
-    place = os.path.abspath(directory)
-    if not os.path.isdir(place):
-        code = errno.ENOTDIR if os.path.lexists(place) else errno.ENOENT
-        raise OSError(code, "there is no such directory to serve" if code == errno.ENOENT else "not a directory", place)
-    real, real_mountpoint = os.path.realpath(place), os.path.realpath(mountpoint)
+    """Return `directory` as an absolute path.
+
+    OSError if it is not a directory.  ValueError if `mountpoint` is inside it or contains it.
+    """
+    path = os.path.abspath(directory)
+    if not os.path.isdir(path):
+        code = errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT
+        raise OSError(code, "there is no such directory to serve" if code == errno.ENOENT else "not a directory", path)
+    real, real_mountpoint = os.path.realpath(path), os.path.realpath(mountpoint)
     if real == real_mountpoint:
-        raise ValueError(f"{place} cannot be served at itself: mount it at another directory")
-    for inner, outer, what in (
-        (real_mountpoint, real, f"the mountpoint {mountpoint} is inside {place}, which it would show"),
-        (real, real_mountpoint, f"{place} is inside the mountpoint {mountpoint}, which would hide it"),
-    ):
-        if os.path.commonpath((inner, outer)) == outer:
-            raise ValueError(what)
-    return place
+        raise ValueError(f"{path} cannot be served at itself: mount it at another directory")
+    common = os.path.commonpath((real, real_mountpoint))
+    if common == real:
+        raise ValueError(f"the mountpoint {mountpoint} is inside {path}, which it would show")
+    if common == real_mountpoint:
+        raise ValueError(f"{path} is inside the mountpoint {mountpoint}, which would hide it")
+    return path
 
 
 class MountArguments(TypedDict, total=False):
-    """What `mount_options` takes beside mountpoint and backend.  `MountOptions` says what each means without it."""
+    """The optional arguments of `mount_options`.  `vfsd.wire.options` describes them and has their defaults."""
 
     name: str | None
     engine: str
@@ -67,20 +69,20 @@ class MountArguments(TypedDict, total=False):
 
 
 def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Unpack[MountArguments]) -> MountOptions:
-    """The options of a mount at `mountpoint`; without a `name`, one made from its last part.
+    """Return the options of a mount at `mountpoint`.  The default `name` is made from the mountpoint's last component.
 
-    ValueError for a value that makes no sense (OptionError, where it is an option's), TypeError for an argument that
-    there is not, OSError for a directory that cannot be served.
+    ValueError for an invalid value (OptionError for that of an option), TypeError for an unknown argument, OSError for
+    a backend's directory that does not exist.
     """
     spec = parse_backend(backend)
     if not os.fspath(mountpoint):
-        raise ValueError("the mountpoint is an empty string")  # not where the caller stands
-    place = os.path.abspath(mountpoint)
+        raise ValueError("the mountpoint is an empty string")  # `abspath` would make it the current directory
+    path = os.path.abspath(mountpoint)
     if spec.is_directory:
-        spec = replace(spec, argument=_host_directory(spec.argument, place))
+        spec = replace(spec, argument=_host_directory(spec.argument, path))
     given: dict[str, Any] = dict(arguments)
     if given.get("name") is None:
-        given["name"] = unique_name(place)
+        given["name"] = unique_name(path)
     for name in ("archive", "store"):
         if given.get(name) is not None:
             if not os.fspath(given[name]):
@@ -90,7 +92,7 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
         given[name] = tuple(given.get(name, ()))
     if given.get("sandbox") is not None:
         given["sandbox"] = parse_sandbox(given["sandbox"])
-    options = MountOptions.of(mountpoint=place, backend=spec, **given)
+    options = MountOptions.of(mountpoint=path, backend=spec, **given)
     check_options(options)
     if options.container.podman_url is not None:
         try:
@@ -101,10 +103,10 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
 
 
 def running_workspace(selector: str | None = None) -> WorkspaceRecord:
-    """The workspace that `selector` (a name, or a path in it) means.
+    """Return the running workspace that `selector` names, or that contains the path `selector`.
 
-    None picks $VFSD_WORKSPACE, else the one that the current directory is in, else the only one running.
-    FileNotFoundError, whose text says what there is, where none is meant.
+    None selects $VFSD_WORKSPACE, else the workspace that contains the current directory, else the only one running.
+    FileNotFoundError if there is none; its message lists the running workspaces.
     """
     try:
         return find_workspace(selector, os.fsdecode(current_directory()))

@@ -112,7 +112,7 @@ def _awaitable(
 
 
 def _described(method: Callable[P, T], build: Callable[..., Any]) -> Callable[P, T]:
-    """Give `method` the name, the docstring and the signature of `build`, but for RemoteCall[...] in the result."""
+    """Give `method` the name, the docstring and the signature of `build`, without RemoteCall[...] around the result."""
     signature = inspect.signature(build)
     result = str(signature.return_annotation).removeprefix("RemoteCall[").removesuffix("]")
     functools.update_wrapper(method, build)

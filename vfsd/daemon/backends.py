@@ -44,10 +44,6 @@ _logger = logging.getLogger(__name__)
 _HOST_CACHE_TIMEOUT_S: Final = 1.0
 
 
-def _do_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Backend:
     """An opened backend: the volume to mount, and the functions that maintain and close it.
@@ -64,8 +60,8 @@ class Backend:
 
     volume: Volume
     cache_timeout_s: float = math.inf
-    tidy: Callable[[], None] = _do_nothing
-    close: Callable[[], None] = _do_nothing
+    tidy: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
     container: ContainerWorkspace | None = None
     recovered: str | None = None
     stored: Stored | None = None

@@ -205,7 +205,7 @@ class _Daemon:
                 async for number in signals:
                     _logger.info("%s", signal.Signals(number).name, extra={"operation": "signal"})
                     if nursery.child_tasks:
-                        _logger.warning("asked again: ending at once", extra={"operation": "unmount"})
+                        _logger.warning("a second signal: ending at once", extra={"operation": "unmount"})
                         self._engine.stop()
                         return
                     nursery.start_soon(self._unmount, mounted)
@@ -227,7 +227,7 @@ class _Daemon:
             await self._engine_ended.wait()
         if not self._engine_ended.is_set():
             _logger.warning(
-                "programs were given %g s to finish; ending without them", _LINGER_S,
+                "programs still use the mount after %g s: ending the daemon, so that their requests fail", _LINGER_S,
                 extra={"operation": "unmount", "path": mountpoint},
             )  # fmt: skip
             self._engine.stop()

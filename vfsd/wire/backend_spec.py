@@ -67,8 +67,8 @@ def known_backends() -> list[str]:
 def parse_backend(text: str) -> BackendSpec:
     """Parse a backend string.  ValueError for an unknown kind, and where the kind's argument is missing.
 
-    Installed packages are searched only for a kind that is not built in; whether their backend needs an argument is
-    theirs to check.
+    Installed packages are searched only for a kind that is not built in.  Their backends check their arguments
+    themselves.
     """
     spec = BackendSpec.split(text)
     if spec.kind in _ARGUMENTS:

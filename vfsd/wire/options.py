@@ -85,7 +85,7 @@ class CommandOptions:
     """Where `vfsd exec` runs commands: on this host as the daemon's user, or in a new container of `sandbox`."""
 
     exec_on_host: bool = False
-    sandbox: BackendSpec | None = None  # image:REF
+    sandbox: BackendSpec | None = None  # of the kind "image"
     snapshot_each: bool = False  # take a snapshot after each command
 
 

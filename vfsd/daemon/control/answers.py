@@ -64,7 +64,7 @@ def decode_request(line: bytes) -> Request | bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return error_line(None, PARSE_ERROR, f"not JSON: {error}")
     if isinstance(value, list):
-        return error_line(None, INVALID_REQUEST, "batches are not taken: send one request a line")
+        return error_line(None, INVALID_REQUEST, "batches are not supported: send one request per line")
     number = value.get("id") if isinstance(value, dict) else None
     known = isinstance(number, int | str) and not isinstance(number, bool)
     return error_line(number if known else None, INVALID_REQUEST, shape_error)

@@ -216,7 +216,7 @@ def _changes(
 
 
 def change_record(change: Change) -> ChangeRecord:
-    """The record of a change, without line counts."""
+    """Return the record of a change, without line counts."""
     shown = change.new or change.old
     assert shown is not None
     return ChangeRecord(
@@ -239,12 +239,12 @@ def _with_lines(record: ChangeRecord, old: Tree, new: Tree, change: Change) -> C
 
 
 def time_text(time_ns: int) -> str:
-    """A time in nanoseconds since the epoch, as wire text (ISO 8601, UTC)."""
+    """Format a time in nanoseconds since the epoch for the wire (ISO 8601, UTC)."""
     return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
 def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotInfo]) -> list[ExpiredRecord]:
-    """Records of dropped snapshots: those that no step needed, and those that were dropped to free memory."""
+    """Return the records of dropped snapshots: of those that no step needed, and of those dropped to free memory."""
     return [
         *(ExpiredRecord(info.name, time_text(info.created_ns)) for info in expired),
         *(ExpiredRecord(info.name, time_text(info.created_ns), "memory") for info in pruned),
@@ -252,5 +252,5 @@ def expired_records(expired: Iterable[SnapshotInfo], pruned: Iterable[SnapshotIn
 
 
 def problem_records(problems: Mapping[bytes, str]) -> list[ProblemRecord]:
-    """Records of the paths that could not be read or restored, with the reasons."""
+    """Return the records of paths that could not be read or restored, with the reasons."""
     return [ProblemRecord(wire_path(path), reason) for path, reason in problems.items()]

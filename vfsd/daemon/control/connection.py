@@ -304,7 +304,7 @@ class ClientConnection:
         if handler is None or request.method not in METHODS:
             return error_line(number, METHOD_NOT_FOUND, f"no such method: {request.method}")
         if self.is_reserved and request.method in LONG_METHODS:
-            text = "all connections to this workspace run calls, and those in reserve take short ones only; try again"
+            text = "all connections are in use by calls that run; the reserved ones accept only short calls; try again"
             return error_line(number, OPERATION_FAILED, text, ErrorData("EBUSY"))
         try:
             return handler, msgspec.json.decode(request.params, type=METHODS[request.method][0])

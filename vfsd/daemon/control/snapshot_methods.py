@@ -106,7 +106,7 @@ class SnapshotMethods:
             self._check_writable()
         paths = tree_paths(params.paths)
         if params.of is not None and params.name is None:
-            raise InvalidParamsError("of takes the name of a snapshot")
+            raise InvalidParamsError("`of` needs the name of a snapshot")
         if params.redo and paths:
             raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
         if params.archive is not None:
@@ -212,4 +212,4 @@ def _check_snapshot_name(name: str) -> None:
         )
     if name.lower().endswith(".zip") or not name.strip("."):
         reason = "only dots" if not name.strip(".") else "`vfsd restore` takes a name that ends in .zip for a file"
-        raise InvalidParamsError(f"not a name for a snapshot: {name!r} ({reason}); take another one")
+        raise InvalidParamsError(f"not a name for a snapshot: {name!r} ({reason}); choose another one")

@@ -98,7 +98,7 @@ class UnmountMethods:
         with self._overlaid.base_tree() as base, volume.tree() as live:
             try:
                 found = await trio.to_thread.run_sync(_changes, base, live, call, at_most + 1)
-            except OSError as error:  # below, for example: then assume that there are changes
+            except OSError as error:  # in the lower directory, for example: assume that there are changes
                 log_failure(_logger, "comparing with the directory below", error, level=logging.WARNING)
                 return _Unsaved(mark, named, is_any=True)
         return _Unsaved(mark, named, count(found[:at_most]), len(found) > at_most, is_any=bool(found or named))
@@ -158,7 +158,8 @@ class UnmountMethods:
             if not volume.changed_since(mark):
                 return mark
             mark = await self._check(volume, params, call)
-        raise OSError(errno.EAGAIN, f"{self._options.name} changes all the time: end the programs that write to it")
+        reason = f"{self._options.name} changed again after each of {_ATTEMPTS} checks: end the programs that write"
+        raise OSError(errno.EAGAIN, reason)
 
     def _answered(self) -> None:
         self.to_answer -= 1

@@ -1,4 +1,4 @@
-"""choose_commands: how a workspace runs commands, by its options."""
+"""Choose where a workspace runs its commands, by its options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["choose_commands"]
 def choose_commands(
     options: MountOptions, container: ContainerWorkspace | None, take_snapshot: TakeSnapshot | None
 ) -> Commands:
-    """Return the commands of this host, of the workspace's `container`, or of a sandbox; else none can be run.
+    """Choose where commands run: on this host, in the workspace's `container`, in a sandbox, or nowhere.
 
     OSError if a package is missing.
     """

@@ -51,7 +51,7 @@ class Commands:
     async def run(self, command: Command, limits: CommandLimits, *, on_output: OnOutput, feed: Feed) -> ExecEnded:
         """Run a command until it ends; see `protocol.execution.runner.CommandRun`.
 
-        Cancelling kills it.  OSError if it cannot be started.  The answer names the snapshot that was taken after it.
+        Cancelling kills it.  OSError if it cannot be started.
         """
         if self._runner is None:
             raise self._unsupported()

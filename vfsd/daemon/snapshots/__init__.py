@@ -12,7 +12,7 @@ __all__ = ["open_snapshots"]
 
 
 def open_snapshots(mounted: MountedVolume, stored: Stored | None) -> SnapshotService | None:
-    """The volume's own snapshots, or those in `stored`; None if the backend has neither."""
+    """Return the volume's own snapshots, or those in `stored`; None if the backend has neither."""
     volume = snapshotable(mounted.volume)
     if volume is not None:
         return VolumeSnapshots(mounted, volume)

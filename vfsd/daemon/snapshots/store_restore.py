@@ -35,7 +35,7 @@ _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a restore is to be in the history: a new step `name`, or a move to the state at position `to`.
+    """What a restore becomes in the history: a new step `name`, or a move to the state at position `to`.
 
     Without `remove`, files that the snapshot lacks stay.
     """
@@ -140,7 +140,7 @@ class Step:
 
 
 class VolumeUpdate:
-    """Passes the changes of a restore from the store's thread to the volume on the serving loop.
+    """Pass the changes of a restore from the store's thread to the volume on the serving loop.
 
     `changes`: the changes of the plan.  Until there is a plan the client can cancel.
     """
@@ -165,7 +165,7 @@ class VolumeUpdate:
             await trio.lowlevel.checkpoint()
 
     async def finish(self) -> CacheInvalidation:
-        """What to invalidate in the kernel, even if the restore failed half-way."""
+        """Return what to invalidate in the kernel.  Call it even if the restore failed half-way."""
         parts = []
         for at in range(0, len(self.changes), _PATHS_AT_ONCE):
             parts.append(self._volume.invalidation_of(self.changes[at : at + _PATHS_AT_ONCE]))
