@@ -51,6 +51,7 @@ from protocol.errors import os_error
 if TYPE_CHECKING:
     from protocol.backends.memory.content import Block, Content
     from protocol.backends.memory.inode import Inode
+    from protocol.backends.memory.xattrs import Xattrs
 
 __all__ = [
     "CONTENT_BYTES",
@@ -89,8 +90,6 @@ SNAPSHOT_BYTES: Final = 6 * 1024
 # More than one entry takes, and more than a block that becomes a bytearray grows beyond the written data.
 SLACK_BYTES: Final = 16 * 1024
 _LOAN_BYTES: Final = 1 << 20
-
-Xattrs = dict[bytes, bytes]
 
 
 def xattrs_bytes(xattrs: Xattrs) -> int:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES, DIRECTORY_ENTRY_BYTES, Inode, Link
-from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES, Xattrs
+from protocol.backends.memory.ledger import ENTRY_BYTES, VERSION_LINK_BYTES
 from protocol.backends.memory.state import MemoryState
 from protocol.backends.overlay.children import InodeTable, UnfilledChildren
 from protocol.backends.overlay.content import LowerContent
@@ -40,6 +40,7 @@ from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
     from protocol.adapters.path_filter import PathFilter
+    from protocol.backends.memory.xattrs import Xattrs
 
 __all__ = ["OverlayState"]
 

@@ -13,7 +13,7 @@ import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocol.backends.memory.history.converge import Converger
@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "ReservedInodes", "SnapshotHistory", "count_changes", "restore_epoch"]
 
 
+@dataclass(slots=True)
 class Changes:
     """The result of a `SnapshotHistory.changes` context; complete when the context has ended."""
 
-    __slots__ = ("invalidation",)
-
-    def __init__(self) -> None:
-        self.invalidation = CacheInvalidation()
+    invalidation: CacheInvalidation = field(default_factory=CacheInvalidation)
 
 
 @dataclass(frozen=True, slots=True)
