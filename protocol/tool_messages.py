@@ -1,4 +1,4 @@
-"""Parameters and results of tools that are messages of the control socket as well.
+"""Parameters and results of tools that are also messages of the control socket.
 
 A module of its own, because every command of the command line imports the messages, and `protocol.tools` imports the
 search engine: that would double a command's start-up time.  On the socket paths are wire paths (`vfsd.wire.messages`);

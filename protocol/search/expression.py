@@ -1,4 +1,4 @@
-r"""Expression: a regular expression that is searched for line by line, in time linear in the text.
+r"""Expression: a regular expression that is searched for line by line, in linear time.
 
 The engine is RE2.  Differences from Python's `re`:
 
@@ -44,7 +44,7 @@ class Expression:
             if token.text == r"\C":
                 raise _invalid(token.start, r"\C is not supported: it can match a part of a character", pattern)
         _compiled(pattern, tokens, ignore_case)
-        # Checked without the prefix, so that positions refer to `pattern`.
+        # The first compilation is without the prefix, so that positions in errors refer to `pattern`.
         compiled = _compiled("(?m)" + pattern, tokens, ignore_case)
         self._is_of_one_line = any(_is_of_one_line(token) for token in tokens)
         self._required = b"" if ignore_case else required_literal(pattern).encode()
@@ -53,7 +53,7 @@ class Expression:
         self._search = _finder(self._required) if is_literal and is_of_line else _searcher(compiled)
 
     def may_match(self, text: bytes) -> bool:
-        """False if no line of `text` can match: cheaper than `hits`, and the usual case."""
+        """Return False only if no line of `text` can match.  Cheaper than `hits`; most files cannot match."""
         return self._required in text
 
     def hits(self, text: bytes, end: int | None = None) -> Iterator[Hit]:
@@ -104,7 +104,7 @@ class Expression:
 
 
 def _is_of_one_line(token: Token) -> bool:
-    r"""Whether it has another meaning in a whole text than in a line: `\A`, `\z`, `(?-m)`."""
+    r"""Whether the token means something else in a whole text than in a line: `\A`, `\z`, `(?-m)`."""
     return token.text in {r"\A", r"\z"} or (token.kind in {"flags", "open"} and "-" in token.text)
 
 
@@ -198,7 +198,7 @@ def _unbalanced(tokens: list[Token]) -> int:
     return opened[-1] if opened else 0
 
 
-_KNOWN_ELSEWHERE: Final = (
+_UNSUPPORTED: Final = (
     ("(?=", "look-around is not supported"),
     ("(?!", "look-around is not supported"),
     ("(?<=", "look-around is not supported"),
@@ -212,7 +212,7 @@ _KNOWN_ELSEWHERE: Final = (
 
 def _reason(pattern: str, position: int, reason: str, fragment: str) -> str:
     """RE2's reason, or a clearer one for syntax that works in Python's `re`."""
-    for start, better in _KNOWN_ELSEWHERE:
+    for start, better in _UNSUPPORTED:
         if pattern.startswith(start, position):
             return better
     if reason == "invalid escape sequence" and fragment[1:2].isdigit():

@@ -111,8 +111,8 @@ def _files(
         raise os_error(errno.ENOTDIR, decode(path))
     else:
         above, _, name = path.rpartition(b"/")
-        place = pattern.start(above)
-        if place is not None and place.accepts(name):
+        state = pattern.start(above)
+        if state is not None and state.accepts(name):
             keep_going()
             yield path, node
 

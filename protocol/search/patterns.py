@@ -6,10 +6,11 @@ r"""Glob patterns, compiled so that they can be matched one name at a time durin
 - a pattern without "/" matches names at any depth; with a leading "/", paths from the tree's root; otherwise paths from
   where the search starts.  Braces are expanded first, so each alternative is classified separately.
 
-Leading dots are not special.  ".." is no name, so a pattern with such a segment matches nothing; nor does one that ends
-in "/", because only files are found.  `?` and classes match characters; a byte that is not UTF-8 counts as one.
+Leading dots are not special.  No file is called "..", so a pattern with such a segment matches nothing.  A pattern that
+ends in "/" matches nothing either, because only files are found.  `?` and classes match characters; a byte that is not
+UTF-8 counts as one.
 
-No pattern is slow: a "*" takes the first place at which the text after it matches, without backtracking.
+No pattern is slow: a "*" ends at the first position at which the text after it matches, without backtracking.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NameTest = Callable[[bytes], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """One part of a pattern between slashes.  `literal` is the only name that it matches, if there is one."""
+    """One part of a pattern between slashes.  `literal` is the only name that it matches, or None if others match."""
 
     text: str
     literal: bytes | None = field(compare=False)
@@ -53,20 +54,20 @@ class PatternState:
         self._entered = entered
         self._recursive = frozenset(rest for rest in rests if rest[0] is _ANY_DEPTH)
         self._deeper = [rest for rest in rests if len(rest) > 1 and rest[0] is not _ANY_DEPTH]
-        # The place for directories that no other segment matches: nearly always this one.
+        # The state for directories that no other segment matches: nearly always this one.
         onward = _closed(self._recursive)
-        self._elsewhere: PatternState | None = self if onward == rests else _place(onward, entered)
+        self._elsewhere: PatternState | None = self if onward == rests else _state(onward, entered)
         self.accepts: NameTest = _any_of([rest[0] for rest in rests if len(rest) == 1])
         """Whether a file of this name, in this directory, matches."""
         literals = {rest[0].literal for rest in rests}
         self.names: Collection[bytes] | None = None if None in literals else {each for each in literals if each}
 
     def enter(self, name: bytes) -> PatternState | None:
-        """The place below directory `name`; None if nothing below it can match."""
+        """The state below directory `name`; None if nothing below it can match."""
         inner = [rest[1:] for rest in self._deeper if rest[0].matches(name)]
-        return _place(_closed(self._recursive.union(inner)), self._entered) if inner else self._elsewhere
+        return _state(_closed(self._recursive.union(inner)), self._entered) if inner else self._elsewhere
 
-    def asks_for(self, name: bytes) -> bool:
+    def names_directory(self, name: bytes) -> bool:
         """Whether the pattern names directory `name` here literally."""
         return any(rest[0].literal == name for rest in self._deeper)
 
@@ -81,8 +82,8 @@ def _closed(rests: Iterable[_Rest]) -> frozenset[_Rest]:
     return frozenset(closed)
 
 
-def _place(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternState]) -> PatternState | None:
-    """The place for `closed`, made once per pattern, however many directories lead to it."""
+def _state(closed: frozenset[_Rest], entered: dict[frozenset[_Rest], PatternState]) -> PatternState | None:
+    """The state for `closed`, made once per pattern, however many directories lead to it."""
     if not closed:
         return None
     if closed not in entered:
@@ -100,7 +101,7 @@ class GlobPattern:
             text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
             raise ValueError(f"a pattern cannot be encoded: {text!r}") from None
-        self._places: dict[frozenset[_Rest], PatternState] = {}
+        self._states: dict[frozenset[_Rest], PatternState] = {}
         self._from_root: set[_Rest] = set()
         self._from_start: set[_Rest] = set()
         for alternative in expand(text):
@@ -109,13 +110,13 @@ class GlobPattern:
                 (self._from_root if alternative.startswith("/") else self._from_start).add(rest)
 
     def start(self, path: bytes) -> PatternState | None:
-        """The place of the search's start directory `path`; None if nothing below it can match."""
+        """The state in the start directory `path`; None if nothing below it can match."""
         rooted: frozenset[_Rest] = _closed(self._from_root)
         for name in path.split(b"/") if path else ():
-            place = _place(rooted, self._places)
-            inner = place.enter(name) if place is not None else None
+            state = _state(rooted, self._states)
+            inner = state.enter(name) if state is not None else None
             rooted = inner.rests if inner is not None else frozenset()
-        return _place(rooted | _closed(self._from_start), self._places)
+        return _state(rooted | _closed(self._from_start), self._states)
 
 
 def _segments(alternative: str) -> _Rest:

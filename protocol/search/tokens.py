@@ -61,7 +61,7 @@ def tokens_of(pattern: str) -> Iterator[Token]:
 
 
 def required_literal(pattern: str) -> str:
-    """The longest easily found text that every match of a valid expression contains; "" for none."""
+    """Return a text that every match of a valid expression contains: the longest literal outside groups, or ""."""
     best = run = ""
     depth = 0
     for token in tokens_of(pattern):

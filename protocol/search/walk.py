@@ -166,27 +166,27 @@ _by_path = itemgetter(0)
 def matching_files(
     nodes: NodeTree,
     path: bytes,
-    place: PatternState | None,
+    state: PatternState | None,
     skip: SkipRules,
     keep_going: CancelCheck,
     unreadable: UnreadablePaths,
 ) -> Iterator[tuple[bytes, WalkEntry]]:
-    """Yield (path, node) of the regular files below directory `path` that `place` can match, sorted by path as bytes.
+    """Yield (path, node) of the regular files below directory `path` that `state` can match, sorted by path as bytes.
 
     Lists only directories that can contain one.  Symlinks are not followed.  Directories that
     cannot be listed are added to `unreadable`.
     """
     # A directory sorts as its name with a slash, so that a depth-first walk has the order of whole paths.
     stack: list[tuple[bytes, WalkEntry, PatternState | None]] = []
-    if place is not None:
-        stack.append((path + b"/" if path else b"", nodes.node(path), place))
+    if state is not None:
+        stack.append((path + b"/" if path else b"", nodes.node(path), state))
     while stack:
-        at, node, place = stack.pop()
+        at, node, state = stack.pop()
         keep_going()
-        if place is None:
+        if state is None:
             yield at, node
             continue
-        files, directories = _children(nodes, node, at, place, skip, unreadable)
+        files, directories = _children(nodes, node, at, state, skip, unreadable)
         if directories:
             stack.extend(sorted([*files, *directories], key=_by_path, reverse=True))
             continue
@@ -196,21 +196,21 @@ def matching_files(
 
 
 def _children(
-    nodes: NodeTree, node: WalkEntry, prefix: bytes, place: PatternState, skip: SkipRules, unreadable: UnreadablePaths
+    nodes: NodeTree, node: WalkEntry, prefix: bytes, state: PatternState, skip: SkipRules, unreadable: UnreadablePaths
 ) -> tuple[list[tuple[bytes, WalkEntry, None]], list[tuple[bytes, WalkEntry, PatternState]]]:
     """The matching files of a directory, and the directories below which files can match."""
     files: list[tuple[bytes, WalkEntry, None]] = []
     directories: list[tuple[bytes, WalkEntry, PatternState]] = []
-    accepts = place.accepts
+    accepts = state.accepts
     try:
-        for name, child in nodes.child_nodes(node, place.names):
+        for name, child in nodes.child_nodes(node, state.names):
             kind = child.mode & TYPE_MASK  # inlined, because this runs for every file
             if kind == stat.S_IFREG:
                 if accepts(name):
                     files.append((prefix + name, child, None))
             elif kind == stat.S_IFDIR:
-                inner = place.enter(name)
-                if inner is not None and (not skip.skips_directory(name) or place.asks_for(name)):
+                inner = state.enter(name)
+                if inner is not None and (not skip.skips_directory(name) or state.names_directory(name)):
                     directories.append((prefix + name + b"/", child, inner))
     except OSError as error:
         if is_unreadable(error):

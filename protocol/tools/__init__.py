@@ -48,7 +48,10 @@ TOOLS: Final[Mapping[str, Tool[Any, Any]]] = MappingProxyType({tool.name: tool f
 
 
 def tools_for(context: ToolContext) -> Mapping[str, Tool[Any, Any]]:
-    """The tools that work there: an executor is needed to run commands, a writable filesystem to change files."""
+    """Return the tools that work in `context`.
+
+    Tools that run commands need an executor, and tools that change files need a writable filesystem.
+    """
     return {
         name: tool
         for name, tool in TOOLS.items()

@@ -22,10 +22,6 @@ P = TypeVar("P", bound=Params)
 R = TypeVar("R")  # a `Result`, or a dataclass of `protocol.types`
 
 
-def _to_nobody(event: FileEvent) -> None:
-    """The default of `publish`: do nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class ToolContext:
     """The files and services that tools work on.
@@ -36,7 +32,7 @@ class ToolContext:
     """
 
     filesystem: Filesystem
-    publish: Subscriber = _to_nobody
+    publish: Subscriber = lambda _event: None
     executor: Executor | None = None
     tree: Callable[[], AbstractContextManager[Tree]] | None = None
     keep_going: CancelCheck = never_cancelled
