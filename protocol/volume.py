@@ -1,19 +1,18 @@
 """Volume: the kernel's view of a backend (inodes, offsets, directory entries).
 
-This is the contract between a backend and an engine, and says nothing of FUSE.  Every call is keyed
-by inode number, never by file handle, so a handle carries no state.
+The contract between a backend and an engine; it does not depend on FUSE.  Every call names an inode by its number,
+never a file handle, so a handle carries no state.
 
-Threading: one thread, the serving loop's, calls a volume.  A method returns its result, or an
-awaitable of it where it must wait; between two calls nothing else changes the state.  The only thing
-that other threads may use is a `Tree` (see `protocol.tree`).
+Threading: only the thread of the serving loop calls a volume.  A method returns its result, or an awaitable of it if it
+has to wait; between two calls nothing else changes the state.  Other threads may use only a `Tree` (`protocol.tree`).
 
-Lifetime: an inode lives while it has links or lookups.  Every method that hands an inode to the
-caller (`lookup`, `mknod`, `mkdir`, `symlink`, `link`, `tmpfile`) adds one lookup; `forget` takes
-lookups away; the last forget of an inode without links frees it.
+Lifetime: an inode lives while it has links or lookups.  Every method that returns an inode to the caller (`lookup`,
+`mknod`, `mkdir`, `symlink`, `link`, `tmpfile`) adds one lookup; `forget` removes lookups; the last forget of an inode
+without links frees it.
 
-Errors are `OSError` with the errno that tmpfs answers on Linux; see `protocol.errors`.
+Errors are `OSError` with the errno that tmpfs on Linux raises; see `protocol.errors`.
 
-Source: fs/fuse/*.c and include/uapi/linux/fuse.h for what a kernel asks; man pages of section 2.
+Source: fs/fuse/*.c and include/uapi/linux/fuse.h for the kernel's requests; man pages of section 2.
 """
 
 from __future__ import annotations
@@ -64,6 +63,7 @@ __all__ = [
     "ImportStage",
     "InodeChange",
     "OverlaidVolume",
+    "PlainAttributes",
     "PlainEntriesVolume",
     "PlainEntry",
     "PreparingVolume",
@@ -93,12 +93,12 @@ RENAME_WHITEOUT: Final = 4
 
 T = TypeVar("T")
 Buffer: TypeAlias = bytes | bytearray | memoryview  # collections.abc.Buffer is Python 3.12's
-# What a method may return: its result, or an awaitable of it where it must wait.
+# The return type of a method that may have to wait.
 Answer: TypeAlias = T | Awaitable[T]
 
 
 class Attributes(Protocol):
-    """What `stat` shows of an inode.  A live view: read it before the next call on the volume.
+    """The attributes of an inode, as of stat(2).  A live view: read it before the next call on the volume.
 
     Sizes in bytes, `blocks` in units of 512 bytes, times in nanoseconds since the epoch (may be negative).
     """
@@ -131,8 +131,26 @@ class Attributes(Protocol):
     def birth_ns(self) -> int: ...
 
 
+class PlainAttributes(NamedTuple):
+    """`Attributes` that stay as they are."""
+
+    inode: int
+    mode: int
+    nlink: int = 1
+    uid: int = 0
+    gid: int = 0
+    rdev: int = 0
+    size: int = 0
+    blocks: int = 0
+    atime_ns: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    birth_ns: int = 0
+    generation: int = 0
+
+
 class Caller(NamedTuple):
-    """Who asks: owner of what is created.  `umask` counts only where the kernel leaves it to the volume."""
+    """The process that calls, which will own what it creates.  `umask` is 0 if the kernel has applied it already."""
 
     uid: int
     gid: int
@@ -146,8 +164,7 @@ SUPERUSER: Final = Caller(0, 0)
 class AttributeChanges(NamedTuple):
     """The attributes to set; None leaves one alone.  `mode` has permission bits only.
 
-    `kill_privileges`: clear suid and sgid as a chown, a write or a truncate by an unprivileged
-    caller does (the kernel decides whether; the volume clears).
+    `kill_privileges`: clear suid and sgid, as after a chown, write or truncate by an unprivileged caller.
     """
 
     mode: int | None = None
@@ -161,7 +178,7 @@ class AttributeChanges(NamedTuple):
 
 
 class DirectoryEntry(NamedTuple):
-    """One entry of a directory.  `cookie` is where a scan goes on after it; `mode` has the type bits."""
+    """One entry of a directory.  A scan continues after it at `cookie`; `mode` has the type bits."""
 
     name: bytes
     inode: int
@@ -171,7 +188,7 @@ class DirectoryEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatFs:
-    """What `statvfs` shows.  Blocks are of `block_size` bytes."""
+    """The result of statvfs(3).  A block has `block_size` bytes."""
 
     block_size: int
     blocks: int
@@ -183,14 +200,14 @@ class StatFs:
 
 @dataclass(frozen=True, slots=True)
 class VolumeCapabilities:
-    """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never ask for a class.
+    """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never test for a class.
 
     A capability that names a protocol promises its methods.  The defaults are those of a plain volume that may store
     its data somewhere durable.
     """
 
     snapshots: bool = False  # SnapshotableVolume: immutable states; only calls on the volume change the live state
-    lower_layer: bool = False  # OverlaidVolume: a directory below, to compare with, to go back to and to apply to
+    lower_layer: bool = False  # OverlaidVolume: covers a directory; can be compared with it, reset and applied to it
     external_changes: bool = False  # ExternallyChangedVolume: a restore changes the files without the volume's calls
     staged_imports: bool = False  # StagingVolume: content is unpacked within the volume's limits before an import
     prepared_imports: bool = False  # PreparingVolume: an import is built in small steps before it becomes visible
@@ -206,7 +223,7 @@ class VolumeCapabilities:
 
 @runtime_checkable
 class Volume(Protocol):
-    """What an engine serves.  See the module's docstring for lifetime and threading."""
+    """What every volume implements.  See the module's docstring for lifetime and threading."""
 
     @property
     def capabilities(self) -> VolumeCapabilities:
@@ -215,20 +232,20 @@ class Volume(Protocol):
 
     @property
     def read_only(self) -> bool:
-        """Whether every changing call answers EROFS."""
+        """Whether every changing call fails with EROFS."""
         ...
 
     # -- inodes ------------------------------------------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Answer[Attributes]:
-        """The inode that `name` in directory `parent` stands for; adds a lookup.  ENOENT, ENOTDIR, ENAMETOOLONG."""
+        """Return the inode of `name` in directory `parent`; adds a lookup.  ENOENT, ENOTDIR, ENAMETOOLONG."""
         ...
 
     def forget(self, inode: int, count: int) -> None:
-        """Take `count` lookups away.  Unknown inodes are ignored."""
+        """Remove `count` lookups.  Unknown inodes are ignored."""
         ...
 
     def getattr(self, inode: int) -> Answer[Attributes]:
-        """The attributes of `inode`.  ENOENT when it was freed."""
+        """Return the attributes of `inode`.  ENOENT if it was freed."""
         ...
 
     def setattr(self, inode: int, changes: AttributeChanges) -> Answer[Attributes]:
@@ -236,7 +253,7 @@ class Volume(Protocol):
         ...
 
     def readlink(self, inode: int) -> Answer[bytes]:
-        """The target of a symlink.  EINVAL for anything else."""
+        """Return the target of a symlink.  EINVAL for anything else."""
         ...
 
     # -- directory entries -------------------------------------------------------------------
@@ -245,7 +262,7 @@ class Volume(Protocol):
         ...
 
     def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Answer[Attributes]:
-        """Make a directory; a set-gid parent hands on its group and its set-gid bit."""
+        """Make a directory; it inherits the group and the set-gid bit of a set-gid parent."""
         ...
 
     def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Answer[Attributes]:
@@ -253,11 +270,11 @@ class Volume(Protocol):
         ...
 
     def link(self, inode: int, parent: int, name: bytes) -> Answer[Attributes]:
-        """Make a further name for `inode`.  EPERM for directories, EMLINK, EEXIST."""
+        """Make another name for `inode`.  EPERM for directories, EMLINK, EEXIST."""
         ...
 
     def unlink(self, parent: int, name: bytes) -> Answer[None]:
-        """Remove a name that is no directory.  ENOENT, EISDIR."""
+        """Remove a name that is not a directory's.  ENOENT, EISDIR."""
         ...
 
     def rmdir(self, parent: int, name: bytes) -> Answer[None]:
@@ -275,29 +292,29 @@ class Volume(Protocol):
     ) -> Answer[None]:
         """Rename, by rename(2); `flags` are RENAME_NOREPLACE, RENAME_EXCHANGE or RENAME_WHITEOUT (others: EINVAL).
 
-        `caller` gets the whiteout.
+        The whiteout belongs to `caller`.
         """
         ...
 
     def readdir(self, inode: int, cookie: int) -> Answer[Iterator[DirectoryEntry]]:
-        """The entries after `cookie` (0: from the start), "." and ".." among them; adds no lookups.
+        """List the entries after `cookie` (0: from the start), with "." and ".."; adds no lookups.
 
-        Cookies are stable and ever increasing: an entry neither added nor removed during a scan is
-        seen exactly once, whatever is added or removed beside it.
+        Cookies are stable and increase: a scan lists an entry that is neither added nor removed meanwhile exactly once,
+        whatever else is added or removed.
         """
         ...
 
     # -- content -----------------------------------------------------------------------------
     def read(self, inode: int, offset: int, size: int) -> Answer[Buffer]:
-        """Up to `size` bytes from `offset`; short only at the end.  Holes read as zeros."""
+        """Return `size` bytes from `offset`, fewer only at the end.  Holes read as zeros."""
         ...
 
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> Answer[int]:
-        """Write `data` at `offset`; the count written, short only where the quota cuts it.  EFBIG, ENOSPC."""
+        """Write `data` at `offset`; return the count written, smaller only if the quota is reached.  EFBIG, ENOSPC."""
         ...
 
     def fallocate(self, inode: int, mode: int, offset: int, length: int) -> Answer[None]:
-        """fallocate(2): allocate, FALLOC_FL_KEEP_SIZE, PUNCH_HOLE; others EOPNOTSUPP, as tmpfs has it."""
+        """fallocate(2): allocate, FALLOC_FL_KEEP_SIZE, PUNCH_HOLE; others EOPNOTSUPP, as on tmpfs."""
         ...
 
     def seek(self, inode: int, offset: int, whence: int) -> Answer[int]:
@@ -305,18 +322,18 @@ class Volume(Protocol):
         ...
 
     def copy_range(self, source: int, source_offset: int, target: int, target_offset: int, length: int) -> Answer[int]:
-        """copy_file_range(2): the count of bytes copied, short at the end of the source."""
+        """copy_file_range(2): return the count of bytes copied, smaller at the end of the source."""
         ...
 
     def fsync(self, inode: int, *, data_only: bool) -> Answer[None]:
-        """Make `inode` durable, as far as the backend has anything durable."""
+        """Make `inode` durable, if the backend has durable storage."""
         ...
 
     # -- the rest ----------------------------------------------------------------------------
     def statfs(self) -> Answer[StatFs]: ...
 
     def getxattr(self, inode: int, name: bytes) -> Answer[bytes]:
-        """ENODATA when there is none."""
+        """ENODATA if it does not exist."""
         ...
 
     def setxattr(self, inode: int, name: bytes, value: bytes, flags: int) -> Answer[None]:
@@ -326,20 +343,20 @@ class Volume(Protocol):
     def listxattr(self, inode: int) -> Answer[Sequence[bytes]]: ...
 
     def removexattr(self, inode: int, name: bytes) -> Answer[None]:
-        """ENODATA when there is none."""
+        """ENODATA if it does not exist."""
         ...
 
     def tmpfile(self, parent: int, mode: int, caller: Caller) -> Answer[Attributes]:
-        """An unnamed regular file (O_TMPFILE), to be given a name by `link`; adds a lookup."""
+        """Make a regular file without a name (O_TMPFILE), which `link` can give it; adds a lookup."""
         ...
 
 
 @runtime_checkable
 class FlushingVolume(Volume, Protocol):
-    """A volume that wants to know of every close(2) of a descriptor, at the price of a request each."""
+    """A volume that needs a request for every close(2) of a descriptor (capability `flush`)."""
 
     def flush(self, inode: int) -> Answer[None]:
-        """A descriptor of `inode` was closed; an error is what close(2) answers with."""
+        """Handle the close(2) of a descriptor of `inode`; close(2) fails with the error that this raises."""
         ...
 
 
@@ -407,7 +424,7 @@ class SnapshotInfo:
 
 
 class EntryChange(NamedTuple):
-    """The name `name` in directory `parent` stood for inode `old` (0: nothing) and stands for `new` now."""
+    """The name `name` in directory `parent` referred to inode `old` (0: it did not exist) and refers to `new` now."""
 
     parent: int
     name: bytes
@@ -424,11 +441,11 @@ class InodeChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheInvalidation:
-    """What changed by another way than the mount, so that a kernel can be told.
+    """Changes that did not come through the mount, for which the kernel's caches have to be invalidated.
 
-    `paths` gives, for every directory that `entries` names as a parent and every inode in `inodes`
-    that has a name, one path of it in the new state, relative to the root (b"" is the root).
-    `modes` gives the mode of every inode named as `old` or `new` in `entries`, and in `inodes`.
+    `paths` maps every directory that is a parent in `entries`, and every inode in `inodes` that has a name, to one of
+    its paths in the new state, relative to the root (b"" is the root).  `modes` has the mode of every inode that is
+    `old` or `new` in `entries`, and of those in `inodes`.
     """
 
     entries: Sequence[EntryChange] = ()
@@ -484,19 +501,19 @@ class SnapshotableVolume(Volume, Protocol):
 
     # -- snapshots ---------------------------------------------------------------------------
     def take_snapshot(self, name: str, *, tag: str | None = None, kind: SnapshotKind = "user") -> SnapshotInfo:
-        """Keep the present state under `name`.  O(1).  SnapshotExistsError, ENAMETOOLONG, ENOSPC."""
+        """Keep the current state under `name`.  O(1).  SnapshotExistsError, ENAMETOOLONG, ENOSPC."""
         ...
 
     def snapshots(self) -> Sequence[SnapshotInfo]:
-        """All snapshots, oldest first."""
+        """Return all snapshots, oldest first."""
         ...
 
     def snapshot(self, name: str) -> SnapshotInfo:
-        """One snapshot.  SnapshotNotFoundError."""
+        """Return one snapshot.  SnapshotNotFoundError."""
         ...
 
     def change_counts(self) -> Mapping[str, tuple[int, int, int]]:
-        """Inodes (added, modified, removed) of each snapshot against the one before it, by name."""
+        """Count the inodes (added, modified, removed) of each snapshot against the one before it, by name."""
         ...
 
     def drop_snapshot(self, name: str) -> None:
@@ -519,7 +536,7 @@ class SnapshotableVolume(Volume, Protocol):
         """Make the live state (below `paths`, or all of it) equal to snapshot `name`.
 
         O(what changed since).  Open files stay usable; unchanged files are not touched.  Later snapshots stay and can
-        be restored.  ENOENT when a path is in neither state.
+        be restored.  ENOENT if a path is in neither state.
         """
         ...
 
@@ -537,7 +554,7 @@ class SnapshotableVolume(Volume, Protocol):
 
     # -- unsaved changes ---------------------------------------------------------------------
     def mark(self) -> int:
-        """A number for the present state, to pass to `changed_since`.  O(1)."""
+        """Return a number for the current state, to pass to `changed_since`.  O(1)."""
         ...
 
     def changed_since(self, mark: int) -> bool:
@@ -723,7 +740,7 @@ class CheckableVolume(Volume, Protocol):
     """A volume that can verify its own state (capability `self_check`)."""
 
     def check_invariants(self) -> None:
-        """AssertionError where the state contradicts itself.  O(everything)."""
+        """Raise AssertionError if the state contradicts itself.  Checks everything."""
         ...
 
 

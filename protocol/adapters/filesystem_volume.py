@@ -37,6 +37,7 @@ from protocol.volume import (
     AttributeChanges,
     Caller,
     DirectoryEntry,
+    PlainAttributes,
     StatFs,
     VolumeCapabilities,
 )
@@ -53,28 +54,6 @@ _FILE_MODE: Final = 0o644
 _DIRECTORY_MODE: Final = 0o755
 _MANY: Final = 2**31 - 1  # inodes and pages: a Filesystem does not report its capacity
 MAX_FILE_BYTES: Final = 1 << 30  # a changing file is held in memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """The result of `stat`: `protocol.volume.Attributes`."""
-
-    inode: int
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    size: int
-    atime_ns: int
-    mtime_ns: int
-    ctime_ns: int
-    birth_ns: int
-    generation: int = 0
-    rdev: int = 0
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.size // _PAGE) * (_PAGE // 512)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +108,7 @@ class FilesystemVolume:
         assert all(node.path == path for path, node in self._by_path.items())
 
     # -- inodes --------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> _Attributes:
+    def lookup(self, parent: int, name: bytes) -> PlainAttributes:
         """See `protocol.volume.Volume`, as for all that follow."""
         directory = self._directory(parent)
         if name in (b".", b".."):
@@ -155,10 +134,10 @@ class FilesystemVolume:
                 if node.path is not None:
                     del self._by_path[node.path]
 
-    def getattr(self, inode: int) -> _Attributes:
+    def getattr(self, inode: int) -> PlainAttributes:
         return self._attributes(self._node(inode))
 
-    def setattr(self, inode: int, changes: AttributeChanges) -> _Attributes:
+    def setattr(self, inode: int, changes: AttributeChanges) -> PlainAttributes:
         self._check_writable()
         node = self._node(inode)
         if changes.size is not None:
@@ -181,7 +160,7 @@ class FilesystemVolume:
         raise os_error(errno.EINVAL)
 
     # -- entries -------------------------------------------------------------------------------
-    def mknod(self, parent: int, name: bytes, mode: int, _rdev: int, caller: Caller) -> _Attributes:
+    def mknod(self, parent: int, name: bytes, mode: int, _rdev: int, caller: Caller) -> PlainAttributes:
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise os_error(errno.EPERM)
         path = self._new_path(parent, name)
@@ -189,18 +168,18 @@ class FilesystemVolume:
             self._filesystem.write_bytes(path, b"", mode="create", create_parents=False)
         return self._made(path, mode, caller, is_dir=False)
 
-    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> _Attributes:
+    def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> PlainAttributes:
         path = self._new_path(parent, name)
         with _as_errno():
             self._filesystem.mkdir(path, parents=False, exist_ok=False)
         return self._made(path, mode, caller, is_dir=True)
 
-    def symlink(self, *_: object) -> _Attributes:
+    def symlink(self, *_: object) -> PlainAttributes:
         raise os_error(errno.EPERM)
 
     link = symlink
 
-    def tmpfile(self, *_: object) -> _Attributes:
+    def tmpfile(self, *_: object) -> PlainAttributes:
         raise os_error(errno.EOPNOTSUPP)
 
     def unlink(self, parent: int, name: bytes) -> None:
@@ -414,7 +393,7 @@ class FilesystemVolume:
             self._nodes[node.inode] = self._by_path[path] = node
         return node
 
-    def _made(self, path: str, mode: int, caller: Caller, *, is_dir: bool) -> _Attributes:
+    def _made(self, path: str, mode: int, caller: Caller, *, is_dir: bool) -> PlainAttributes:
         node = self._node_at(path, is_dir=is_dir)
         node.mode = mode & 0o7777
         node.uid, node.gid = caller.uid, caller.gid
@@ -507,7 +486,7 @@ class FilesystemVolume:
         with _as_errno():
             return self._filesystem.stat(self._path(node)).size_bytes
 
-    def _attributes(self, node: _Node) -> _Attributes:
+    def _attributes(self, node: _Node) -> PlainAttributes:
         size, mtime_ns, mode = 0, self._started_ns, 0
         if node.path is not None:
             with _as_errno():
@@ -519,15 +498,17 @@ class FilesystemVolume:
                 node.mtime_ns = None  # changed behind the mount
         if node.data is not None:
             size = len(node.data)
+        size = 0 if node.is_dir else size
         kind, usual = (stat.S_IFDIR, _DIRECTORY_MODE) if node.is_dir else (stat.S_IFREG, _FILE_MODE)
         mtime_ns = mtime_ns if node.mtime_ns is None else node.mtime_ns
-        return _Attributes(
+        return PlainAttributes(
             inode=node.inode,
             mode=kind | (node.mode if node.mode is not None else mode or usual),
             nlink=(2 if node.is_dir else 1) if node.path is not None else 0,
             uid=node.uid,
             gid=node.gid,
-            size=0 if node.is_dir else size,
+            size=size,
+            blocks=-(-size // _PAGE) * (_PAGE // 512),
             atime_ns=mtime_ns,
             mtime_ns=mtime_ns,
             ctime_ns=mtime_ns,

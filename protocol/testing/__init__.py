@@ -1,4 +1,4 @@
-"""Contract suites: subclass one, give it a factory, and pytest says where an implementation breaks the contract.
+"""Contract suites for third-party implementations: subclass one, override its fixture, and run pytest.
 
     class TestMyVolume(VolumeContract):
         @pytest.fixture
@@ -7,8 +7,8 @@
                 return MyVolume(...)
             return make
 
-What each call must answer is the docstrings of `protocol.volume` and `protocol.filesystem`; where those of a
-volume are silent, tmpfs is asked.
+The docstrings of `protocol.volume` and `protocol.filesystem` define the results.  Where those of a volume do not, the
+behaviour of tmpfs does.
 """
 
 from __future__ import annotations

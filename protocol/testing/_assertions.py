@@ -1,4 +1,4 @@
-"""Imported before the suites, so that pytest shows what was compared in them, for third parties too."""
+"""Registration of the suites for pytest's assertion rewriting; imported before them."""
 
 from __future__ import annotations
 

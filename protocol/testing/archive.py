@@ -1,4 +1,4 @@
-"""ArchiveContract: what the archives of every `SnapshotableFilesystem` are, and what it takes from others'."""
+"""ArchiveContract: the archives that every `SnapshotableFilesystem` exports and imports."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ import pytest
 
 from protocol.errors import ArchiveError
 from protocol.filesystem import SnapshotableFilesystem
-from protocol.testing.checks import contents
+from protocol.testing.checks import FilesystemSuite, contents
 
 __all__ = ["ArchiveContract"]
 
 
-class ArchiveContract:
-    """What archives are.  Supply `filesystem`: a new, empty `SnapshotableFilesystem` that can be written."""
-
-    @pytest.fixture
-    def filesystem(self) -> SnapshotableFilesystem:
-        raise NotImplementedError("supply the fixture `filesystem`")
+class ArchiveContract(FilesystemSuite):
+    """The contract of archives.  `filesystem` is a new, empty, writable `SnapshotableFilesystem`."""
 
     def test_an_archive_is_a_zip_file_that_others_can_read(
         self, filesystem: SnapshotableFilesystem, tmp_path: Path
@@ -163,7 +159,7 @@ class ArchiveContract:
 
 
 def _write_zip(path: Path, files: dict[str, tuple[bytes, int]]) -> None:
-    """An archive as a stranger would write it: (content, mode) of each entry."""
+    """Write an archive as another program would; `files` maps each entry to (content, mode)."""
     total = sum(len(data) for data, mode in files.values() if not stat.S_ISLNK(mode))
     count = sum(not stat.S_ISLNK(mode) for _, mode in files.values())
     manifest = {

@@ -1,20 +1,29 @@
-"""What the suites check in many places."""
+"""Helpers of the suites."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from protocol.filesystem import Filesystem
 
-__all__ = ["contents", "raises_os_error"]
+__all__ = ["FilesystemSuite", "contents", "raises_os_error"]
+
+
+class FilesystemSuite:
+    """Base of the suites over a filesystem.  A subclass overrides the fixture `filesystem`."""
+
+    @pytest.fixture
+    def filesystem(self) -> Any:
+        raise NotImplementedError("override the fixture `filesystem`")
 
 
 @contextmanager
 def raises_os_error(kind: type[OSError], path: str) -> Iterator[None]:
-    """The block raises `kind`, with an errno and with the normalised `path` as its file's name."""
+    """Check that the block raises `kind`, with an errno and the normalised `path` as its file name."""
     with pytest.raises(kind) as caught:
         yield
     assert caught.value.errno, f"{caught.value!r} has no errno"
@@ -22,7 +31,7 @@ def raises_os_error(kind: type[OSError], path: str) -> Iterator[None]:
 
 
 def contents(filesystem: Filesystem, path: str = ".") -> dict[str, bytes | None]:
-    """Everything below `path`: the content of each file, None for each directory."""
+    """Return everything below `path`: the content of each file, None for each directory."""
     found: dict[str, bytes | None] = {}
     for entry in filesystem.list(path):
         if entry.is_directory:

@@ -1,4 +1,4 @@
-"""FilesystemContract: what every `Filesystem` does."""
+"""FilesystemContract: the behaviour of every `Filesystem`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from protocol.filesystem import Filesystem
-from protocol.testing.checks import contents, raises_os_error
+from protocol.testing.checks import FilesystemSuite, contents, raises_os_error
 from protocol.testing.search import SearchContract
 from protocol.testing.writing import WritingContract
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE
@@ -181,7 +181,7 @@ class _Reading:
 
 
 class _Looking:
-    """What there is."""
+    """Attributes, listings and paths."""
 
     def test_a_file_is_there_with_its_size(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("some/file", b"12345")
@@ -300,12 +300,8 @@ class _Errors:
         assert filesystem.exists("directory/file")
 
 
-class FilesystemContract(_Reading, _Looking, _Errors, WritingContract, SearchContract):
-    """What every `Filesystem` does.  Supply `filesystem`: a new, empty one that can be written."""
-
-    @pytest.fixture
-    def filesystem(self) -> Filesystem:
-        raise NotImplementedError("supply the fixture `filesystem`")
+class FilesystemContract(_Reading, _Looking, _Errors, WritingContract, SearchContract, FilesystemSuite):
+    """The contract of `Filesystem`.  `filesystem` is new, empty and writable."""
 
     def test_it_has_every_method_of_the_contract(self, filesystem: Filesystem) -> None:
         assert isinstance(filesystem, Filesystem)

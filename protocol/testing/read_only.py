@@ -1,4 +1,4 @@
-"""ReadOnlyContract: what a `Filesystem` that cannot be written does."""
+"""ReadOnlyContract: the behaviour of a `Filesystem` that cannot be written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Final
 import pytest
 
 from protocol.filesystem import Filesystem, SnapshotableFilesystem
-from protocol.testing.checks import contents
+from protocol.testing.checks import FilesystemSuite, contents
 
 __all__ = ["READ_ONLY_CONTENTS", "ReadOnlyContract"]
 
-# What the filesystem that is supplied must have.
+# The content of the filesystem under test.
 READ_ONLY_CONTENTS: Final = {"file": b"content\n", "directory": None, "directory/inner": b"inner\n"}
 
 _CHANGES: Final[dict[str, Callable[[Any], object]]] = {
@@ -29,12 +29,8 @@ _CHANGES: Final[dict[str, Callable[[Any], object]]] = {
 }
 
 
-class ReadOnlyContract:
-    """What a read-only `Filesystem` does.  Supply `filesystem`: read-only, and with READ_ONLY_CONTENTS in it."""
-
-    @pytest.fixture
-    def filesystem(self) -> Filesystem:
-        raise NotImplementedError("supply the fixture `filesystem`")
+class ReadOnlyContract(FilesystemSuite):
+    """The contract of a read-only `Filesystem`.  `filesystem` is read-only and contains READ_ONLY_CONTENTS."""
 
     def test_it_says_that_it_is_read_only(self, filesystem: Filesystem) -> None:
         assert filesystem.read_only is True

@@ -1,4 +1,4 @@
-"""SearchContract: what `glob` and `grep` of a `Filesystem` give; a part of FilesystemContract."""
+"""SearchContract: `glob` and `grep` of a `Filesystem`; a part of FilesystemContract."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = ("a.py", "b.txt", "src/a.py", "src/lib/c.py", "src/lib/d.js", "src/lib/
 
 
 class SearchContract:
-    """Supply `filesystem`: a new, empty one that can be written."""
+    """The contract of searches."""
 
     @pytest.mark.parametrize(
         ("pattern", "expected"),

@@ -1,4 +1,4 @@
-"""SnapshotContract: what the snapshots of every `SnapshotableFilesystem` do."""
+"""SnapshotContract: the snapshots of every `SnapshotableFilesystem`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ import pytest
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.filesystem import SnapshotableFilesystem
-from protocol.testing.checks import contents
+from protocol.testing.checks import FilesystemSuite, contents
 
 __all__ = ["SnapshotContract"]
 
 
-class SnapshotContract:
-    """What snapshots do.  Supply `filesystem`: a new, empty `SnapshotableFilesystem` that can be written."""
-
-    @pytest.fixture
-    def filesystem(self) -> SnapshotableFilesystem:
-        raise NotImplementedError("supply the fixture `filesystem`")
+class SnapshotContract(FilesystemSuite):
+    """The contract of snapshots.  `filesystem` is a new, empty, writable `SnapshotableFilesystem`."""
 
     def test_it_has_every_method_of_the_contract(self, filesystem: SnapshotableFilesystem) -> None:
         assert isinstance(filesystem, SnapshotableFilesystem)

@@ -1,4 +1,4 @@
-"""StreamingContract: what the streams of every `Filesystem` do."""
+"""StreamingContract: the streams of every `Filesystem`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from protocol.filesystem import Filesystem
 from protocol.streams import ByteReader, ByteWriter, TextReader
-from protocol.testing.checks import contents, raises_os_error
+from protocol.testing.checks import FilesystemSuite, contents, raises_os_error
 
 __all__ = ["StreamingContract"]
 
@@ -32,7 +32,7 @@ _OPEN: Final = pytest.mark.parametrize(
     ],
     ids=["read", "text", "overwrite", "append", "create"],
 )
-# Every call of a stream, of whatever kind, that needs its file.
+# The calls of all kinds of streams that need the open file.
 _CALLS: Final[dict[str, Callable[[Any], object]]] = {
     "read": lambda stream: stream.read(),
     "readline": lambda stream: stream.readline(),
@@ -229,12 +229,8 @@ class _Text:
             filesystem.open_text("file", encoding="no-such")
 
 
-class StreamingContract(_Bytes, _Text):
-    """What the streams of every `Filesystem` do.  Supply `filesystem`: a new, empty one that can be written."""
-
-    @pytest.fixture
-    def filesystem(self) -> Filesystem:
-        raise NotImplementedError("supply the fixture `filesystem`")
+class StreamingContract(_Bytes, _Text, FilesystemSuite):
+    """The contract of streams.  `filesystem` is new, empty and writable."""
 
     @_OPEN
     def test_a_stream_is_closed_by_its_context_and_may_be_closed_again(
@@ -260,7 +256,7 @@ class StreamingContract(_Bytes, _Text):
                 call(stream)
 
     def test_streams_of_a_large_file_hold_little_memory(self, filesystem: Filesystem) -> None:
-        # Compressible by nobody, and the same object each time.  What an in-memory backend keeps is not the streams'.
+        # Incompressible, and one object, so that the content in an in-memory backend takes little memory.
         block = os.urandom(_MEGABYTE)
         with filesystem.open_write("large") as writer:
             writer.write_all([block] * (_FILE_BYTES // _MEGABYTE))

@@ -1,4 +1,4 @@
-"""WritingContract: what a `Filesystem` does to files and directories; a part of FilesystemContract."""
+"""WritingContract: changes of files and directories of a `Filesystem`; a part of FilesystemContract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODES: Final = pytest.mark.parametrize("mode", get_args(WriteMode))
 
 
 class WritingContract:
-    """Supply `filesystem`: a new, empty one that can be written."""
+    """The contract of changes."""
 
     @_MODES
     def test_every_mode_makes_a_new_file_and_its_parents(self, filesystem: Filesystem, mode: WriteMode) -> None:

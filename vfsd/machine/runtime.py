@@ -10,13 +10,12 @@ import logging
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
 import msgspec
 
-from protocol.linux.regular_file import read_regular
+from protocol.linux.regular_file import read_regular, write_atomically
 from vfsd.machine.mountinfo import follow_symlinks
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
@@ -168,17 +167,9 @@ def process_start_ticks(pid: int) -> int | None:
 
 def write_record(record: WorkspaceRecord) -> None:
     """Write the record atomically: readers see the old one or the new one."""
-    path = record_path(record.name)
     as_wire = {field: wire_path(os.fsencode(getattr(record, field))) for field in _PATH_FIELDS}
     data = msgspec.json.encode(msgspec.structs.replace(record, **as_wire))
-    descriptor, temporary = tempfile.mkstemp(prefix=".record-", dir=os.path.dirname(path))
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data + b"\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomically(record_path(record.name), data + b"\n", durable=False)
 
 
 def remove_record(record: WorkspaceRecord) -> None:

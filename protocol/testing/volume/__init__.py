@@ -1,4 +1,4 @@
-"""VolumeContract: what every volume that is writable and keeps POSIX must do."""
+"""VolumeContract: the behaviour of every writable POSIX volume."""
 
 from __future__ import annotations
 

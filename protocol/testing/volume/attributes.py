@@ -1,4 +1,4 @@
-"""The contract of attributes: modes, owners, times, extended attributes, and what statfs says."""
+"""The contract of attributes: modes, owners, times, extended attributes, statfs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import (
-    ROOT_INODE,
-)
+from protocol.volume import ROOT_INODE
 
 __all__ = ["AttributesContract"]
 
 
 class AttributesContract(VolumeSuite):
-    """What a volume says of its inodes."""
+    """The attributes of inodes."""
 
     # -- attributes --------------------------------------------------------------------------
     def test_setattr_sets_what_is_named_and_nothing_else(self, fs: Driver, clock: Clock) -> None:

@@ -17,16 +17,13 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import (
-    ROOT_INODE,
-    Buffer,
-)
+from protocol.volume import ROOT_INODE, Buffer
 
 __all__ = ["ContentContract"]
 
 
 class ContentContract(VolumeSuite):
-    """What a volume does with bytes."""
+    """The content of files."""
 
     # -- content -----------------------------------------------------------------------------
     def test_what_was_written_is_read_and_holes_are_zeros(self, fs: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Driver: a volume called by path, with a virtual clock; what the contract suites are written with."""
+"""Driver: calls a volume by path, with a virtual clock, for the contract suites."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_BYTES: Final = 4096
 
 
 class Clock:
-    """A virtual clock: it goes on a second whenever it is told to, and never by itself."""
+    """A virtual clock that only `tick` advances."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000 * 10**9
@@ -35,13 +35,13 @@ class Clock:
         return self.now_ns
 
     def tick(self) -> int:
-        """Go on a second; returns the new time."""
+        """Advance by one second and return the new time."""
         self.now_ns += 10**9
         return self.now_ns
 
 
 class MakeVolume(Protocol):
-    """Makes an empty volume whose root belongs to 0:0 with mode 0755, and that nothing else uses."""
+    """Makes a new, empty volume whose root belongs to 0:0 and has mode 0755."""
 
     def __call__(
         self, *, max_bytes: int | None = None, max_inodes: int | None = None, clock: Callable[[], int] | None = None
@@ -49,14 +49,13 @@ class MakeVolume(Protocol):
 
 
 class Driver:
-    """A volume, called as a test wants to: by path, one answer at once, new inodes not held."""
+    """A volume called by path; it keeps no lookups of new inodes.  For volumes that return results, not awaitables."""
 
     def __init__(self, volume: Volume) -> None:
         self.volume = volume
 
-    # A contract suite calls nothing that must wait: volumes that do are driven by a loop of their own.
     def at(self, path: bytes) -> int:
-        """The inode number at `path`; no lookup is kept."""
+        """Return the inode number at `path`; keep no lookup."""
         number = ROOT_INODE
         for name in path.split(b"/") if path else ():
             number = cast("Attributes", self.volume.lookup(number, name)).inode
@@ -108,7 +107,7 @@ class Driver:
         return cast("Attributes", self.volume.setattr(number, AttributeChanges(**changes)))  # type: ignore[arg-type]
 
     def hold(self, path: bytes) -> int:
-        """Look `path` up and keep the lookup, as somebody who has it open does."""
+        """Look `path` up and keep the lookup, as for an open file."""
         return cast("Attributes", self.volume.lookup(*self._split(path))).inode
 
     def read(self, path: bytes | int, offset: int = 0, size: int = 1 << 20) -> bytes:
@@ -120,21 +119,21 @@ class Driver:
         return cast("Iterator[DirectoryEntry]", self.volume.readdir(number, cookie))
 
     def names(self, path: bytes | int = b"") -> list[bytes]:
-        """The sorted names in a directory, without the dots."""
+        """Return the sorted names in a directory, without the dots."""
         return sorted(entry.name for entry in self.entries(path) if entry.name not in (b".", b".."))
 
 
 def fails(code: int) -> pytest.RaisesExc[OSError]:
-    """A context in which an `OSError` with errno `code` must be raised."""
+    """Return a context in which an `OSError` with errno `code` must be raised."""
     return pytest.raises(OSError, check=lambda error: error.errno == code)
 
 
 class VolumeSuite:
-    """The fixtures that every part of the contract uses."""
+    """The fixtures of all parts of the contract."""
 
     @pytest.fixture
     def volume(self) -> MakeVolume:
-        """To be overridden: the factory of the volumes to test."""
+        """Return the factory of the volumes to test; a subclass overrides this."""
         raise NotImplementedError
 
     @pytest.fixture

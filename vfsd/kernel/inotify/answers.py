@@ -19,6 +19,7 @@ from protocol.volume import (
     AttributeChanges,
     Attributes,
     EntryChange,
+    PlainAttributes,
     Volume,
     VolumeCapabilities,
 )
@@ -28,23 +29,7 @@ __all__ = ["Answers", "Step"]
 _FIRST_GHOST: Final = 1 << 62  # ghosts are numbered from here; a volume numbers its inodes from 1
 
 
-@dataclass(slots=True)
-class Ghost:
-    """The attributes of an inode that does not exist."""
-
-    inode: int
-    mode: int
-    generation: int = 0
-    nlink: int = 1
-    uid: int = field(default_factory=os.geteuid)
-    gid: int = field(default_factory=os.getegid)
-    rdev: int = 0
-    size: int = 0
-    blocks: int = 0
-    atime_ns: int = 0
-    mtime_ns: int = 0
-    ctime_ns: int = 0
-    birth_ns: int = 0
+Ghost = PlainAttributes  # the attributes of an inode that does not exist
 
 
 @dataclass(slots=True)
@@ -100,7 +85,7 @@ class Answers:
 
     def new_ghost(self, file_type: int) -> Ghost:
         self._last_ghost += 1
-        return Ghost(self._last_ghost, file_type | 0o700)
+        return Ghost(self._last_ghost, file_type | 0o700, uid=os.geteuid(), gid=os.getegid())
 
     @staticmethod
     def _show(step: Step, ghost: Ghost) -> Ghost:

@@ -21,10 +21,9 @@ from protocol.backends.container.helper.wire import (
 )
 from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.tree import TreeEntry
-from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs
+from protocol.volume import ROOT_INODE, DirectoryEntry, PlainAttributes, StatFs
 
 __all__ = [
-    "AgentAttributes",
     "Listed",
     "attributes_in",
     "entries_in",
@@ -44,25 +43,7 @@ _TARGET_BYTES: Final = 4095
 _DOTS: Final = {1: b".", 2: b".."}  # by their cookies
 
 
-class AgentAttributes(NamedTuple):
-    """The attributes of an inode from the helper; a `protocol.volume.Attributes`."""
-
-    inode: int
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    rdev: int
-    size: int
-    blocks: int
-    atime_ns: int
-    mtime_ns: int
-    ctime_ns: int
-    birth_ns: int
-    generation: int = 0
-
-
-def attributes_in(numbers: tuple[int, ...], ids: IdMap = IDENTITY, *, root: bool = False) -> AgentAttributes:
+def attributes_in(numbers: tuple[int, ...], ids: IdMap = IDENTITY, *, root: bool = False) -> PlainAttributes:
     """Parse attributes; `root`: they may be those of the root."""
     if len(numbers) != ATTRIBUTE_COUNT:
         raise WireError(f"{len(numbers)} numbers for attributes")
@@ -80,7 +61,7 @@ def attributes_in(numbers: tuple[int, ...], ids: IdMap = IDENTITY, *, root: bool
         raise WireError(f"nanoseconds {parts}")
     if ids is not IDENTITY:
         uid, gid = ids.users.outside(uid), ids.groups.outside(gid)
-    return AgentAttributes(
+    return PlainAttributes(
         inode, mode, nlink, uid, gid, rdev, size, blocks,
         atime_s * SECOND_NS + parts[0], mtime_s * SECOND_NS + parts[1], ctime_s * SECOND_NS + parts[2],
         birth_s * SECOND_NS + parts[3],
@@ -91,7 +72,7 @@ class Listed(NamedTuple):
     """An entry of a directory, with its attributes and one lookup unless it is a dot."""
 
     entry: DirectoryEntry
-    seen: AgentAttributes | None
+    seen: PlainAttributes | None
 
 
 def entries_in(blob: bytes, cookie: int, ids: IdMap = IDENTITY) -> Iterator[Listed]:

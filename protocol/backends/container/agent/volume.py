@@ -23,7 +23,6 @@ import trio
 
 from protocol.backends.container.agent.link import AgentLink, Reply
 from protocol.backends.container.agent.replies import (
-    AgentAttributes,
     Listed,
     attributes_in,
     entries_in,
@@ -57,6 +56,7 @@ from protocol.volume import (
     Buffer,
     Caller,
     DirectoryEntry,
+    PlainAttributes,
     StatFs,
     VolumeCapabilities,
 )
@@ -130,7 +130,7 @@ class AgentVolume:
 
     async def _seen(
         self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...] = (), *, root: bool = False
-    ) -> AgentAttributes:
+    ) -> PlainAttributes:
         """Send a request whose reply is attributes with one lookup."""
         reply = await self._link.call(op, numbers, strings, undo=self._undo)
         return self._checked(lambda: attributes_in(reply[0], self._ids, root=root))
@@ -145,7 +145,7 @@ class AgentVolume:
         with self._changed():
             return await self._link.call(op, numbers, strings)
 
-    async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> AgentAttributes:
+    async def _make(self, op: int, numbers: tuple[int, ...], strings: tuple[bytes, ...], kind: int) -> PlainAttributes:
         """Send a change whose reply is a new inode, of type `kind` (0: any)."""
         with self._changed():
             seen = await self._seen(op, numbers, strings)
@@ -178,7 +178,7 @@ class AgentVolume:
         return self._ids.users.inside(uid), self._ids.groups.inside(gid)
 
     # -- cached pages -----------------------------------------------------------------------
-    def _listed(self, parent: int, name: bytes) -> AgentAttributes | None:
+    def _listed(self, parent: int, name: bytes) -> PlainAttributes | None:
         page = self._fresh_page(parent)
         return None if page is None else page.seen.pop(name, None)
 
@@ -200,7 +200,7 @@ class AgentVolume:
             self._drop_page(parent)
 
     # -- inodes ------------------------------------------------------------------------------------
-    def lookup(self, parent: int, name: bytes) -> AgentAttributes | Answer[AgentAttributes]:
+    def lookup(self, parent: int, name: bytes) -> PlainAttributes | Answer[PlainAttributes]:
         """See `protocol.volume.Volume`, as for all that follow."""
         _check_name(name, dots=True)
         return self._listed(parent, name) or self._seen(Op.LOOKUP, (parent,), (name,), root=name in _DOTS)
@@ -209,18 +209,18 @@ class AgentVolume:
         if inode != ROOT_INODE:
             self._link.forget(inode, count)
 
-    async def getattr(self, inode: int) -> AgentAttributes:
+    async def getattr(self, inode: int) -> PlainAttributes:
         numbers, _ = await self._link.call(Op.GETATTR, (inode,))
         return self._shown(inode, numbers)
 
-    def _shown(self, inode: int, numbers: tuple[int, ...]) -> AgentAttributes:
+    def _shown(self, inode: int, numbers: tuple[int, ...]) -> PlainAttributes:
         seen = self._checked(lambda: attributes_in(numbers, self._ids, root=inode == ROOT_INODE))
         if seen.inode != inode:
             self._link.lose(f"invalid reply: inode {seen.inode} for {inode}")
             raise os_error(errno.EIO)
         return seen
 
-    async def setattr(self, inode: int, changes: AttributeChanges) -> AgentAttributes:
+    async def setattr(self, inode: int, changes: AttributeChanges) -> PlainAttributes:
         self._check_writable()
         given = (
             (changes.mode, SET_MODE), (changes.uid, SET_UID), (changes.gid, SET_GID), (changes.size, SET_SIZE),
@@ -247,7 +247,7 @@ class AgentVolume:
         return target
 
     # -- making and removing entries ---------------------------------------------------------------
-    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> AgentAttributes:
+    async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> PlainAttributes:
         self._check_room(name)
         numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
         made = await self._make(Op.MKNOD, numbers, (name,), mode & TYPE_MASK or 0o100000)
@@ -257,23 +257,23 @@ class AgentVolume:
             del self._new[next(iter(self._new))]
         return made
 
-    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> AgentAttributes:
+    async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> PlainAttributes:
         self._check_room(name)
         numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
         return await self._make(Op.MKDIR, numbers, (name,), 0o040000)
 
-    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> AgentAttributes:
+    async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> PlainAttributes:
         self._check_room(name)
         if len(target) >= _PATH_MAX:
             raise os_error(errno.ENAMETOOLONG)
         return await self._make(Op.SYMLINK, (parent, *self._owner(caller)), (name, target), 0o120000)
 
-    async def tmpfile(self, parent: int, mode: int, caller: Caller) -> AgentAttributes:
+    async def tmpfile(self, parent: int, mode: int, caller: Caller) -> PlainAttributes:
         self._check_writable()
         numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
         return await self._make(Op.TMPFILE, numbers, (), 0o100000)
 
-    async def link(self, inode: int, parent: int, name: bytes) -> AgentAttributes:
+    async def link(self, inode: int, parent: int, name: bytes) -> PlainAttributes:
         self._check_room(name)
         seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
         if seen.inode != inode:
