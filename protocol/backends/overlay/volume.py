@@ -47,7 +47,7 @@ from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, 
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
-from protocol.volume import SUPERUSER, CacheInvalidation, Caller, InodeChange, VolumeUsage
+from protocol.volume import RENAME_EXCHANGE, SUPERUSER, CacheInvalidation, Caller, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -289,10 +289,15 @@ class OverlayVolume(MemoryVolume):
     ) -> None:
         with self._lock:
             if self._overlay.path_filter:
-                number = (self._overlay.directory(parent).children or {}).get(name, 0)
-                is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
-                self._overlay.check_name(self._overlay.directory(new_parent), new_name, is_directory=is_directory)
+                self._check_moved(parent, name, new_parent, new_name)
+                if flags & RENAME_EXCHANGE:
+                    self._check_moved(new_parent, new_name, parent, name)
             self._memory_rename(parent, name, new_parent, new_name, flags, caller)
+
+    def _check_moved(self, parent: int, name: bytes, new_parent: int, new_name: bytes) -> None:
+        number = (self._overlay.directory(parent).children or {}).get(name, 0)
+        is_directory = bool(number) and stat.S_ISDIR(self._overlay.kind(number))
+        self._overlay.check_name(self._overlay.directory(new_parent), new_name, is_directory=is_directory)
 
 
 def _is_live(state: OverlayState, path: bytes) -> bool:

@@ -17,7 +17,7 @@ from protocol.backends.overlay.lower import Scanned
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
-from protocol.volume import ROOT_INODE, CacheInvalidation, Caller
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, CacheInvalidation, Caller
 
 BLOCK = 128 * 1024
 ALICE = Caller(1000, 1000)
@@ -380,6 +380,17 @@ def test_what_is_excluded_is_absent_and_cannot_be_made(below: Path) -> None:
         fs.rename(b"README", b"src/.env")
     with volume.tree() as tree:
         assert not [entry.path for entry in tree.walk() if b".env" in entry.path.split(b"/")]
+    volume.check_invariants()
+
+
+def test_an_exchange_gives_neither_entry_a_hidden_name(below: Path) -> None:
+    (below / "out").touch()
+    volume, fs = over(below, exclude=["/out/"])
+    for old, new in ((b"src", b"out"), (b"out", b"src")):
+        with fails(errno.EPERM):
+            volume.rename(ROOT_INODE, old, ROOT_INODE, new, RENAME_EXCHANGE)
+    assert fs.names() == [b"README", b"link", b"other", b"out", b"src"]
+    volume.rename(ROOT_INODE, b"README", ROOT_INODE, b"out", RENAME_EXCHANGE)
     volume.check_invariants()
 
 
