@@ -7,7 +7,7 @@ escapes (PEP 383), and such a path is a valid argument.  Sizes are in bytes, tim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, TypeAlias
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ReadResult",
     "WriteMode",
     "WriteResult",
+    "utc_time",
 ]
 
 DEFAULT_READ_LINES: Final = 2_000  # the default limit of `read`
@@ -144,3 +145,14 @@ class FilesystemSnapshot:
     commit_ref: str
     root_path: str
     tag: str | None = None
+
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def utc_time(ns: int) -> datetime | None:
+    """Convert nanoseconds since 1970.  None for a year that `datetime` does not have."""
+    try:
+        return _EPOCH + timedelta(microseconds=ns // 1000)
+    except OverflowError:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import islice
 from typing import Annotated, Final, Literal
 
@@ -24,7 +24,7 @@ from protocol.tools.base import Tool, ToolContext
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
 from protocol.tools.walk import below
 from protocol.tree import TreeEntry
-from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult
+from protocol.types import DEFAULT_READ_LINES, FileStat, ReadResult, WriteMode, WriteResult, utc_time
 
 __all__ = [
     "EDIT_FILE",
@@ -43,7 +43,6 @@ __all__ = [
 
 _SHOWN_LINE_CHARACTERS: Final = 2_000  # of one line, for a model
 DEFAULT_ENTRIES: Final = 1_000
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 Path = Annotated[str, Meta(min_length=1, description="Relative to the root of the workspace.")]
 EntryType = Literal["file", "directory", "symlink", "other"]
@@ -117,15 +116,8 @@ def _tree_entry(path: str, found: TreeEntry) -> Entry:
         type="file" if found.is_file else "directory" if found.is_dir else "other",
         size_bytes=found.size,
         mode=stat.S_IMODE(found.mode),
-        modified_at=_time(found.mtime_ns),
+        modified_at=utc_time(found.mtime_ns),
     )
-
-
-def _time(ns: int) -> datetime | None:
-    try:
-        return _EPOCH + timedelta(microseconds=ns // 1000)
-    except OverflowError:  # a year that `datetime` does not have
-        return None
 
 
 def _entry(path: str, context: ToolContext, *, is_symlink: bool) -> Entry:

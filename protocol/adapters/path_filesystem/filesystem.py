@@ -8,8 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from typing import Final, get_args
+from typing import get_args
 
 from protocol.adapters.path_filesystem.archives import ArchiveSnapshots, put_archive
 from protocol.adapters.path_filesystem.converge import converge
@@ -34,11 +33,10 @@ from protocol.types import (
     ReadResult,
     WriteMode,
     WriteResult,
+    utc_time,
 )
 
 __all__ = ["PathFilesystem"]
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class PathFilesystem:
@@ -105,8 +103,8 @@ class PathFilesystem:
                 is_file=place.is_file,
                 is_directory=place.is_dir,
                 size_bytes=0 if place.is_dir else seen.size,
-                created_at=None if seen.birth_ns is None else _time(seen.birth_ns),
-                modified_at=_time(seen.mtime_ns),
+                created_at=None if seen.birth_ns is None else utc_time(seen.birth_ns),
+                modified_at=utc_time(seen.mtime_ns),
                 mode=seen.mode,
                 is_symlink=place.is_symlink,
             )
@@ -288,10 +286,3 @@ def _renamed(path: str, base: str, asked: str) -> str:
         return path
     below = path if base == ROOT else path[len(base) :].lstrip("/")
     return f"{asked}/{below}" if below and asked != ROOT else below or asked
-
-
-def _time(ns: int) -> datetime | None:
-    try:
-        return _EPOCH + timedelta(microseconds=ns // 1000)
-    except OverflowError:  # a year that `datetime` does not have
-        return None
