@@ -30,9 +30,7 @@ from protocol.linux.regular_file import open_regular
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
-from vfsd.daemon.exec.choice import choose_commands
-from vfsd.daemon.exec.commands import Commands
-from vfsd.daemon.exec.snapshot_each import SnapshotEach
+from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
@@ -131,8 +129,7 @@ class _Daemon:
                 volume, engine, mountpoint = self._backend.volume, self._engine, options.workspace.mountpoint
                 mounted = MountedVolume(volume, engine, self._replay, mountpoint, nursery, container)
                 snapshots = open_snapshots(mounted, self._backend.stored)
-                each = SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
-                self._commands = commands = choose_commands(options, self._backend.container, each)
+                self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 methods = Methods(mounted, snapshots, options.workspace, started_at, commands)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)

@@ -1,4 +1,4 @@
-"""Commands: the commands of one workspace, each followed by a snapshot if the workspace was mounted with that option.
+"""The commands of one workspace, each followed by a snapshot if the workspace was mounted with that option.
 
 Threading: the serving loop.
 """
@@ -6,6 +6,8 @@ Threading: the serving loop.
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
 import logging
 import shlex
 from collections.abc import Awaitable, Callable
@@ -13,20 +15,55 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import trio
 
+from protocol.errors import SnapshotExistsError
 from protocol.execution.executor import Command
+from protocol.execution.host import HostCommandRunner
 from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, Feed, OnOutput
+from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 from vfsd.machine.logs import log_failure
+from vfsd.machine.optional_dependencies import missing_package
 from vfsd.wire.exec_messages import ExecEnded
 
 if TYPE_CHECKING:
+    from protocol.backends.container.workspace import ContainerWorkspace
     from vfsd.daemon.exec.sandbox import Sandbox
+    from vfsd.wire.options import MountOptions
 
-__all__ = ["Commands"]
+__all__ = ["Commands", "choose_commands"]
 
 TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
+_SNAPSHOT_PREFIX: Final = "exec-"
 _TAG_CHARACTERS: Final = 200  # at most 800 bytes of the TAG_MAX_BYTES that a volume takes
 _logger = logging.getLogger(__name__)
+
+
+def choose_commands(
+    options: MountOptions, container: ContainerWorkspace | None, snapshots: SnapshotService | None
+) -> Commands:
+    """Choose where commands run: on this host, in the workspace's `container`, in a sandbox, or nowhere.
+
+    OSError if a package is missing.
+    """
+    name = options.workspace.name
+    take_snapshot = _SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
+    run_with = functools.partial(Commands, name, take_snapshot=take_snapshot)
+    if options.commands.exec_on_host:
+        return run_with(runner=HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": name}))
+    # Imported here because Podman's client takes longer to import than everything else together.
+    if container is not None:
+        from protocol.backends.container.exec.runner import ContainerCommandRunner  # noqa: PLC0415
+
+        target = container.target
+        is_owned = options.workspace.backend.kind == "image"
+        return run_with(runner=ContainerCommandRunner(target.container, target.workdir, owned=is_owned))
+    if options.commands.sandbox is not None:
+        try:
+            from vfsd.daemon.exec.sandbox import Sandbox  # noqa: PLC0415
+        except ImportError as error:
+            raise missing_package("the sandbox", error) from None
+        return run_with(sandbox=Sandbox(options.workspace, options.commands.sandbox.argument, options.container))
+    return run_with()
 
 
 class Commands:
@@ -106,6 +143,25 @@ class Commands:
             "--sandbox image:REF to run them in a container that sees its files, or with --on-host to run them on this "
             "host with your rights",
         )
+
+
+class _SnapshotEach:
+    """Takes a snapshot with a tag, names it exec-1, exec-2, ..., and returns its name."""
+
+    def __init__(self, snapshots: SnapshotService) -> None:
+        self._snapshots = snapshots
+        self._numbers: itertools.count[int] | None = None
+
+    async def __call__(self, tag: str) -> str:
+        if self._numbers is None:
+            first = free_name(_SNAPSHOT_PREFIX, await self._snapshots.infos())
+            self._numbers = itertools.count(int(first.removeprefix(_SNAPSHOT_PREFIX)))
+        while True:
+            try:
+                name = f"{_SNAPSHOT_PREFIX}{next(self._numbers)}"
+                return (await self._snapshots.take(name, tag, UNOBSERVED, kind="automatic")).name
+            except SnapshotExistsError:
+                pass  # a client used that name
 
 
 def _tag(command: Command) -> str:
