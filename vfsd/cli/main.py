@@ -6,13 +6,14 @@ Start-up is most of the cost of a short command.  So a command's module is impor
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
 import sys
-from typing import Any, Final
 
 try:
+    import contextlib
+    import importlib
+    import os
+    from typing import Any, Final
+
     import click
 
     from vfsd import __version__
@@ -78,6 +79,8 @@ class LazyGroup(SuggestingGroup):
             context = super().make_context(info_name, args, parent, **extra)
         except click.ClickException as error:
             end_with_usage(error, as_json=asks_for_json(words))
+        except KeyboardInterrupt:  # click itself would print "Aborted!"
+            raise click.exceptions.Exit(INTERRUPTED) from None
         context.meta[WORDS] = words
         return context
 

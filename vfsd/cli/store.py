@@ -253,7 +253,7 @@ def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, 
         what = f"all {counted(len(there), 'snapshot')} of {key} ({_some(there)})"
         if not (may_ask and sys.stdin.isatty() and output.on_terminal(err=True)):
             raise click.UsageError(f"this would drop {what}: name some, or add --all")
-        if not click.confirm(f"Drop {what}?", err=True):
+        if not output.confirm(f"Drop {what}?"):
             raise OSError(errno.ECANCELED, "nothing was dropped")
         return there
     for name in names:

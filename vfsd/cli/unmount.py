@@ -199,14 +199,7 @@ def _clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
 def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> None:
     """Return if the user agrees to lose the changes; else OSError (ECANCELED) or KeyboardInterrupt."""
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
-    try:
-        may_lose = click.confirm(f"{_holds(record, found)}.  Unmount it and lose them?", err=True)
-    except click.Abort as abort:  # click raises it for Ctrl-C and for the end of the input
-        click.echo(err=True)
-        if isinstance(abort.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        may_lose = False
-    if not may_lose:
+    if not output.confirm(f"{_holds(record, found)}.  Unmount it and lose them?"):
         raise OSError(
             errno.ECANCELED, f"{record.name} is still mounted; `vfsd unmount --export FILE.zip` saves it first"
         )

@@ -179,6 +179,17 @@ def report(message: str) -> None:
     click.echo(f"{prefix} {show_path(line)}", err=True)
 
 
+def confirm(question: str) -> bool:
+    """Ask a question on the terminal.  The end of the input means no.  Raises KeyboardInterrupt for Ctrl-C."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as abort:  # click raises it for both
+        click.echo(err=True)
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        return False
+
+
 @contextmanager
 def progress(label: str | None) -> Iterator[Callable[[ProgressReport], None] | None]:
     """Yield an `on_progress` callback that draws a progress bar; None without a label or a terminal."""

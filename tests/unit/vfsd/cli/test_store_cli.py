@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,17 +124,22 @@ def test_dropping_all_snapshots_needs_to_be_asked_for(store: Store) -> None:
 
 def test_a_terminal_is_asked_before_all_snapshots_are_dropped(store: Store) -> None:
     command = [sys.executable, "-m", "vfsd.cli.main", "store", "drop", "host:/srv/x"]
-    for reply, kept in ((b"n\n", 2), (b"y\n", 0)):
+    for reply, status, kept in ((b"n\n", 1, 2), (b"", 130, 2), (b"y\n", 0, 0)):
         ours, theirs = os.openpty()
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
-        os.write(ours, reply)
         shown = b""
+        while b"?" not in shown:
+            shown += os.read(ours, 1000)
+        if reply:
+            os.write(ours, reply)
+        else:
+            process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # EIO: the terminal has no user any more
             while data := os.read(ours, 1000):
                 shown += data
         os.close(ours)
-        assert process.wait() == (1 if kept else 0)
+        assert process.wait() == status
         assert b"Drop all 2 snapshots of host:/srv/x (first, second)?" in shown
         assert (b"nothing was dropped" if kept else b"dropped 2 snapshots of host:/srv/x: first, second") in shown
         assert len(store.snapshots("host:/srv/x")) == kept

@@ -190,3 +190,22 @@ def test_an_unexpected_exception_is_not_hidden_from_tests(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("vfsd.cli.common.app.App.record", broken)
     assert isinstance(CliRunner().invoke(command_line.cli, ["status"]).exception, KeyError)
+
+
+@pytest.mark.parametrize("module", ["typing", "click", "vfsd.cli.common.app", "vfsd.cli.mount"])
+def test_ctrl_c_during_the_start_prints_no_traceback(module: str) -> None:
+    program = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "sys.argv = ['vfsd', 'list']\n"
+        "from vfsd.cli.main import main\n"
+        "main()\n"
+    )
+    # -S: `site` would import some of the modules before.
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr, "Abort" in done.stderr) == (130, False, False)
