@@ -97,7 +97,7 @@ class AgentLink:
         self._is_sending = False
         self._forgets: dict[int, int] = {}
         self._work = trio.Event()
-        self._room = trio.lowlevel.ParkingLot()
+        self._callers_waiting = trio.lowlevel.ParkingLot()
         self._stderr = b""
 
     @asynccontextmanager
@@ -164,7 +164,7 @@ class AgentLink:
         The strings of the reply have at most `most_bytes`.  `undo` gets a reply that arrives after a cancellation.
         """
         while len(self._pending) >= _MOST_IN_FLIGHT or self._queued >= _MOST_QUEUED_BYTES:
-            await self._room.park()
+            await self._callers_waiting.park()
         return await self.answer(self.post(op, numbers, strings, most_bytes=most_bytes, undo=undo))
 
     def post(
@@ -235,7 +235,7 @@ class AgentLink:
             if pending.done is not None:
                 pending.done.set()
         self._pending.clear()
-        self._room.unpark_all()
+        self._callers_waiting.unpark_all()
 
     async def _send(self) -> None:
         while not self.lost.is_set():
@@ -250,7 +250,7 @@ class AgentLink:
             await self._stream.send(b"".join(frames))
             self._is_sending = False
             self._queued = sum(map(len, self._outgoing))
-            self._room.unpark_all()
+            self._callers_waiting.unpark_all()
 
     def _take_forgets(self) -> bytes:
         taken = list(self._forgets.items())[:_MOST_FORGETS]
@@ -283,7 +283,7 @@ class AgentLink:
             pending.reply = unpack(frame.body)
             pending.code = 0
         del self._pending[frame.number]
-        self._room.unpark()
+        self._callers_waiting.unpark()
         if pending.done is not None:
             pending.done.set()
         elif pending.undo is not None and not pending.code:

@@ -30,22 +30,8 @@ from protocol.backends.container.agent.replies import (
     statfs_in,
     string_in,
 )
-from protocol.backends.container.helper.wire import (
-    CHUNK_BYTES,
-    ENTRY,
-    KILL_PRIVILEGES,
-    NAME_MAX,
-    SECOND_NS,
-    SET_ATIME,
-    SET_CTIME,
-    SET_GID,
-    SET_MODE,
-    SET_MTIME,
-    SET_SIZE,
-    SET_UID,
-    Op,
-    WireError,
-)
+from protocol.backends.container.helper import wire
+from protocol.backends.container.helper.wire import CHUNK_BYTES, ENTRY, NAME_MAX, SECOND_NS, Op, WireError
 from protocol.backends.container.idmap import IDENTITY, IdMap
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK
@@ -223,10 +209,11 @@ class AgentVolume:
     async def setattr(self, inode: int, changes: AttributeChanges) -> PlainAttributes:
         self._check_writable()
         given = (
-            (changes.mode, SET_MODE), (changes.uid, SET_UID), (changes.gid, SET_GID), (changes.size, SET_SIZE),
-            (changes.atime_ns, SET_ATIME), (changes.mtime_ns, SET_MTIME), (changes.ctime_ns, SET_CTIME),
+            (changes.mode, wire.SET_MODE), (changes.uid, wire.SET_UID), (changes.gid, wire.SET_GID),
+            (changes.size, wire.SET_SIZE), (changes.atime_ns, wire.SET_ATIME), (changes.mtime_ns, wire.SET_MTIME),
+            (changes.ctime_ns, wire.SET_CTIME),
         )  # fmt: skip
-        bits = KILL_PRIVILEGES if changes.kill_privileges else 0
+        bits = wire.KILL_PRIVILEGES if changes.kill_privileges else 0
         for value, bit in given:
             bits |= bit if value is not None else 0
         mode, uid, gid, size, atime_ns, mtime_ns, _ = (value or 0 for value, _ in given)
@@ -248,7 +235,7 @@ class AgentVolume:
 
     # -- making and removing entries ---------------------------------------------------------------
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> PlainAttributes:
-        self._check_room(name)
+        self._check_new_name(name)
         numbers = (parent, mode, rdev, *self._owner(caller), caller.umask)
         made = await self._make(Op.MKNOD, numbers, (name,), mode & TYPE_MASK or 0o100000)
         self._new.pop(made.inode, None)
@@ -258,12 +245,12 @@ class AgentVolume:
         return made
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> PlainAttributes:
-        self._check_room(name)
+        self._check_new_name(name)
         numbers = (parent, mode & 0o7777, *self._owner(caller), caller.umask)
         return await self._make(Op.MKDIR, numbers, (name,), 0o040000)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> PlainAttributes:
-        self._check_room(name)
+        self._check_new_name(name)
         if len(target) >= _PATH_MAX:
             raise os_error(errno.ENAMETOOLONG)
         return await self._make(Op.SYMLINK, (parent, *self._owner(caller)), (name, target), 0o120000)
@@ -274,7 +261,7 @@ class AgentVolume:
         return await self._make(Op.TMPFILE, numbers, (), 0o100000)
 
     async def link(self, inode: int, parent: int, name: bytes) -> PlainAttributes:
-        self._check_room(name)
+        self._check_new_name(name)
         seen = await self._make(Op.LINK, (inode, parent), (name,), 0)
         if seen.inode != inode:
             self._link.lose(f"invalid reply: a link of inode {seen.inode} for {inode}")
@@ -307,7 +294,7 @@ class AgentVolume:
         _check_name(new_name)
         await self._change(Op.RENAME, (parent, new_parent, flags, *self._owner(caller)), (name, new_name))
 
-    def _check_room(self, name: bytes) -> None:
+    def _check_new_name(self, name: bytes) -> None:
         self._check_writable()
         if name in _DOTS:
             raise os_error(errno.EEXIST)

@@ -207,7 +207,7 @@ class Files:
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         if kind in (stat.S_IFDIR, stat.S_IFLNK):
             raise os_error(errno.EPERM)
-        parent, above, name = self._room(number, name)
+        parent, above, name = self._new_entry(number, name)
         if kind == stat.S_IFREG:
             return self._made_file(parent, above, name, _O_CREATE, mode, uid, gid, umask)
         with self._making:
@@ -233,14 +233,14 @@ class Files:
         return _attributes(node, seen), ()
 
     def mkdir(self, number: int, mode: int, uid: int, gid: int, umask: int, name: bytes) -> Reply:
-        parent, above, name = self._room(number, name)
+        parent, above, name = self._new_entry(number, name)
         with self._making:
             self._mask(umask)
             os.mkdir(name, mode & 0o1777, dir_fd=above.fd)
         return self._made(parent, above, name, stat.S_IFDIR, mode, uid, gid)
 
     def symlink(self, number: int, uid: int, gid: int, name: bytes, target: bytes) -> Reply:
-        parent, above, name = self._room(number, name)
+        parent, above, name = self._new_entry(number, name)
         os.symlink(target, name, dir_fd=above.fd)
         return self._made(parent, above, name, stat.S_IFLNK, 0, uid, gid)
 
@@ -257,14 +257,14 @@ class Files:
             if node.kind == stat.S_IFDIR:
                 raise os_error(errno.EPERM)
             handle = self.table.handle(node)
-        parent, above, name = self._room(parent_number, name)
+        parent, above, name = self._new_entry(parent_number, name)
         os.link(handle.path, name, dst_dir_fd=above.fd, follow_symlinks=True)
         with self.table.lock:
-            self.table.place(node, parent, name)
+            self.table.set_dentry(node, parent, name)
             self.table.look_up(node)
         return _attributes(node, os.fstat(handle.fd)), ()
 
-    def _room(self, number: int, name: bytes) -> "tuple[AgentInode, Handle, bytes]":
+    def _new_entry(self, number: int, name: bytes) -> "tuple[AgentInode, Handle, bytes]":
         """The directory for a new entry `name`, its descriptor, and the checked name."""
         if name in (b".", b".."):
             raise os_error(errno.EEXIST)
@@ -329,7 +329,7 @@ class Files:
         (os.rmdir if is_dir else os.unlink)(name, dir_fd=above.fd)
         if node is not None:
             with self.table.lock:
-                self.table.unplace(node, parent, name)
+                self.table.remove_dentry(node, parent, name)
 
     def _held(self, above: Handle, name: bytes) -> "AgentInode | None":
         """The known node that is about to lose a name, opened so that it stays reachable."""
@@ -368,12 +368,12 @@ class Files:
             if node is victim and node is not None:
                 return _NOTHING  # two names of one file: rename(2) changes nothing
             if node is not None:
-                self.table.place(node, target, new_name)
+                self.table.set_dentry(node, target, new_name)
             if victim is not None:
                 if flags & _RENAME_EXCHANGE:
-                    self.table.place(victim, source, name)
+                    self.table.set_dentry(victim, source, name)
                 else:
-                    self.table.unplace(victim, target, new_name)
+                    self.table.remove_dentry(victim, target, new_name)
         return _NOTHING
 
     # -- directories ---------------------------------------------------------------------------

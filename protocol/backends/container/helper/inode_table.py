@@ -72,7 +72,7 @@ class AgentInodeTable:
         self._open: "OrderedDict[AgentInode, None]" = OrderedDict()
         self._idle: "OrderedDict[AgentInode, None]" = OrderedDict()
         self._numbers = InodeNumbers(seen.st_dev)
-        self._most = most or _room()
+        self._most = most or _most_open_nodes()
 
     def node(self, number: int) -> AgentInode:
         """The node with a number.  ENOENT."""
@@ -100,7 +100,7 @@ class AgentInodeTable:
             node = AgentInode(self._numbers.free(key, self.by_number), key, kind)
             self.by_number[node.number] = self._by_key[key] = node
         if parent is not None and node is not self.root:
-            self.place(node, parent, name)
+            self.set_dentry(node, parent, name)
         self.look_up(node)
         return node
 
@@ -109,7 +109,7 @@ class AgentInodeTable:
         node.lookups += 1
         self._idle.pop(node, None)
 
-    def place(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
+    def set_dentry(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
         """Record that `node` is `name` in `parent`."""
         node.parent, node.name = parent, name
         if node.pinned:
@@ -125,7 +125,7 @@ class AgentInodeTable:
         if node.lookups <= 0:
             self._drop(node)
 
-    def unplace(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
+    def remove_dentry(self, node: AgentInode, parent: AgentInode, name: bytes) -> None:
         """Record that `node` is no longer `name` in `parent`; `handle` must have been called before."""
         if node.parent is parent and node.name == name:
             node.parent = None
@@ -238,7 +238,7 @@ class AgentInodeTable:
         node.writable = node.pinned = False
 
 
-def _room() -> int:
+def _most_open_nodes() -> int:
     """The number of nodes that may have open descriptors: with two each, half of the process's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
