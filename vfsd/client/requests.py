@@ -131,7 +131,7 @@ class Requests:
         return RemoteCall("restore", params, _to("Restored"), on_progress)
 
     def redo(self, *, dry_run: bool = False, on_progress: OnProgress | None = None) -> RemoteCall[Restored]:
-        """Redo the last step that was undone, including what was written between the step and its undo.
+        """Redo the last step that was undone, including the changes that programs made between the step and its undo.
 
         The state before the redo is kept for `undo`.  FileNotFoundError if there is nothing to redo.
         """

@@ -53,10 +53,10 @@ _logger = logging.getLogger(__name__)
 
 # After a signal, programs that hold a busy mount have this long before the daemon ends.
 _LINGER_S: Final = 5.0
-_ANSWER_S: Final = 5.0  # for the client that asked for the unmount to read the answer
+_ANSWER_S: Final = 5.0  # how long the daemon waits for the client to read the answer to its unmount
 _ANSWER_POLL_S: Final = 0.01
 _TIDY_S: Final = 1.0
-_LOST: Final = "what was in that workspace, snapshots too, is lost"
+_LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
 async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:

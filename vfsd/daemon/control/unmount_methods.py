@@ -141,7 +141,7 @@ class UnmountMethods:
         named = () if volume is None else _named(volume)
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
         changed_late = checked is not None and checked.changed_since(mark)
-        still_held = held if params.lazy else []  # the kernel refuses to unmount what is held
+        still_held = held if params.lazy else []  # the kernel does not unmount a mount that is held
         return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, still_held, len(named), changed_late)
 
     async def _holders(self) -> list[str]:

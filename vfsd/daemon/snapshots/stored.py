@@ -72,7 +72,7 @@ _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.
 _COLLECT_AFTER: Final = 16
 _COLLECT_WAIT_S: Final = 3.0  # new snapshots wait as long
-# Tags of an archive's content: what was to be done with it.
+# The tag of an archive's staged content says what it is for.
 _RESTORING: Final = "a restore of "
 _IMPORTING: Final = "an import of "
 

@@ -392,7 +392,7 @@ class _PreparedImport:
         return self._volume.import_prepared(self._preparation)
 
     async def discard(self) -> None:
-        """Remove what was built and not put in place."""
+        """Remove the entries that were built and not put in place."""
         self._view.close()
         if not self._is_done:
             with trio.CancelScope(shield=True):
