@@ -66,7 +66,7 @@ class Preparation(Converger):
         self._moved: list[tuple[Inode, Links, int]] = []  # tops that were taken over, with links and nlink before
 
     def steps(self) -> Iterator[int]:
-        """Build the islands; each step yields the number of entries that it handled.  ENOSPC.
+        """Build the islands; each step yields the number of entries that it handled.  ENOSPC, ENAMETOOLONG.
 
         The loop may do other work between two steps.
         """
@@ -74,6 +74,8 @@ class Preparation(Converger):
             for top in self._new_tops(scope):
                 if top is None:
                     yield 1
+                elif len(top.name) > NAME_MAX:
+                    raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
                 elif self._moving is not None:
                     yield from self._taken_over(top, self._moving)
                 else:
@@ -96,7 +98,7 @@ class Preparation(Converger):
             yield from self._given_back()
             return
         state = self._state
-        self._count_islands(+1)
+        self._count_islands()
         tops, self._tops, self._numbers, self._counted = self._tops, {}, [], (0, 0, 0)
         for number in tops.values():
             for name in list(state.inodes[number].children or ()):
@@ -174,8 +176,6 @@ class Preparation(Converger):
 
     def _taken_over(self, top: TreeEntry, nodes: dict[int, Inode]) -> Iterator[int]:
         """Make `top` and everything below it an island of the view's inodes, whose numbers are consecutive."""
-        if len(top.name) > NAME_MAX:
-            raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
         node = last = nodes[top.inode]
         while last.children:
             last = nodes[next(reversed(last.children.values()))]
@@ -196,22 +196,16 @@ class Preparation(Converger):
         ledger = state.ledger
         pages = sum(node.pages for node in nodes)
         self._check_growth(pages, len(nodes), sum(map(live_bytes, nodes)))
-        files, directories, size = self._counted
+        before = self._counters()
         for node in nodes:
             state.inodes[node.inode] = node
             ledger.enter_new(node)
             if node.content is not None:
                 node.content.ledger = ledger
-            if not node.nlink:
-                continue  # the topmost inode is counted when it gets its name
-            if node.children is not None:
-                directories += 1
-            else:
-                files += 1
-                if node.is_file:
-                    size += node.size
+            if node.nlink:  # the topmost inode is counted when it gets its name
+                state.count(node, +1)
         state.pages += pages
-        self._counted = (files, directories, size)
+        self._count_apart(before)
 
     def _given_back(self) -> Iterator[None]:
         """Undo `_taken_over`."""
@@ -234,8 +228,6 @@ class Preparation(Converger):
         """Build the island of `top`, one entry in each step."""
         if top.inode in self._linked and top.nlink > 1:
             return  # another name of a file on an island
-        if len(top.name) > NAME_MAX:
-            raise os_error(errno.ENAMETOOLONG, top.name.decode("utf-8", "backslashreplace"))
         directories: dict[bytes, int] = {}
         finished = []
         for entry in self._tree.walk(top.path):
@@ -275,7 +267,7 @@ class Preparation(Converger):
             for number in numbers:
                 node = state.inodes[number]
                 node.epoch = node.born = state.epoch
-        self._count_islands(+1)
+        self._count_islands()
         places: dict[bytes, int] = {}
         for path, number in self._tops.items():
             directory = self._place(path, places)
@@ -318,22 +310,25 @@ class Preparation(Converger):
     def _counters(self) -> tuple[int, int, int]:
         return self._state.files, self._state.directories, self._state.size_bytes
 
+    def _count_apart(self, before: tuple[int, int, int]) -> None:
+        """Set the counters of the state back to `before`, and add the difference to those of the islands."""
+        state = self._state
+        self._count_islands()
+        files, directories, size = self._counters()
+        self._counted = (files - before[0], directories - before[1], size - before[2])
+        state.files, state.directories, state.size_bytes = before
+
     def _ended(self, first: int, before: tuple[int, int, int]) -> None:
         """Record the inodes made from `first` on, and set the counters back to `before`."""
-        after = self._counters()
-        files, directories, size = self._counted
-        self._counted = (
-            files + after[0] - before[0], directories + after[1] - before[1], size + after[2] - before[2],
-        )  # fmt: skip
-        self._state.files, self._state.directories, self._state.size_bytes = before
+        self._count_apart(before)
         end = self._state.next_inode
         if self._numbers and self._numbers[-1].stop == first:
             self._numbers[-1] = range(self._numbers[-1].start, end)
         elif end > first:
             self._numbers.append(range(first, end))
 
-    def _count_islands(self, sign: int) -> None:
+    def _count_islands(self) -> None:
         files, directories, size = self._counted
-        self._state.files += sign * files
-        self._state.directories += sign * directories
-        self._state.size_bytes += sign * size
+        self._state.files += files
+        self._state.directories += directories
+        self._state.size_bytes += size
