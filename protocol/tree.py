@@ -19,6 +19,7 @@ __all__ = [
     "TYPE_MASK",
     "ByteProgress",
     "Filtered",
+    "HasMode",
     "LookupTree",
     "Tree",
     "TreeEntry",
@@ -38,8 +39,27 @@ def no_progress(done: int, total: int) -> None:
     """Ignore progress."""
 
 
+class HasMode:
+    """The file type in `mode`, for classes that have one."""
+
+    __slots__ = ()
+    mode: int
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
+
 @dataclass(frozen=True, slots=True)
-class TreeEntry:
+class TreeEntry(HasMode):
     """One file, directory, symlink or special file of a tree.
 
     `inode` identifies hard links: entries of one tree with the same non-zero `inode` are one file.  `size` is in bytes
@@ -61,18 +81,6 @@ class TreeEntry:
     @property
     def name(self) -> bytes:
         return self.path.rpartition(b"/")[2]
-
-    @property
-    def is_dir(self) -> bool:
-        return stat.S_ISDIR(self.mode)
-
-    @property
-    def is_file(self) -> bool:
-        return stat.S_ISREG(self.mode)
-
-    @property
-    def is_symlink(self) -> bool:
-        return stat.S_ISLNK(self.mode)
 
 
 @runtime_checkable

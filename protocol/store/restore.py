@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -78,12 +78,11 @@ class Plan:
 
     def changes(self) -> list[Change]:
         """The changes in the order of `protocol.diff.tree_diff.changes`, which ignores a directory's mtime."""
-        found = [Change(step.path, step.change, step.old, step.new) for step in self.steps if step.change is not None]
-        return sorted(found, key=lambda change: change.path.split(b"/"))
+        return _sorted(Change(step.path, step.change, step.old, step.new) for step in self.steps if step.change)
 
     def touched(self) -> list[Change]:
         """The directories that get only another mtime, as "metadata" changes."""
-        found = [
+        return _sorted(
             Change(step.path, "metadata", step.old, step.new)
             for step in self.steps
             if step.change is None
@@ -91,12 +90,15 @@ class Plan:
             and step.new
             and step.old.is_dir
             and step.old.mtime_ns != step.new.mtime_ns
-        ]
-        return sorted(found, key=lambda change: change.path.split(b"/"))
+        )
 
     def count(self) -> int:
         """The number of changes."""
         return sum(step.change is not None for step in self.steps)
+
+
+def _sorted(changes: Iterable[Change]) -> list[Change]:
+    return sorted(changes, key=lambda change: change.path.split(b"/"))
 
 
 # -- planning --------------------------------------------------------------------------------------

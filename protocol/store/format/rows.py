@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from protocol.tree import TreeEntry
+from protocol.tree import HasMode, TreeEntry
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -48,7 +48,7 @@ class More(msgspec.Struct, array_like=True, frozen=True, gc=False):
 PLAIN: Final = More()
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Row(HasMode, msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An entry.  `content`: the digest of a file (b"": empty) or of a directory's listing, or a symlink's target."""
 
     name: bytes
@@ -63,18 +63,6 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def more(self) -> More:
         return self.rare or PLAIN
-
-    @property
-    def is_dir(self) -> bool:
-        return stat.S_ISDIR(self.mode)
-
-    @property
-    def is_file(self) -> bool:
-        return stat.S_ISREG(self.mode)
-
-    @property
-    def is_symlink(self) -> bool:
-        return stat.S_ISLNK(self.mode)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
