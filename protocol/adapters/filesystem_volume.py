@@ -275,7 +275,7 @@ class FilesystemVolume:
     def write(self, inode: int, offset: int, data: Buffer, *, kill_privileges: bool = False) -> int:
         self._check_writable()
         node = self._file(inode)
-        if not len(data):  # no upper bound that could lie beyond the file's end
+        if not len(data):  # an empty write does not extend the file
             return 0
         end = offset + len(data)
         if end > MAX_FILE_BYTES:
@@ -463,7 +463,7 @@ class FilesystemVolume:
             node.modified_at = self._modified_at(node)
             if node.modified_at is not None and not node.mtime_is_set:
                 node.mtime_ns = None
-        node.data = None  # from here on the Filesystem is asked again
+        node.data = None  # later reads go to the Filesystem
 
     def _resize(self, node: _Node, size: int) -> None:
         if node.is_dir:
@@ -476,7 +476,7 @@ class FilesystemVolume:
         self._changed(node)
 
     def _modified_at(self, node: _Node) -> datetime | None:
-        with suppress(Exception):  # the call that asks has done its work
+        with suppress(Exception):  # the caller has changed the file already, and must not fail
             return self._filesystem.stat(self._path(node)).modified_at
         return None
 

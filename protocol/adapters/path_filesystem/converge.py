@@ -132,7 +132,7 @@ class _Target:
             self._attributes(node, new, self._store.status(node))
 
     def _parent(self, names: Sequence[bytes]) -> int:
-        """A node of a directory in which entries may be changed; the plan sets its final mode at the end."""
+        """Return a node of a directory and make its entries changeable; the plan sets its final mode at the end."""
         self._unlock(tuple(names))
         return enter(self._store, names)
 
@@ -151,7 +151,7 @@ class _Target:
             try:
                 store.set_owner(node, entry.uid, entry.gid)
             except PermissionError:
-                pass  # as with tar(1), a file of another user becomes ours
+                pass  # as with tar(1), a file of another user then belongs to this user
             old = store.status(node)
         if not entry.is_symlink:
             if stat.S_IMODE(old.mode) != stat.S_IMODE(entry.mode):

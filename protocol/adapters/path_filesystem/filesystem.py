@@ -73,25 +73,23 @@ class PathFilesystem:
             return bytes_page(reader, offset, limit, self._limits)
 
     def exists(self, path: str) -> bool:
-        return self._kind(path) is not None
+        return bool(self._mode(path))
 
     def is_file(self, path: str) -> bool:
-        kind = self._kind(path)
-        return kind is not None and stat.S_ISREG(kind)
+        return stat.S_ISREG(self._mode(path))
 
     def is_dir(self, path: str) -> bool:
-        kind = self._kind(path)
-        return kind is not None and stat.S_ISDIR(kind)
+        return stat.S_ISDIR(self._mode(path))
 
-    def _kind(self, path: str) -> int | None:
-        """The mode of the file that `path` leads to, or None."""
+    def _mode(self, path: str) -> int:
+        """Return the mode of the file that `path` leads to, 0 if there is none."""
         try:
             with self._place(normalise(path)) as place:
                 return place.status.mode
         except OSError as error:
             # errors of system calls for a path that cannot lead anywhere
             if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES}:
-                return None
+                return 0
             raise
 
     def stat(self, path: str) -> FileStat:
@@ -121,7 +119,7 @@ class PathFilesystem:
 
     def _entry(self, name: str, prefix: str, kind: int) -> FileEntry:
         is_symlink = kind == stat.S_IFLNK
-        leads_to = (self._kind(prefix + name) or 0) if is_symlink else kind
+        leads_to = self._mode(prefix + name) if is_symlink else kind
         return FileEntry(name, prefix + name, stat.S_ISREG(leads_to), stat.S_ISDIR(leads_to), is_symlink)
 
     # -- searching ---------------------------------------------------------------------------
@@ -147,7 +145,7 @@ class PathFilesystem:
         return [replace(match, path=_renamed(match.path, decode(base), normal)) for match in found]
 
     def _base(self, normal: str) -> bytes:
-        """The path without symlinks at which a search begins: trees do not follow symlinks."""
+        """Return the path without symlinks at which a search begins: trees do not follow symlinks."""
         with self._place(normal) as place:
             return b"/".join(place.names)
 
@@ -194,7 +192,7 @@ class PathFilesystem:
                 self._store.mkdir(parent, place.missing[-1])
 
     def _make_parents(self, normal: str, place: ResolvedPath, allowed: bool) -> tuple[bytes, ...]:
-        """The names of the directory that will contain the missing names of `place`."""
+        """Make the missing parents of `place`; return the names of its parent directory."""
         if not stat.S_ISDIR(place.status.mode):
             raise os_error(errno.ENOTDIR)
         parents = place.missing[:-1]
@@ -259,7 +257,7 @@ class PathFilesystem:
 
     # -- helpers -----------------------------------------------------------------------------
     def _state(self) -> AbstractContextManager[Tree]:
-        """The state as a tree, for as long as the context lasts."""
+        """Open the state as a tree."""
         return nullcontext(PathFilesTree(self._store))
 
     def _search_tree(self) -> AbstractContextManager[Tree]:

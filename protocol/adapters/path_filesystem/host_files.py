@@ -19,7 +19,7 @@ from protocol.linux.beneath import open_beneath, proc_path
 
 __all__ = ["HostFile", "HostFiles"]
 
-_PIECE_BYTES: Final = 1 << 20  # read at once: os.pread allocates what it is asked for before it reads
+_PIECE_BYTES: Final = 1 << 20  # of one read: os.pread allocates the requested size before it reads
 _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 

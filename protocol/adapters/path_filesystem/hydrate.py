@@ -53,7 +53,7 @@ def hydrate(volume: SnapshotableVolume, mount: HostMount) -> int:
 
 
 class _MountTree(LookupTree):
-    """The selected files of the host as a tree, at the paths where they will be."""
+    """The selected files of the host as a tree, at their paths in the volume."""
 
     def __init__(self, mount: HostMount) -> None:
         host_path = os.path.realpath(mount.host_path)
@@ -68,7 +68,7 @@ class _MountTree(LookupTree):
             start = os.fsencode(name)
         self._host = PathFilesTree(HostFiles(host_path))
         self._entries: dict[bytes, TreeEntry] = {}
-        self._sources: dict[bytes, bytes] = {}  # path here to path there
+        self._sources: dict[bytes, bytes] = {}  # path in the volume -> path on the host
         self._children: dict[bytes, list[bytes]] = {}
         self._add_parents()
         for entry in _chosen(self._host, start, mount):

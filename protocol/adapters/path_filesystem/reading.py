@@ -35,7 +35,7 @@ def text_page(reader: ByteReader, offset: int, limit: int | None, encoding: str,
             page.add(decoder.decode(chunk), reader.path)
         page.add(decoder.decode(b""), reader.path)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{reader.path!r} is no text in {encoding} ({error}): use read_bytes") from error
+        raise ValueError(f"{reader.path!r} is not text in {encoding} ({error}): use read_bytes") from error
     total = page.lines + page.has_rest
     start = min(offset, total)
     end = total if page.end is None else min(page.end, total)
@@ -71,7 +71,7 @@ class _Page:
 
 
 def _after_line_ends(text: str, count: int) -> int:
-    """The index after the `count`-th "\\n" of `text`; its length where it has fewer."""
+    """Return the index after the `count`-th "\\n" of `text`, or its length if it has fewer."""
     at = 0
     for _ in range(count):
         at = text.find("\n", at) + 1

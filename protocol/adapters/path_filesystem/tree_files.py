@@ -1,6 +1,6 @@
 """TreeFiles: the files of a `Tree`, for reading and searching as a Filesystem; every change is refused.
 
-Lets a long read of an agent run in a worker thread, on a state that does not change meanwhile.
+With it, a long read of an agent can run in a worker thread, on a state that does not change meanwhile.
 """
 
 from __future__ import annotations

@@ -82,9 +82,8 @@ class Poller:
         self._cpus = cpus or len(os.sched_getaffinity(0))
         self._clock = clock
         self._credit = 0
-        self.at_once = (
-            False  # the last `wait` found the descriptor readable; the caller clears it if a read finds nothing
-        )
+        # The last `wait` found the descriptor readable at once; the caller clears this if a read finds nothing.
+        self.at_once = False
         self._count_at = self._spin_from = clock()  # when to count threads next, and when to spin again
 
     def check_invariants(self) -> None:
