@@ -22,6 +22,7 @@ from typing import Any, Final, Self
 from tests.differential.calls import WORKERS, Call, random_calls
 from tests.differential.executor import MARSHAL_VERSION, receive, send
 from tests.differential.known import Difference, Known, avoided, reason
+from tests.support.zygote import starting_interpreters
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
@@ -281,7 +282,8 @@ class _Nursery:
 def executors() -> Iterator[_Nursery]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        with theirs:
+        # A fork of the zygote would give every executor the memory and the modules of all of vfsd.
+        with theirs, starting_interpreters():
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.differential.executor", str(theirs.fileno())],
                 cwd=_REPOSITORY, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
