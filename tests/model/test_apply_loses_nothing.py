@@ -66,6 +66,7 @@ class Both:
         self.volume = OverlayVolume(os.fsencode(self.below))
         self.fs = Driver(self.volume)
         self.changed: set[bytes] = set()
+        self.remade: set[bytes] = set()  # of these, the paths whose entries are changed too, if they are directories
         self.theirs: set[bytes] = set()
 
     def at(self, path: bytes) -> Path:
@@ -89,6 +90,8 @@ class Both:
         else:
             self.edit(what, path)
         self.changed.add(path)
+        if what not in ("chmod", "xattr"):
+            self.remade.add(path)
 
     def empty(self, path: bytes) -> None:
         for name in self.fs.names(path):
@@ -134,7 +137,7 @@ class Both:
                 other = self.scratch / "other"
                 other.write_bytes(written)
                 other.rename(place)
-            if any(path == each or path.startswith(each + b"/") for each in self.changed):
+            if path in self.changed or any(path.startswith(each + b"/") for each in self.remade):
                 self.theirs.add(written)
         elif what == "unlink":
             gone = place.read_bytes()
@@ -156,6 +159,7 @@ class Both:
             assert (set(self.below.rglob("*")), self.contents()) == before, "written in spite of conflicts"
         else:
             self.changed.clear()
+            self.remade.clear()
             self.theirs.clear()
 
 
@@ -168,6 +172,7 @@ def _noticed(how: str) -> list[tuple[str, str, bytes]]:
 @example(_noticed("truncate"))
 @example(_noticed("over"))
 @example(_noticed("unlink"))
+@example([("above", "chmod", b"d"), ("below", "write", b"d/a"), ("above", "truncate", b"d/a")])
 @given(st.lists(EDITS, min_size=3, max_size=14))
 def test_apply_replaces_nothing_that_was_written_below_after_the_workspace_changed_it(
     edits: list[tuple[str, str, bytes]],
