@@ -205,7 +205,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
         except OSError as error:  # from standard output
             place = output.show_path(wire_path(os.fsencode(ready.mountpoint)))
             end = f"but workspace {ready.name} is mounted at {place}; `vfsd unmount {ready.name}` unmounts it"
-            raise OSError(error.errno, f"cannot write to standard output: {error.strerror}, {end}") from error
+            raise OSError(error.errno, f"{error.strerror}, {end}") from error
 
 
 def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:

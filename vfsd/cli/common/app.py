@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from vfsd.cli.common import output
-from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, interruptible
+from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, effect, interruptible
 
 if TYPE_CHECKING:
     from vfsd.client.requests import RemoteCall, Requests
@@ -90,11 +90,21 @@ class App:
             raise
 
     def emit(self, answer: Any, show: Callable[[Any], None]) -> None:
-        """Print `answer` as one JSON document, or with `show`, for people."""
-        if self.json:
-            output.print_json(answer)
-        else:
-            show(answer)
+        """Print `answer` as one JSON document, or with `show`, for people.
+
+        If it cannot be written, the error says what the command has done nevertheless.
+        """
+        try:
+            if self.json:
+                output.print_json(answer)
+            else:
+                show(answer)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            done = effect(self.signalled)
+            reason = f"cannot write to standard output: {error.strerror}" + (f", but {done}" if done else "")
+            raise OSError(error.errno, reason) from error
 
 
 def check_alive(record: WorkspaceRecord) -> None:

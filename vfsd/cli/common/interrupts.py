@@ -70,6 +70,12 @@ def completed(signalled: Signalled) -> str:
     return f"it was too late to stop: {_WORDS[signalled.method].complete}"
 
 
+def effect(signalled: Signalled | None) -> str | None:
+    """Describe the effect of a call that was completed; None if it changes nothing."""
+    words = _WORDS.get(signalled.method) if signalled is not None else None
+    return None if words is None else words.complete
+
+
 @contextmanager
 def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
     """Handle signals as described above while the block calls `method`.  Raises Interrupted.

@@ -209,3 +209,11 @@ def test_ctrl_c_during_the_start_prints_no_traceback(module: str) -> None:
     # -S: `site` would import some of the modules before.
     done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, "Traceback" in done.stderr, "Abort" in done.stderr) == (130, False, False)
+
+
+def test_an_answer_that_cannot_be_written_says_what_was_done(daemon: FakeDaemon) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", "snapshot", "unwritten"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "cannot write to standard output: No space left on device, but the snapshot was taken" in done.stderr
