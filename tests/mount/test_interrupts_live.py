@@ -47,7 +47,8 @@ def test_what_a_restore_says_after_control_c_is_true(
         assert found == {"old"}
         assert command.returncode in {0, 130}
     else:
-        assert found == {"new"}
+        # A signal between the answer of the daemon and the output ends the command without a word about the restore.
+        assert found == {"new"} or (found == {"old"} and "nothing was changed" not in err)
         assert command.returncode in {130, -signal.SIGINT}, err
     assert workspace.restore("old").counts.total in {0, _FILES}
 
