@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime, timedelta
-from typing import Final
 from uuid import uuid4
 
 from protocol.adapters.path_filesystem.filesystem import PathFilesystem
@@ -14,12 +12,10 @@ from protocol.archive import open_archive
 from protocol.errors import SnapshotNotFoundError
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits
 from protocol.tree import Tree
-from protocol.types import FilesystemSnapshot
+from protocol.types import FilesystemSnapshot, utc_time
 from protocol.volume import Caller, SnapshotInfo, Volume, snapshotable
 
 __all__ = ["VolumeFilesystem"]
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class VolumeFilesystem(PathFilesystem):
@@ -65,7 +61,8 @@ class VolumeFilesystem(PathFilesystem):
             self._snapshotable.import_tree(tree, replace=True)
 
     def _record(self, info: SnapshotInfo) -> FilesystemSnapshot:
-        created = _EPOCH + timedelta(microseconds=info.created_ns // 1000)
+        created = utc_time(info.created_ns)
+        assert created is not None  # the clock's year when it was taken
         return FilesystemSnapshot(info.name, created, info.name, self.root, info.tag)
 
     def _state(self) -> AbstractContextManager[Tree]:

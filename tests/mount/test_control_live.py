@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.mount.programs import VFSD, Program, failed, succeeded, vfsd
+from tests.support.waiting import readable
 from vfsd.client.connection import ControlClient
 from vfsd.client.workspace import Workspace
 from vfsd.machine.runtime import socket_path
@@ -109,6 +111,22 @@ def test_a_client_that_never_reads_a_big_patch_holds_up_nobody(workspace: Worksp
             goes_on()
         workspace.drop("two")
     workspace.drop("one")
+
+
+def test_clients_that_never_read_their_diffs_delay_no_snapshot(workspace: Workspace, root: Path) -> None:
+    workspace.snapshot("one")
+    for number in range(30):
+        (root / f"big{number}").write_text("a line of some length\n" * 10_000)
+    with ExitStack() as stack:
+        deaf = [stack.enter_context(connected(workspace)) for _ in range(45)]  # trio's default limiter has 40 threads
+        for client in deaf:
+            client.sendall(b'{"jsonrpc":"2.0","method":"diff","params":{"a":"one","mode":"patch"},"id":1}\n')
+        until = time.monotonic() + 25
+        while sum(readable(client, 0.01) for client in deaf) < 40:  # so many diffs have begun, and cannot end
+            assert time.monotonic() < until
+        before = time.monotonic()
+        workspace.snapshot("two")
+        assert time.monotonic() - before < 10  # a client that reads nothing is dropped after 30 s
 
 
 def test_a_request_that_comes_byte_by_byte_is_answered_and_holds_up_nobody(workspace: Workspace, root: Path) -> None:

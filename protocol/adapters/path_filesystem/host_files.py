@@ -7,7 +7,6 @@ a descriptor that stays open would keep a mount from being unmounted.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import stat
@@ -16,6 +15,7 @@ from typing import Final, Literal
 
 from protocol.adapters.path_filesystem.files import Status
 from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.xattrs import read_xattrs
 
 __all__ = ["HostFile", "HostFiles"]
 
@@ -57,17 +57,8 @@ class HostFiles:
             os.close(directory)
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
-        if stat.S_ISLNK(os.fstat(node).st_mode):
-            return found  # user attributes are for files and directories only, xattr(7)
-        try:
-            for name in os.listxattr(proc_path(node)):
-                found[os.fsencode(name)] = os.getxattr(proc_path(node), name)
-        except OSError as error:
-            # ENODATA: removed meanwhile, or not readable by this user (security.*).
-            if error.errno not in {errno.EOPNOTSUPP, errno.ENODATA, errno.ENOSYS}:
-                raise
-        return found
+        # User attributes are for files and directories only, xattr(7).
+        return {} if stat.S_ISLNK(os.fstat(node).st_mode) else read_xattrs(proc_path(node))
 
     # -- content -----------------------------------------------------------------------------
     def open(self, node: int, mode: Literal["read", "append"]) -> HostFile:

@@ -8,7 +8,6 @@ Threading: one thread at a time.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -18,6 +17,7 @@ from typing import Final
 
 from protocol.linux.beneath import open_to_read, proc_path
 from protocol.linux.statx import StatxResult, is_racy, result_at, statx_descriptor
+from protocol.linux.xattrs import read_xattrs
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import UNREADABLE, More, Row, Xattrs
 
@@ -26,7 +26,6 @@ _TICK_S: Final = 0.005
 _O_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE})
-_NO_XATTRS: Final = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EACCES, errno.EPERM})
 
 
 class VanishedError(Exception):
@@ -60,7 +59,7 @@ class LeafReader:
             if stat.S_IFMT(now.mode) != stat.S_IFMT(seen.mode):
                 raise VanishedError
             target = os.readlink(b"", dir_fd=descriptor) if stat.S_ISLNK(now.mode) else b""
-            return _row(name, now, len(target), target, read_xattrs(proc_path(descriptor)), 0), now
+            return _row(name, now, len(target), target, sorted_xattrs(proc_path(descriptor)), 0), now
         finally:
             os.close(descriptor)
 
@@ -90,7 +89,7 @@ class LeafReader:
                 if stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise
                 raise VanishedError from None
-            xattrs = read_xattrs(descriptor)
+            xattrs = sorted_xattrs(descriptor)
             after = os.fstat(descriptor)
             same = (after.st_ctime_ns, after.st_mtime_ns, after.st_size) == (
                 before.ctime_ns, before.mtime_ns, before.size,
@@ -147,18 +146,6 @@ def _row(name: bytes, seen: StatxResult, size: int, content: bytes, xattrs: Xatt
     return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, size, content, rare)
 
 
-def read_xattrs(at: int | bytes) -> Xattrs:
-    """All xattrs of a descriptor or /proc path that can be read, sorted."""
-    try:
-        names = os.listxattr(at)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return ()
-        raise
-    if not names:
-        return ()
-    found = []
-    for name in names:
-        with contextlib.suppress(OSError):  # removed since, or not readable for this user (trusted., security.)
-            found.append((os.fsencode(name), os.getxattr(at, name)))
-    return tuple(sorted(found))
+def sorted_xattrs(at: int | bytes) -> Xattrs:
+    """The extended attributes of a descriptor or /proc path as a row stores them; see `read_xattrs`."""
+    return tuple(sorted(read_xattrs(at).items()))

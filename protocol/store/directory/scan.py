@@ -34,7 +34,7 @@ from protocol.linux.statx import (
     statx_descriptor,
     statx_names,
 )
-from protocol.store.directory.leaves import DENIED, GONE, LeafReader, VanishedError, read_xattrs
+from protocol.store.directory.leaves import DENIED, GONE, LeafReader, VanishedError, sorted_xattrs
 from protocol.store.directory.statcache import CachedDirectory
 from protocol.store.format.blobs import LARGE_BYTES, Sink
 from protocol.store.format.rows import (
@@ -147,7 +147,7 @@ class _Scanner:
         old = same.row if same is not None else None
         if old is not None and old.content == made.digest and old.more.counts == made.counts and old.name == name:
             return old, made
-        xattrs = old.more.xattrs if old is not None else read_xattrs(descriptor)
+        xattrs = old.more.xattrs if old is not None else sorted_xattrs(descriptor)
         more = More(nlink=seen.nlink, xattrs=xattrs, counts=made.counts)
         return Row(name, seen.mode, seen.uid, seen.gid, seen.mtime_ns, 0, made.digest, more), made
 

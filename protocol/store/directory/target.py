@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from protocol.linux.beneath import TEMPORARY_PREFIX, Handle, RootDirectory, open_beneath, proc_path
 from protocol.linux.portable import renameat2
 from protocol.linux.statx import change_key, link_count, result_at, statx_descriptor, statx_names
-from protocol.store.directory.leaves import read_xattrs
+from protocol.linux.xattrs import read_xattrs
 from protocol.store.directory.source import DirectorySource, Source
 from protocol.store.durable import UnsyncedChanges
 from protocol.volume import RENAME_NOREPLACE
@@ -305,7 +305,7 @@ def _set_metadata(descriptor: int, entry: TreeEntry) -> list[str]:
 
 
 def _set_xattrs(path: bytes, entry: TreeEntry, mode: int, problems: list[str]) -> None:
-    present = dict(read_xattrs(path))
+    present = read_xattrs(path)
     wanted = entry.xattrs
     for name in present.keys() - wanted.keys():
         with _reporting(name, problems):

@@ -19,7 +19,7 @@ from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
 from protocol.volume import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
-from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.messages import (
     CHANGES_LISTED,
     ChangeRecord,
@@ -173,7 +173,7 @@ async def compare(
         if pieces is not None:
             pieces.flush()
 
-    await in_thread(run)
+    await in_answer_thread(run)
     return found
 
 

@@ -29,7 +29,7 @@ from vfsd.daemon.control.parameters import absolute_path, tree_paths
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, no_lower_layer
-from vfsd.daemon.snapshots.threads import in_thread
+from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mounts
 from vfsd.wire.messages import (
@@ -70,7 +70,7 @@ class TreeMethods:
         async with snapshots.tree(a, call) as all_old, snapshots.tree(params.b, call) as all_new:
             old, new = filtered(all_old, rule), filtered(all_new, rule)
             if params.mode == "patch":
-                found = await in_thread(
+                found = await in_answer_thread(
                     written_patch,
                     old,
                     new,
@@ -106,9 +106,9 @@ class TreeMethods:
             )
             if params.changes_only:
                 base = await stack.enter_async_context(snapshots.tree(BASE, call))
-                tree = await in_thread(changed_tree, base, tree)
+                tree = await in_answer_thread(changed_tree, base, tree)
             epoch = params.source_date_epoch
-            summary = await in_thread(
+            summary = await in_answer_thread(
                 export_archive,
                 filtered(tree, rule),
                 path,
@@ -161,7 +161,7 @@ class TreeMethods:
             if done.error is not None:
                 raise done.error
         stream = OutputPieces(call.output_from_thread) if params.stream else None
-        result = await in_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
+        result = await in_answer_thread(self._result, done, step.safety, is_written=is_written, stream=stream)
         if is_written:
             result.expired = expired_records(step.expired, self._snapshots.collect_pruned())
         return result

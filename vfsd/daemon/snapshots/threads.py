@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import trio
 
@@ -13,15 +13,31 @@ from protocol.tree import Tree
 from vfsd.daemon.snapshots.archives import Origin, unlimited
 from vfsd.daemon.snapshots.base import CallObserver, Staged, in_bytes
 
-__all__ = ["checked", "entered", "in_thread"]
+__all__ = ["checked", "entered", "in_answer_thread", "in_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_ANSWERS_AT_ONCE: Final = 40  # of all clients together; further ones wait
+_answer_threads: Final = trio.lowlevel.RunVar[trio.CapacityLimiter]("answer threads")
 
 
 async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` in a worker thread.  The loop waits for its end even if it is cancelled."""
     return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs))
+
+
+async def in_answer_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """`in_thread` for long answers: a client that does not read blocks a thread, but none of trio's default limiter.
+
+    Those serve the mount, for example with the syncfs(2) before each snapshot.
+    """
+    try:
+        limiter = _answer_threads.get()
+    except LookupError:  # the first one of this trio.run
+        limiter = trio.CapacityLimiter(_ANSWERS_AT_ONCE)
+        _answer_threads.set(limiter)
+    return await trio.to_thread.run_sync(functools.partial(function, *args, **kwargs), limiter=limiter)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from protocol import HostFilesystem, HostMount, InMemoryFilesystem
+from protocol.adapters.path_filesystem.host_files import HostFiles
 from protocol.testing.checks import contents
 
 
@@ -375,3 +377,20 @@ def test_a_read_only_filesystem_has_its_mounts(project: Path) -> None:
     assert filesystem.read("a.py").content == "content of a.py"
     with pytest.raises(PermissionError):
         filesystem.write("a.py", "x")
+
+
+def test_an_attribute_that_cannot_be_read_hides_no_later_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def getxattr(_path: bytes, name: str) -> bytes:
+        if name == "security.hidden":
+            raise OSError(errno.ENODATA, "No data available")
+        return b"mine"
+
+    (root / "file").write_text("content")
+    monkeypatch.setattr(os, "listxattr", lambda _path: ["security.hidden", "user.note"])
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    files = HostFiles(root)
+    top = files.top()
+    node = files.child(top, b"file")
+    assert files.xattrs(node) == {b"user.note": b"mine"}
+    files.release(node)
+    files.release(top)
