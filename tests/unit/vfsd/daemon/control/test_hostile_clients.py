@@ -292,7 +292,7 @@ async def test_connections_that_run_calls_are_kept_and_short_calls_still_answere
             async with peer(path) as other:
                 await other.call("export", path="/x")
                 error = await other.error()
-                assert (error["data"]["errno"], "take short" in error["message"]) == ("EBUSY", True)
+                assert (error["data"]["errno"], "accept only short calls" in error["message"]) == ("EBUSY", True)
                 assert await other.is_alive()
         while server.connections > 5:
             await trio.testing.wait_all_tasks_blocked(0.01)

@@ -167,7 +167,7 @@ async def test_a_batch_is_refused_as_one_invalid_request(path: str, batch: list[
         await client.send(batch)
         error = await client.error()
         assert error["code"] == INVALID_REQUEST
-        assert "one request a line" in error["message"]
+        assert "one request per line" in error["message"]
         assert await client.is_alive()
 
 
