@@ -9,8 +9,6 @@ from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.paths import DEFAULT_LIMITS, CallLimits
 
-__all__ = ["InMemoryFilesystem"]
-
 
 class InMemoryFilesystem(VolumeFilesystem):
     """A filesystem in memory that starts with the files of `mounts`.  See `MemoryVolume` for the quotas."""

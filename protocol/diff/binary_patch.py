@@ -14,8 +14,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Final
 
-__all__ = ["blob_name", "write_literal"]
-
 LINE_BYTES: Final = 52  # max_bytes of git's diff.c: the most that a line carries
 _BLOCK_BYTES: Final = LINE_BYTES * 4096  # encoded in one call, which is faster than line by line
 

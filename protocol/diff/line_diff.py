@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Final, NamedTuple
 
-__all__ = ["Edit", "edits"]
-
 COST_LIMIT: Final = 200_000_000  # in the units of `_difflib_cost`; about two seconds at the very worst
 
 

@@ -34,18 +34,6 @@ from protocol.diff.line_diff import Edit, edits
 from protocol.diff.tree_diff import Change, entry_or_none, is_below
 from protocol.tree import Tree, TreeEntry, unfiltered
 
-__all__ = [
-    "BINARY_LIMIT_BYTES",
-    "GIT_APPLY_LIMIT_BYTES",
-    "TEXT_LIMIT_BYTES",
-    "TEXT_LIMIT_LINES",
-    "LineStat",
-    "Uncarried",
-    "is_refused_by_git",
-    "line_stat",
-    "write_patch",
-]
-
 TEXT_LIMIT_BYTES: Final = 32 * 1024 * 1024  # both sides of a text file are held in memory; over it, as binary
 TEXT_LIMIT_LINES: Final = 1_000_000  # a line costs some 50 bytes in addition to its content
 BINARY_LIMIT_BYTES: Final = 256 * 1024 * 1024  # of one side: `git apply` holds patch and file in memory

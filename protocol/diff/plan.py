@@ -27,8 +27,6 @@ from typing import Literal, Protocol, TypeAlias
 from protocol.diff.tree_diff import ChangeKind, Comparison, compare, entry_or_none, is_at_or_below, is_below
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Step", "StepKind", "Target", "execute", "plan", "plan_comparisons"]
-
 StepKind: TypeAlias = Literal["remove", "directory", "put", "write", "link", "metadata"]
 
 

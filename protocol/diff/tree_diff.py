@@ -21,24 +21,6 @@ from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry, unfiltered
 from protocol.types import ChangeCounts
 
-__all__ = [
-    "Change",
-    "ChangeKind",
-    "ComparesContent",
-    "Comparison",
-    "Counted",
-    "Pair",
-    "changes",
-    "compare",
-    "compare_pairs",
-    "count",
-    "entry_or_none",
-    "is_at_or_below",
-    "is_below",
-    "outermost",
-    "summary",
-]
-
 ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
 Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
 

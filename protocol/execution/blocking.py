@@ -19,8 +19,6 @@ from protocol.errors import os_error
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, Command, ExecResult, check_command
 from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, OutputBuffer, Process, feed_bytes
 
-__all__ = ["BlockingExecutor", "RunningCommand"]
-
 _DEFAULT_LIMITS: Final = CommandLimits(DEFAULT_TIMEOUT_S, DEFAULT_OUTPUT_BYTES)
 
 

@@ -9,16 +9,6 @@ from typing import Final, Protocol, runtime_checkable
 
 from protocol.errors import os_error
 
-__all__ = [
-    "DEFAULT_OUTPUT_BYTES",
-    "DEFAULT_TIMEOUT_S",
-    "Command",
-    "ExecResult",
-    "Executor",
-    "Terminal",
-    "check_command",
-]
-
 DEFAULT_TIMEOUT_S: Final = 120.0
 DEFAULT_OUTPUT_BYTES: Final = 256 * 1024  # for standard output, and the same for standard error
 

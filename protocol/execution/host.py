@@ -26,8 +26,6 @@ from protocol.execution.blocking import BlockingExecutor
 from protocol.execution.executor import Command, Terminal, check_command
 from protocol.execution.runner import Process, Stream
 
-__all__ = ["HostCommandRunner", "HostExecutor"]
-
 _PIECE_BYTES: Final = 64 * 1024
 _END_OF_INPUT: Final = b"\x04"  # VEOF as terminals have it (termios(3))
 # systemd sets these for the service itself, not for its children: sd_notify(3), sd_watchdog_enabled(3),

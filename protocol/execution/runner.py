@@ -16,18 +16,6 @@ import trio
 from protocol.errors import only_error
 from protocol.execution.executor import Command, Terminal
 
-__all__ = [
-    "CommandLimits",
-    "CommandRun",
-    "CommandRunner",
-    "Feed",
-    "OnOutput",
-    "OutputBuffer",
-    "Process",
-    "Stream",
-    "feed_bytes",
-]
-
 Stream: TypeAlias = Literal["stdout", "stderr"]
 OnOutput: TypeAlias = Callable[[Stream, bytes], Awaitable[None]]
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from protocol.errors import os_error
-from protocol.linux.portable import Handle, proc_path
+from protocol.linux.portable import Handle
 from protocol.linux.syscalls import (
     RESOLVE_BENEATH,
     RESOLVE_NO_MAGICLINKS,
@@ -27,18 +27,6 @@ from protocol.linux.syscalls import (
     RESOLVE_NO_XDEV,
     openat2,
 )
-
-__all__ = [
-    "RECHECK_S",
-    "TEMPORARY_PREFIX",
-    "DirectoryReference",
-    "Handle",
-    "HandleCache",
-    "RootDirectory",
-    "open_beneath",
-    "open_to_read",
-    "proc_path",
-]
 
 DirectoryReference: TypeAlias = int | str | bytes  # a descriptor, or a path
 

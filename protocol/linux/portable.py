@@ -21,19 +21,6 @@ try:
 except (ImportError, OSError):  # built without
     _LIBC = None  # type: ignore[assignment]
 
-__all__ = [
-    "Handle",
-    "InodeNumbers",
-    "birth_ns",
-    "copy_range",
-    "fallocate",
-    "kill_privileges",
-    "os_error",
-    "proc_path",
-    "renameat2",
-    "set_times",
-]
-
 _AT_EMPTY_PATH = 0x1000
 _STATX_BTIME = 0x800
 _STATX_BTIME_AT = 80

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 
 from protocol.errors import os_error
 
-__all__ = ["ACCESS", "DEFAULT", "AclEntry", "Inherited", "access_acl", "chmod", "inherit", "parse"]
-
 ACCESS: Final = b"system.posix_acl_access"
 DEFAULT: Final = b"system.posix_acl_default"
 

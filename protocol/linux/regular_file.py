@@ -13,8 +13,6 @@ import stat
 import time
 from typing import Final
 
-__all__ = ["open_regular", "read_prefix", "read_regular", "sync_directory", "write_atomically"]
-
 # Without O_NONBLOCK, opening a FIFO waits forever for the other end (fifo(7)); regular files ignore the flag.
 _FLAGS: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 # open(2) fails so for a symlink; for a socket, or for writing a FIFO without a reader; for writing a directory.

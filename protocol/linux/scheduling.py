@@ -16,8 +16,6 @@ import struct
 import threading
 from typing import Final
 
-__all__ = ["lower_priority"]
-
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # system call numbers; glibc has no function
 _SCHED_ATTR: Final = struct.Struct("=IIQiIQQQ")  # sched_attr(2) without the clamps: its first version
 _SLICE_NS: Final = 10_000_000

@@ -20,18 +20,6 @@ from typing import Final, NamedTuple
 
 from protocol.errors import os_error
 
-__all__ = [
-    "RECORD_BYTES",
-    "StatxResult",
-    "change_key",
-    "differing_records",
-    "is_racy",
-    "link_count",
-    "result_at",
-    "statx_descriptor",
-    "statx_names",
-]
-
 RECORD_BYTES: Final = 256
 _AT_SYMLINK_NOFOLLOW: Final = 0x100
 _AT_NO_AUTOMOUNT: Final = 0x800

@@ -13,17 +13,6 @@ from typing import Final
 
 from protocol.errors import os_error
 
-__all__ = [
-    "RESOLVE_BENEATH",
-    "RESOLVE_IN_ROOT",
-    "RESOLVE_NO_MAGICLINKS",
-    "RESOLVE_NO_SYMLINKS",
-    "RESOLVE_NO_XDEV",
-    "openat2",
-    "seek_hole",
-    "syncfs",
-]
-
 RESOLVE_NO_XDEV: Final = 0x01
 RESOLVE_NO_MAGICLINKS: Final = 0x02
 RESOLVE_NO_SYMLINKS: Final = 0x04

@@ -7,8 +7,6 @@ import errno
 import os
 from typing import Final
 
-__all__ = ["read_xattrs"]
-
 # The file system has no attributes, or its names may not be listed.
 _NONE_TO_LIST: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODATA, errno.EACCES, errno.EPERM})
 

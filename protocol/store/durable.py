@@ -18,7 +18,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Final
 
-from protocol.linux.beneath import proc_path
+from protocol.linux.portable import proc_path
 from protocol.linux.syscalls import syncfs
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.backends.overlay import OverlayVolume
-from protocol.linux.beneath import proc_path
+from protocol.linux.portable import proc_path
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
 from protocol.volume import Caller, SnapshotableVolume, Volume

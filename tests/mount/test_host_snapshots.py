@@ -25,9 +25,10 @@ from tests.mount.programs import Program, failed, succeeded, vfsd
 from tests.mount.test_host_backend import eventually, rich_tree, run, tree_of
 from tests.support.host_directories import mounted_tmpfs
 from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.launch import Ready, launch
+from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
+from vfsd.wire.handshake import Ready
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire import messages
 from vfsd.wire.entry_points import ENGINES, is_engine
+from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
 from vfsd.wire.options import TRANSPORTS, MountOptions
@@ -218,7 +219,7 @@ def _options(mountpoint: str, settings: dict[str, Any]) -> MountOptions:
         raise click.UsageError(str(error)) from None
 
 
-def _emit_ready(app: App, ready: launch.Ready) -> None:
+def _emit_ready(app: App, ready: Ready) -> None:
     place, socket = (wire_path(os.fsencode(path)) for path in (ready.mountpoint, ready.socket))
     app.emit(
         structs.replace(ready, mountpoint=place, socket=socket),

@@ -19,7 +19,8 @@ from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import refuse_other_archives
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
-from vfsd.machine.mounts import clear_dead_mount, is_dead, mount_at
+from vfsd.machine.mountinfo import mount_at
+from vfsd.machine.mounts import clear_dead_mount, is_dead
 from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
 from vfsd.wire import messages
 from vfsd.wire.backend_spec import BackendSpec

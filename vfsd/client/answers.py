@@ -17,8 +17,6 @@ import msgspec
 from vfsd.client import results
 from vfsd.wire import messages
 
-__all__ = ["CONVERTERS"]
-
 _change_records = msgspec.json.Decoder(messages.ChangeRecord)
 
 

@@ -15,8 +15,6 @@ from vfsd.client.connection import ATTEMPTS, ClosingError, Exchange, connected, 
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import ProgressReport
 
-__all__ = ["AsyncControlClient"]
-
 _BACKLOG_PAUSE_S: Final = 0.05
 
 

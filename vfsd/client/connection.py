@@ -35,18 +35,6 @@ from vfsd.wire.messages import (
 )
 from vfsd.wire.sockets import connect, is_closed_by_peer
 
-__all__ = [
-    "ATTEMPTS",
-    "ClosingError",
-    "ControlClient",
-    "ControlError",
-    "Exchange",
-    "connected",
-    "control_error",
-    "timed_out",
-    "vanished",
-]
-
 # A daemon with too many idle connections closes some of them.  It is unlikely to close the next one of the same client.
 ATTEMPTS: Final = 5
 

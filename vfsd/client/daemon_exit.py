@@ -9,8 +9,6 @@ import select
 from collections.abc import Callable, Iterator
 from typing import Final
 
-__all__ = ["END_TIMEOUT_S", "HELD_TIMEOUT_S", "daemon_end"]
-
 # After the unmount a daemon only removes some files.
 END_TIMEOUT_S: Final = 10.0
 # A daemon whose mount was detached while in use serves the programs that use it.  Some only look at every mount (df).

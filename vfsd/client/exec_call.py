@@ -28,8 +28,6 @@ from vfsd.wire.exec_messages import (
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import Request
 
-__all__ = ["ExecCall"]
-
 _EXEC_ID: Final = 1
 
 

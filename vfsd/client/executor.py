@@ -16,8 +16,6 @@ from vfsd.client.connection import ControlClient
 from vfsd.wire.fs_messages import FsExecParams
 from vfsd.wire.messages import wire_path
 
-__all__ = ["WorkspaceExecutor"]
-
 
 class WorkspaceExecutor:
     """Implements `protocol.execution.executor.Executor`; may be used from any thread.

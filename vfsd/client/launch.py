@@ -29,8 +29,6 @@ from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import Failed, Ready, decode_report, encode_options
 from vfsd.wire.options import MountOptions
 
-__all__ = ["START_TIMEOUT_S", "Ready", "launch", "log_path"]
-
 # Generous: the start may read an archive of gigabytes.
 START_TIMEOUT_S: Final = 300.0
 # How long a daemon may take to unmount after SIGTERM, before SIGKILL.

@@ -16,8 +16,6 @@ from vfsd.wire.backend_spec import parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
 from vfsd.wire.options import MountOptions, TransportChoice
 
-__all__ = ["MountArguments", "mount_options", "running_workspace"]
-
 
 def _host_directory(directory: str, mountpoint: str) -> str:
     """Return `directory` as an absolute path.

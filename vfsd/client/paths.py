@@ -12,10 +12,8 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from vfsd.machine.mounts import resolve
+from vfsd.machine.mountinfo import resolve
 from vfsd.wire.messages import wire_path
-
-__all__ = ["UserPath", "current_directory", "wire_paths", "workspace_path"]
 
 UserPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 

@@ -20,8 +20,6 @@ from vfsd.wire.backend_spec import BackendSpec
 if TYPE_CHECKING:
     from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
 
-__all__ = ["FilePath", "OnProgress", "RemoteCall", "Requests", "check_archive_name"]
-
 T = TypeVar("T")
 FilePath: TypeAlias = str | os.PathLike[str]
 OnProgress: TypeAlias = Callable[[messages.ProgressReport], object]

@@ -11,26 +11,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, Self
 
-from protocol.types import ChangeCounts as Counts
+from protocol.types import ChangeCounts
 from vfsd.wire.messages import StatusResult
 
-__all__ = [
-    "Applied",
-    "Change",
-    "ChangeKind",
-    "Counts",
-    "Diff",
-    "Exported",
-    "FileKind",
-    "Imported",
-    "Patch",
-    "Restored",
-    "Snapshot",
-    "Status",
-    "Unmounted",
-]
-
 ChangeKind = Literal["added", "modified", "removed", "type", "metadata"]
+Counts = ChangeCounts
 FileKind = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 
 

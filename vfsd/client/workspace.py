@@ -39,15 +39,14 @@ from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
-from vfsd.machine.mounts import mount_at
+from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
     from protocol.filesystem import Filesystem
     from vfsd.kernel.in_process import MountedFilesystem
-
-__all__ = ["AsyncWorkspace", "Opening", "Workspace"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,7 +56,7 @@ Kind = type[BaseException] | None
 class _Base:
     """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O."""
 
-    def __init__(self, daemon: launch.Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
+    def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
         self._daemon: Final = daemon
         self._unmount_at_exit = unmount_at_exit
@@ -344,7 +343,7 @@ class AsyncWorkspace(_Base):
 
 
 # -- shared ---------------------------------------------------------------------------------------
-def _launch(options: MountOptions, *, create: bool) -> launch.Ready:
+def _launch(options: MountOptions, *, create: bool) -> Ready:
     if create:
         # `launch` reports anything else at that path, and replaces a dead mount.
         with contextlib.suppress(FileExistsError):

@@ -38,8 +38,6 @@ from vfsd.wire.options import MountOptions
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
 
-__all__ = ["Backend", "BackendOpener", "open_backend"]
-
 _logger = logging.getLogger(__name__)
 _HOST_CACHE_TIMEOUT_S: Final = 1.0
 
@@ -201,10 +199,11 @@ def _container(options: MountOptions, _progress: ByteProgress) -> Backend:
     try:
         # Deferred: Podman's client is an optional dependency, and imports more slowly than everything else together.
         from protocol.backends.container import workspace as containers  # noqa: PLC0415
+        from protocol.backends.container.podman.target import DEFAULT_WORKDIR  # noqa: PLC0415
     except ImportError as error:
         raise missing_package("the container backend", error) from None
     _allow_open_files()
-    workdir = options.container.workdir or containers.DEFAULT_WORKDIR
+    workdir = options.container.workdir or DEFAULT_WORKDIR
     if options.workspace.backend.kind == "container":
         workspace = containers.open_container(
             options.workspace.backend.argument,

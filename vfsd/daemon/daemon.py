@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from vfsd.kernel.engines.base import Engine
     from vfsd.wire.options import MountOptions
 
-__all__ = ["run_daemon"]
-
 _logger = logging.getLogger(__name__)
 
 # After a signal, programs that hold a busy mount have this long before the daemon ends.

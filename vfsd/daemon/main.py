@@ -22,8 +22,6 @@ from vfsd.machine import logs
 from vfsd.wire.handshake import Failed, Ready, decode_options, encode_report
 from vfsd.wire.options import MountOptions
 
-__all__ = ["RunDaemon", "foreground", "main", "run"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from vfsd.kernel.inotify import Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, split_moved_directories
 from vfsd.machine.logs import log_failure
 
-__all__ = ["ContainerStatus", "MountedVolume"]
-
 _logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
 

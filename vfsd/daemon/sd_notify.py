@@ -14,8 +14,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Notifier"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,9 +25,7 @@ from protocol.adapters.filesystem_volume import FilesystemVolume
 from protocol.filesystem import Filesystem
 from vfsd.kernel.engines.base import Engine, EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
-from vfsd.machine import mounts
-
-__all__ = ["MountedFilesystem"]
+from vfsd.machine import mountinfo, mounts
 
 _logger = logging.getLogger(__name__)
 _JOIN_S: Final = 10.0
@@ -70,11 +68,11 @@ class MountedFilesystem:
         OSError(EBUSY) names the processes that have files open.  `lazy` detaches the mount anyway, and serves those
         processes until they close their files.
         """
-        if self._thread.is_alive() and mounts.mount_at(self.path) is not None:
+        if self._thread.is_alive() and mountinfo.mount_at(self.path) is not None:
             try:
                 mounts.unmount(self.path, lazy=lazy)
             except OSError:
-                if mounts.mount_at(self.path) is not None:
+                if mountinfo.mount_at(self.path) is not None:
                     raise  # otherwise the mount has just ended in another way
         self._thread.join(_JOIN_S)
 

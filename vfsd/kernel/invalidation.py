@@ -34,8 +34,6 @@ import trio
 from protocol.volume import CacheInvalidation
 from vfsd.kernel.engines.base import Engine
 
-__all__ = ["invalidate_kernel_caches", "split_moved_directories"]
-
 P = ParamSpec("P")
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,6 @@ from vfsd.machine.foreign import foreign_protocol
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
 from vfsd.machine.mounts import is_dead
 
-__all__ = ["Finding", "Host", "examine"]
-
 KERNEL_MIN: Final = (5, 15)  # for the native engine (vfsd/kernel/engines/native/negotiation.py)
 KERNEL_MIN_PYFUSE3: Final = (5, 4)
 # Features of later kernels; source: Documentation/filesystems/fuse.rst and the history in linux/fuse.h.

@@ -13,8 +13,6 @@ import sys
 
 import vfsd
 
-__all__ = ["foreign_protocol"]
-
 
 def foreign_protocol() -> str | None:
     """Describe the `protocol` that Python finds instead of vfsd's, and what to do; None if it finds vfsd's."""

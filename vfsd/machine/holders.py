@@ -16,8 +16,6 @@ from typing import Final
 
 from vfsd.machine.mountinfo import mount_at, mounts
 
-__all__ = ["Holder", "holders"]
-
 _LINKS: Final = (("cwd", "current directory"), ("root", "root directory"), ("exe", "program"))
 _MOUNT_ID: Final = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 # address perms offset dev:inode pathname; the device in hexadecimal

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["environment", "set_up"]
-
 # Faulting in single pages costs more than filling them: with huge pages a write of 1 MiB takes a quarter of the time.
 # glibc reads this variable when a process starts (GNU libc manual, "Memory Allocation Tunables"); other C libraries
 # ignore it.

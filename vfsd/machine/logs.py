@@ -22,8 +22,6 @@ import msgspec
 
 from protocol.errors import errno_of
 
-__all__ = ["LogFormat", "configure", "errno_name", "escape", "log_failure"]
-
 LogFormat = Literal["text", "json", "journal"]
 
 _PRIORITIES: Final = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))

@@ -15,8 +15,6 @@ from typing import Final
 
 from vfsd.wire.option_rules import LEAST_MEMORY_BYTES
 
-__all__ = ["available_memory", "default_max_memory"]
-
 _SHARE: Final = 2
 _CGROUPS: Final = "/sys/fs/cgroup"
 _V1_UNLIMITED: Final = 1 << 60  # v1 reports the largest number of pages if there is no limit

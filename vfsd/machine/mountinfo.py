@@ -14,19 +14,6 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "VFSD_TYPE",
-    "Mount",
-    "find_mount",
-    "follow_symlinks",
-    "mount_at",
-    "mounts",
-    "nested_mounts",
-    "parse_mountinfo",
-    "resolve",
-    "vfsd_mounts",
-]
-
 VFSD_TYPE: Final = "fuse.vfsd"
 SOURCE_PREFIX: Final = "vfsd:"
 _SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h

@@ -19,24 +19,7 @@ import sys
 from typing import Final
 
 from vfsd.machine.holders import holders
-from vfsd.machine.mountinfo import VFSD_TYPE, Mount, find_mount, mount_at, mounts, nested_mounts, resolve, vfsd_mounts
-
-__all__ = [
-    "VFSD_TYPE",
-    "Mount",
-    "busy_error",
-    "check_mountpoint",
-    "clear_dead_mount",
-    "find_mount",
-    "holders",
-    "is_dead",
-    "mount_at",
-    "mounts",
-    "nested_mounts",
-    "resolve",
-    "unmount",
-    "vfsd_mounts",
-]
+from vfsd.machine.mountinfo import Mount, mount_at, nested_mounts
 
 PROBE_TIMEOUT_S: Final = 2.0
 UNMOUNT_TIMEOUT_S: Final = 30.0

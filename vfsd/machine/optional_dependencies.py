@@ -6,8 +6,6 @@ import errno
 import shlex
 import sys
 
-__all__ = ["missing_package"]
-
 
 def missing_package(feature: str, error: ImportError, extra: str = "container") -> OSError:
     """Return the error for `feature`, which needs the packages that `pip install 'vfsd[EXTRA]'` adds."""

@@ -21,22 +21,6 @@ from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
-__all__ = [
-    "WorkspaceNotFoundError",
-    "WorkspaceRecord",
-    "ensure_socket_dir",
-    "find_workspace",
-    "process_start_ticks",
-    "read_records",
-    "record_path",
-    "remove_record",
-    "runtime_dir",
-    "socket_dir",
-    "socket_path",
-    "unique_name",
-    "write_record",
-]
-
 RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
 WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["clear_frames"]
-
 
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables of all finished frames in the tracebacks of `error`, its group, cause and context.

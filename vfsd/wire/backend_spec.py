@@ -10,8 +10,6 @@ from typing import Final
 
 from vfsd.wire.entry_points import BACKENDS_GROUP, entry_point_names
 
-__all__ = ["BACKENDS", "MEMORY", "BackendSpec", "known_backends", "parse_backend"]
-
 # The built-in kinds, and how a user writes each of them.
 BACKENDS: Final = {
     "memory": "memory",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Empty", "Params"]
-
 
 class Params(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of the parameters of a method.  A parameter with an unknown name is an error (INVALID_PARAMS)."""

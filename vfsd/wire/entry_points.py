@@ -8,16 +8,6 @@ from __future__ import annotations
 import errno
 from typing import Any, Final
 
-__all__ = [
-    "BACKENDS_GROUP",
-    "ENGINES",
-    "ENGINES_GROUP",
-    "entry_point_names",
-    "is_engine",
-    "known_engines",
-    "load_entry_point",
-]
-
 BACKENDS_GROUP: Final = "vfsd.backends"
 ENGINES_GROUP: Final = "vfsd.engines"
 ENGINES: Final = ("auto", "native", "pyfuse3")  # the built-in ones

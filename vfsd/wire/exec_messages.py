@@ -20,24 +20,6 @@ from msgspec import Meta
 
 from vfsd.wire.base import Empty, Params
 
-__all__ = [
-    "EXEC_METHODS",
-    "OUTPUT",
-    "STARTED",
-    "WINDOW_BYTES",
-    "Empty",
-    "ExecEnded",
-    "ExecInputParams",
-    "ExecMoreParams",
-    "ExecOutput",
-    "ExecParams",
-    "ExecResizeParams",
-    "ExecSignalParams",
-    "ExecStarted",
-    "TerminalSize",
-    "cost",
-]
-
 STARTED: Final = "exec.started"
 OUTPUT: Final = "exec.output"
 WINDOW_BYTES: Final = 64 * 1024

@@ -25,19 +25,6 @@ from protocol.tool_messages import (
 from protocol.types import WriteResult
 from vfsd.wire.base import Params
 
-__all__ = [
-    "FS_METHODS",
-    "FsEntry",
-    "FsExecParams",
-    "FsExecResult",
-    "FsLsParams",
-    "FsLsResult",
-    "FsReadParams",
-    "FsReadResult",
-    "FsStatParams",
-    "FsWriteParams",
-]
-
 NotNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 

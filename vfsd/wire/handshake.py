@@ -16,8 +16,6 @@ import msgspec
 from protocol.errors import errno_of
 from vfsd.wire.options import MountOptions
 
-__all__ = ["Failed", "Ready", "decode_options", "decode_report", "encode_options", "encode_report"]
-
 
 class Ready(msgspec.Struct, frozen=True):
     """The mount answers.  `recovered`: a sentence about a dead workspace that this one replaced, if any."""

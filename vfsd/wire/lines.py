@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["RECEIVE_BYTES", "LineBuffer"]
-
 RECEIVE_BYTES: Final = 64 * 1024
 
 

@@ -18,8 +18,6 @@ from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
 from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, MountOptions
 
-__all__ = ["LARGEST", "LEAST_MEMORY_BYTES", "SCOPES", "OptionError", "Scope", "check_options", "parse_sandbox"]
-
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
 LEAST_MEMORY_BYTES: Final = 4 << 20  # the minimum of max_memory; a smaller workspace could store hardly anything

@@ -12,21 +12,6 @@ from typing import Any, Final, Literal, get_type_hints
 
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
-__all__ = [
-    "DEFAULTS",
-    "NAME_PATTERN",
-    "TRANSPORTS",
-    "CommandOptions",
-    "ContainerOptions",
-    "ContentOptions",
-    "KernelOptions",
-    "LimitOptions",
-    "LogOptions",
-    "MountOptions",
-    "TransportChoice",
-    "WorkspaceOptions",
-]
-
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.

@@ -22,16 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = [
-    "BoundSocket",
-    "PeerCredentials",
-    "bind",
-    "connect",
-    "is_closed_by_peer",
-    "peer_credentials",
-    "remove_dead_socket",
-]
-
 _SUN_PATH_BYTES: Final = 108  # linux/un.h UNIX_PATH_MAX, the closing NUL included
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Long enough that a burst of clients is not refused; the kernel limits it to net.core.somaxconn.

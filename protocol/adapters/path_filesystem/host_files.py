@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 from protocol.adapters.path_filesystem.files import Status
-from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import proc_path
 from protocol.linux.xattrs import read_xattrs
 
 __all__ = ["HostFile", "HostFiles"]

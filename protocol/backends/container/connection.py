@@ -18,8 +18,6 @@ from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
 from protocol.volume import CacheInvalidation
 
-__all__ = ["ContainerConnection", "InvalidateCaches"]
-
 _logger = logging.getLogger(__name__)
 
 # Invalidates kernel caches.  It may wait for requests of the kernel, which the loop must go on answering.

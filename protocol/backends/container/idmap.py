@@ -11,8 +11,6 @@ from typing import Final
 
 from protocol.errors import os_error
 
-__all__ = ["IDENTITY", "IdMap", "Ids", "parse_map", "swapped"]
-
 _OVERFLOW_ID: Final = 65534  # the kernel shows this for an unmapped id
 _KEEP: Final = 0xFFFFFFFF  # (uid_t) -1: chown(2) keeps the id
 

@@ -16,8 +16,6 @@ from typing import Final, TypeAlias
 
 from protocol.volume import ROOT_INODE
 
-__all__ = ["DentryKey", "File", "InodeMap"]
-
 DentryKey: TypeAlias = tuple[int, bytes]  # a directory's number and a name in it
 # Numbers that no volume uses, for files whose own number is taken by another file here.
 _FIRST_SPARE: Final = 1 << 62

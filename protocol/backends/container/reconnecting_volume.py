@@ -43,8 +43,6 @@ from protocol.volume import (
     checkable,
 )
 
-__all__ = ["ReconnectingVolume"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 _DOTS: Final = frozenset({b".", b".."})

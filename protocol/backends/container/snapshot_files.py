@@ -24,8 +24,6 @@ from protocol.store.directory.statcache import StatCache
 from protocol.store.format.blobs import Sink
 from protocol.tree import no_progress
 
-__all__ = ["ContainerSource", "MountTarget"]
-
 
 class ContainerSource:
     """Implements `protocol.store.Source`.  For worker threads that the serving loop started."""

@@ -23,8 +23,6 @@ from protocol.backends.container.podman.target import DEFAULT_WORKDIR, Container
 from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.backends.container.transports.transport import Transport
 
-__all__ = ["DEFAULT_WORKDIR", "ContainerWorkspace", "TransportChoice", "open_container", "open_image"]
-
 _logger = logging.getLogger(__name__)
 
 TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]

@@ -13,14 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from protocol.backends.host.descriptors import Descriptors
-from protocol.linux.beneath import proc_path
-from protocol.linux.portable import kill_privileges, set_times
+from protocol.linux.portable import kill_privileges, proc_path, set_times
 
 if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode
     from protocol.volume import AttributeChanges
-
-__all__ = ["HostAttributes", "set_attributes"]
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 _SET_ID_BITS: Final = stat.S_ISUID | stat.S_ISGID

@@ -11,8 +11,6 @@ import os
 import threading
 from typing import Final
 
-__all__ = ["BackgroundCloser"]
-
 _QUIET_S: Final = 0.1  # the thread starts to close when no descriptor was added for this long
 
 

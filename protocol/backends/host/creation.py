@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.backends.host.descriptors import Descriptors
 from protocol.errors import os_error
-from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import proc_path
 
 if TYPE_CHECKING:
     from protocol.backends.host.inode_table import HostInode
     from protocol.volume import Caller
-
-__all__ = ["InodeCreator"]
 
 _O_CREATE: Final = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _O_UNNAMED: Final = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC

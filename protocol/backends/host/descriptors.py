@@ -22,9 +22,8 @@ from typing import Final
 from protocol.backends.host.background_close import BackgroundCloser
 from protocol.backends.host.inode_table import HostInode, HostInodeTable
 from protocol.errors import os_error
-from protocol.linux.beneath import RECHECK_S, open_beneath, proc_path
-
-__all__ = ["Descriptors"]
+from protocol.linux.beneath import RECHECK_S, open_beneath
+from protocol.linux.portable import proc_path
 
 _ANY_EXECUTE: Final = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _FEWEST: Final = 16

@@ -17,8 +17,6 @@ from protocol.directory_cookies import DirectoryCookies
 if TYPE_CHECKING:
     from os import stat_result
 
-__all__ = ["DirectoryEntries", "HostEntry"]
-
 
 HostEntry: TypeAlias = tuple[int, int]  # as readdir(3) shows it: the inode's number on the host, its type (0: unknown)
 

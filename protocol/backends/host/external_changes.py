@@ -25,8 +25,6 @@ from protocol.diff.tree_diff import Change
 from protocol.linux.beneath import TEMPORARY_PREFIX
 from protocol.volume import CacheInvalidation, EntryChange, InodeChange
 
-__all__ = ["ExternalChanges"]
-
 # Numbers that no inode has, for entries that are gone and whose inode the kernel did not know.
 _FIRST_UNKNOWN: Final = 1 << 60
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from protocol.backends.host.directory_entries import DirectoryEntries
 
-__all__ = ["HostDentry", "HostInode", "HostInodeTable", "Key"]
-
 Key: TypeAlias = tuple[int, int]  # st_dev, st_ino
 
 IDLE_NODES: Final = 8192

@@ -30,7 +30,8 @@ from protocol.backends.host.external_changes import ExternalChanges
 from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable
 from protocol.errors import os_error
 from protocol.linux import portable, posix_acl
-from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import proc_path
 from protocol.volume import (
     NAME_MAX,
     RENAME_EXCHANGE,
@@ -47,8 +48,6 @@ from protocol.volume import (
 if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
     from protocol.volume import Buffer
-
-__all__ = ["HostVolume"]
 
 MAX_FILE_BYTES: Final = 2**63 - 1  # what off_t holds
 MOST_READ_DIRECTORIES: Final = 256

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.limits import MemoryLimits
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["InodeAttributes"]
-
 _XATTR_ROOM_BYTES: Final = 1024  # more than one attribute takes beyond its name and value
 
 

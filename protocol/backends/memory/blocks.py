@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["BLOCK_CHARGE_BYTES", "PAGE_BYTES", "Block", "SparseBlock", "block_bytes", "page_bits", "page_up"]
-
 PAGE_BYTES: Final = 4096
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
 BLOCK_CHARGE_BYTES: Final = 192  # of any dense block: the object and its entry in a dict

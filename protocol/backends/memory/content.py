@@ -39,8 +39,6 @@ from protocol.errors import os_error
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Block", "Content"]
-
 BLOCK_BYTES: Final = 128 * 1024
 _PAGES_PER_BLOCK: Final = BLOCK_BYTES // PAGE_BYTES
 _BLOCK_SHIFT: Final = BLOCK_BYTES.bit_length() - 1

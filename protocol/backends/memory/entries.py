@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.limits import MemoryLimits
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["DirectoryEntries", "not_found"]
-
 SYMLINK_MAX: Final = 4095  # PATH_MAX without its NUL, linux/limits.h
 _SLASH: Final = ord("/")
 _REGULAR: Final = stat.S_IFREG

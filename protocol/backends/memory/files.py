@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.volume import Buffer
 
-__all__ = ["FileContents", "check_regular", "check_size", "without_privileges"]
-
 MAX_FILE_BYTES: Final = 2**63 - 1  # MAX_LFS_FILESIZE on 64 bits, linux/fs.h
 _REGULAR: Final = stat.S_IFREG
 _FALLOC_KEEP_SIZE: Final = 1  # linux/falloc.h

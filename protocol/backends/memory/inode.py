@@ -11,20 +11,11 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.content import PAGE_BYTES, Content
+from protocol.backends.memory.blocks import PAGE_BYTES
+from protocol.backends.memory.content import Content
 
 if TYPE_CHECKING:
     from protocol.directory_cookies import DirectoryCookies
-
-__all__ = [
-    "DIRECTORY_BASE_BYTES",
-    "DIRECTORY_ENTRY_BYTES",
-    "Inode",
-    "Link",
-    "Links",
-    "with_link",
-    "without_link",
-]
 
 Link = tuple[int, bytes]  # directory, name
 Links = tuple[Link, ...] | dict[Link, None]  # a dict (as an ordered set) beyond _TUPLE_LINKS names

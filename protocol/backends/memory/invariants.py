@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["Invariants"]
-
 
 class Invariants:
     """The invariants of `state`, `content`, `directory_cookies`, `undo` and `ledger`.

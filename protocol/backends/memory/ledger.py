@@ -49,29 +49,10 @@ from typing import TYPE_CHECKING, Final
 from protocol.errors import os_error
 
 if TYPE_CHECKING:
-    from protocol.backends.memory.content import Block, Content
+    from protocol.backends.memory.blocks import Block
+    from protocol.backends.memory.content import Content
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.xattrs import Xattrs
-
-__all__ = [
-    "CONTENT_BYTES",
-    "DIRECTORY_BYTES",
-    "ENTRY_BYTES",
-    "INODE_BYTES",
-    "NAMES_BYTES",
-    "RECORD_BYTES",
-    "RESERVE_BYTES",
-    "SLACK_BYTES",
-    "SNAPSHOT_BYTES",
-    "UNLIMITED",
-    "VERSION_BYTES",
-    "VERSION_LINK_BYTES",
-    "Ledger",
-    "live_bytes",
-    "metadata_bytes",
-    "version_bytes",
-    "xattrs_bytes",
-]
 
 UNLIMITED: Final = 1 << 62
 RESERVE_BYTES: Final = 448  # of each live inode, for one old version of it

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.volume import SnapshotInfo, SnapshotKind
 
-__all__ = ["MemoryLimits"]
-
 FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds as many pages as with tmpfs
 SNAPSHOT_MARGIN_BYTES: Final = 8 << 20  # at most; otherwise a sixteenth of the limit
 # Free memory at which _UNCHECKED_METADATA_BYTES of metadata, and half of _FAR_BYTES of content, need no further check.

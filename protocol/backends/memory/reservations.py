@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Reserved", "joined", "overlap", "within", "without"]
-
 
 class Reserved(NamedTuple):
     """Pages that fallocate counted and that were not written yet."""

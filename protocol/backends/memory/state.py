@@ -47,8 +47,6 @@ from protocol.volume import ROOT_INODE
 if TYPE_CHECKING:
     from protocol.volume import SnapshotInfo
 
-__all__ = ["MemoryState"]
-
 _DIRECTORY: Final = stat.S_IFDIR
 _REGULAR: Final = stat.S_IFREG
 _DIRECTORY_MODE: Final = _DIRECTORY | 0o755

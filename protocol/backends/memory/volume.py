@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.volume import Buffer
 
-__all__ = ["MemoryVolume"]
-
 _UNLIMITED_INODES: Final = 2**31 - 1
 _COPY_BYTES: Final = 1 << 20
 

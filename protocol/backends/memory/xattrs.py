@@ -18,18 +18,6 @@ from protocol.errors import os_error
 from protocol.linux import posix_acl
 from protocol.volume import NAME_MAX
 
-__all__ = [
-    "XATTRS_MAX_BYTES",
-    "Xattrs",
-    "after_chmod",
-    "after_remove",
-    "after_set",
-    "check_imported",
-    "check_name",
-    "inherited",
-    "without_capability",
-]
-
 Xattrs: TypeAlias = dict[bytes, bytes]
 
 # Names and values of one inode; a value may have 64 KiB (XATTR_SIZE_MAX).  tmpfs bounds only the sum of all inodes.

@@ -38,7 +38,7 @@ from protocol.backends.overlay.journal import ApplyJournal, Recovered, has_journ
 from protocol.backends.overlay.lower import JOURNAL_NAME, ChangedBelowError, Identity, identity, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place, set_attributes
 from protocol.diff.tree_diff import Change, changes, entry_or_none
-from protocol.linux.beneath import Handle
+from protocol.linux.portable import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.tree import TreeEntry
 from protocol.volume import ApplyConflict
@@ -46,8 +46,6 @@ from protocol.volume import ApplyConflict
 if TYPE_CHECKING:
     from protocol.backends.memory.history.view import SnapshotTree
     from protocol.backends.overlay.volume import OverlayVolume
-
-__all__ = ["Applied", "OverlayApply"]
 
 _CHUNK_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 64  # files; more than that are synced by one syncfs(2)

@@ -17,8 +17,6 @@ from protocol.backends.overlay.inode import OverlayInode
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
 
-__all__ = ["FilledChildren", "InodeTable", "UnfilledChildren"]
-
 
 class FilledChildren(dict[bytes, int]):
     """Name to inode number, after loading: a dict without overrides."""

@@ -18,16 +18,14 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from protocol.backends.memory.blocks import SparseBlock, page_bits, page_up
-from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
+from protocol.backends.memory.blocks import PAGE_BYTES, SparseBlock, page_bits, page_up
+from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.overlay.lower import ChangedBelowError
 
 if TYPE_CHECKING:
     from protocol.backends.memory.ledger import Ledger
     from protocol.backends.overlay.lower import LowerFile
     from protocol.volume import Buffer
-
-__all__ = ["LowerContent"]
 
 _SECTOR_BYTES: Final = 512
 _COUNTED_BLOCKS: Final = 64  # with more changed blocks the visible size of the lower file is estimated

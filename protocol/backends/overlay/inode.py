@@ -10,8 +10,6 @@ from protocol.backends.overlay.content import LowerContent
 if TYPE_CHECKING:
     from protocol.backends.overlay.lower import LowerFile
 
-__all__ = ["OverlayInode"]
-
 
 class OverlayInode(Inode):
     """`lower` is the file of the lower layer.

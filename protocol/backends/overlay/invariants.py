@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.overlay.state import OverlayState
 
-__all__ = ["OverlayInvariants"]
-
 
 class OverlayInvariants(Invariants):
     """See `Invariants`."""

@@ -32,10 +32,9 @@ from typing import Final
 
 from protocol.backends.overlay.lower import JOURNAL_NAME, is_gone
 from protocol.backends.overlay.steps import Step, Steps, place
-from protocol.linux.beneath import Handle, open_beneath
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import Handle
 from protocol.linux.regular_file import open_regular, read_regular
-
-__all__ = ["ApplyJournal", "Recovered", "has_journal", "is_interrupted", "journal", "recover"]
 
 _PLAN: Final = b"plan"
 _UNFINISHED_PLAN: Final = b"plan.new"

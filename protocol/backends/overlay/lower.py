@@ -16,20 +16,9 @@ import stat
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from protocol.linux.beneath import Handle, HandleCache, RootDirectory, open_to_read, proc_path
+from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
+from protocol.linux.portable import Handle, proc_path
 from protocol.linux.syscalls import seek_hole
-
-__all__ = [
-    "JOURNAL_NAME",
-    "KEPT_BYTES",
-    "ChangedBelowError",
-    "Identity",
-    "Lower",
-    "LowerFile",
-    "Scanned",
-    "identity",
-    "is_gone",
-]
 
 Identity = tuple[int, int, int, int, int]  # st_dev, st_ino, st_size, st_mtime_ns, st_ctime_ns
 

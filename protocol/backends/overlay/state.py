@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from protocol.adapters.path_filter import PathFilter
     from protocol.backends.memory.xattrs import Xattrs
 
-__all__ = ["OverlayState"]
-
 _TICK_MS: Final = 10  # tick of the kernel's timestamp clock at its slowest (CONFIG_HZ=100)
 _CLOCK_REALTIME_COARSE: Final = 5  # linux/time.h; the kernel takes timestamps of files from this clock
 _LOWER_NAME_BYTES: Final = 640  # memory of a listed name: its entry, number and kind

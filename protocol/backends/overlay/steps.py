@@ -18,10 +18,9 @@ from typing import Any, Final, Literal
 
 from protocol.backends.overlay.lower import Identity, is_gone
 from protocol.errors import os_error
-from protocol.linux.beneath import Handle, open_beneath, proc_path
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import Handle, proc_path
 from protocol.tree import TreeEntry
-
-__all__ = ["Step", "Steps", "place", "set_attributes"]
 
 _PERMISSIONS: Final = 0o7777
 _ONLY_MINE: Final = 0o700

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["OverlayTree"]
-
 
 class OverlayTree(SnapshotTree):
     """See `SnapshotTree`.  `recheck` is `OverlayVolume.recheck`."""

@@ -52,8 +52,6 @@ from protocol.volume import RENAME_EXCHANGE, SUPERUSER, CacheInvalidation, Calle
 if TYPE_CHECKING:
     from protocol.volume import Buffer
 
-__all__ = ["OverlayVolume"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

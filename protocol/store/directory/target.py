@@ -18,8 +18,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from protocol.linux.beneath import TEMPORARY_PREFIX, Handle, RootDirectory, open_beneath, proc_path
-from protocol.linux.portable import renameat2
+from protocol.linux.beneath import TEMPORARY_PREFIX, RootDirectory, open_beneath
+from protocol.linux.portable import Handle, proc_path, renameat2
 from protocol.linux.statx import change_key, link_count, result_at, statx_descriptor, statx_names
 from protocol.linux.xattrs import read_xattrs
 from protocol.store.directory.source import DirectorySource, Source

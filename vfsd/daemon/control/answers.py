@@ -28,8 +28,6 @@ from vfsd.wire.messages import (
     wire_path,
 )
 
-__all__ = ["answer", "busy_line", "decode_request", "error_line", "request_id", "result_line"]
-
 _logger = logging.getLogger(__name__)
 _decoder: Final = msgspec.json.Decoder(Request)
 

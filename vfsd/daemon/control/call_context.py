@@ -17,8 +17,6 @@ import trio
 
 from vfsd.wire.messages import OUTPUT_METHOD, PROGRESS_METHOD, Output, ProgressReport, Request
 
-__all__ = ["CallCancelledError", "CallContext", "Encoded", "Handler"]
-
 Handler = Callable[[Any, "CallContext"], Awaitable[Any]]
 """Answers one method: takes the parameters struct and the call, returns the result struct (types as in METHODS)."""
 

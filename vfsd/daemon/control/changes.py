@@ -29,19 +29,6 @@ from vfsd.wire.messages import (
     wire_path,
 )
 
-__all__ = [
-    "Differences",
-    "OutputPieces",
-    "change_record",
-    "compare",
-    "expired_records",
-    "filtered",
-    "path_filter",
-    "problem_records",
-    "time_text",
-    "written_patch",
-]
-
 FileType = Literal["file", "directory", "symlink", "fifo", "socket", "device"]
 _TYPES: dict[int, FileType] = {
     stat.S_IFREG: "file",

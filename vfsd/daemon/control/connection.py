@@ -39,8 +39,6 @@ from vfsd.wire.messages import (
     Request,
 )
 
-__all__ = ["Budget", "ClientConnection", "ConnectionLimits"]
-
 _logger = logging.getLogger(__name__)
 _SMALL_BYTES: Final = 16 * 1024  # a request of this size always fits in the budget
 

@@ -8,8 +8,6 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["SpareDescriptors"]
-
 _MOST: Final = 32
 _SHARE: Final = 4  # at most this fraction of the limit: 12 of 48
 

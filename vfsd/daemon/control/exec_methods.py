@@ -20,10 +20,10 @@ from protocol.paths import normalise
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.parameters import filesystem_path, host_text
 from vfsd.daemon.exec.commands import Commands
+from vfsd.wire.base import Empty
 from vfsd.wire.exec_messages import (
     OUTPUT,
     STARTED,
-    Empty,
     ExecEnded,
     ExecInputParams,
     ExecMoreParams,
@@ -36,8 +36,6 @@ from vfsd.wire.exec_messages import (
     cost,
 )
 from vfsd.wire.messages import InvalidParamsError
-
-__all__ = ["ExecMethods"]
 
 SESSIONS_AT_ONCE: Final = 64
 

@@ -71,8 +71,6 @@ from vfsd.wire.fs_messages import (
 from vfsd.wire.messages import InvalidParamsError, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
-__all__ = ["FsMethods"]
-
 COMMANDS_AT_ONCE: Final = 16  # of all clients together; further ones wait
 _SHORT_LISTING: Final = 1_000  # entries; a longer listing takes turns with searches
 _SLICE: Final = 256  # entries of an answer that are encoded in one step: less than a millisecond

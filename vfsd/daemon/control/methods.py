@@ -24,8 +24,6 @@ from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.messages import Empty, StatusResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
-__all__ = ["Methods"]
-
 
 class Methods:
     """All methods of one workspace.  `snapshots` is None if its backend has none."""

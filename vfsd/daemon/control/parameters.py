@@ -7,8 +7,6 @@ import os
 from protocol.paths import decode
 from vfsd.wire.messages import InvalidParamsError, from_wire_path
 
-__all__ = ["absolute_path", "filesystem_path", "host_text", "tree_paths"]
-
 
 def _decoded(wire: str) -> bytes:
     try:

@@ -16,13 +16,11 @@ from typing import Final
 import trio
 
 from vfsd.daemon.control.answers import error_line
-from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Handler
+from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.connection import Budget, ClientConnection, ConnectionLimits
 from vfsd.daemon.control.descriptors import SpareDescriptors
-from vfsd.wire.messages import OPERATION_FAILED, ErrorData, InvalidParamsError
+from vfsd.wire.messages import OPERATION_FAILED, ErrorData
 from vfsd.wire.sockets import bind, peer_credentials
-
-__all__ = ["CallCancelledError", "CallContext", "ConnectionLimits", "ControlServer", "Handler", "InvalidParamsError"]
 
 # Errors of accept(2) that a later attempt may not have: the process or the system lacks a resource.
 _OUT_OF_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

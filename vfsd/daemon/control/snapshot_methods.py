@@ -38,8 +38,6 @@ from vfsd.wire.messages import (
 )
 from vfsd.wire.options import WorkspaceOptions
 
-__all__ = ["SnapshotMethods", "required"]
-
 # Names that need no quoting in a shell, in a table's file name, and in `restore NAME|ARCHIVE.zip`.
 _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127}")
 

@@ -31,7 +31,7 @@ from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, no_lower_layer
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
-from vfsd.machine import mounts
+from vfsd.machine import mountinfo
 from vfsd.wire.messages import (
     ApplyParams,
     ApplyResult,
@@ -43,8 +43,6 @@ from vfsd.wire.messages import (
     wire_path,
 )
 from vfsd.wire.options import WorkspaceOptions
-
-__all__ = ["TreeMethods"]
 
 
 class TreeMethods:
@@ -129,8 +127,8 @@ class TreeMethods:
         # A container that was made for the workspace goes with it, although its files are on a disk.
         if self._mounted.volume.capabilities.durable and self._options.backend.kind != "image":
             return
-        found = mounts.find_mount(os.path.dirname(path))
-        if found is not None and found.mountpoint == mounts.resolve(self._options.mountpoint):
+        found = mountinfo.find_mount(os.path.dirname(path))
+        if found is not None and found.mountpoint == mountinfo.resolve(self._options.mountpoint):
             reason = (
                 f"the archive would be inside workspace {self._options.name}, whose unmount deletes it: "
                 "export to a path outside of the workspace"

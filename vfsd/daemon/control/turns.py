@@ -28,8 +28,6 @@ import trio
 
 from vfsd.daemon.control.call_context import CallContext
 
-__all__ = ["Slices", "Turns"]
-
 _SLICE_S: Final = 0.01
 _PATIENCE_S: Final = 2.0  # for which an unread answer may delay other clients
 

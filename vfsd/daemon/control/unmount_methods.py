@@ -32,8 +32,6 @@ from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import Empty, UnmountParams, UnmountResult, UnsavedResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
 
-__all__ = ["UnmountMethods"]
-
 _logger = logging.getLogger(__name__)
 _COUNTED: Final = 10_000  # changes of an overlay; beyond it the answer says "at least"
 _ATTEMPTS: Final = 5  # to find a state without unsaved changes while programs change the workspace and change it back

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vfsd.daemon.exec.sandbox import Sandbox
     from vfsd.wire.options import MountOptions
 
-__all__ = ["Commands", "choose_commands"]
-
 TakeSnapshot: TypeAlias = Callable[[str], Awaitable[str]]
 
 _SNAPSHOT_PREFIX: Final = "exec-"

@@ -39,8 +39,6 @@ from vfsd.machine.logs import log_failure
 from vfsd.machine.mountinfo import mount_at, mounts
 from vfsd.wire.options import ContainerOptions, WorkspaceOptions
 
-__all__ = ["WORKDIR", "Sandbox"]
-
 WORKDIR: Final = "/workspace"
 # SELinux otherwise denies containers access to FUSE mounts of the host (podman-run(1), --security-opt label).
 _OPTIONS: Final = {"security_opt": ["label=disable"]}

@@ -13,8 +13,6 @@ from protocol.store import Store
 from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
 from protocol.volume import ImportStage, StagingVolume
 
-__all__ = ["CountedTree", "Origin", "Reserve", "archive", "read_origin", "snapshot_of", "unlimited", "unpack"]
-
 Reserve: TypeAlias = Callable[[int], None]
 
 # An entry without content counts as much as its header in a tar archive.

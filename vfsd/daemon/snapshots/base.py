@@ -38,28 +38,6 @@ from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
 
-__all__ = [
-    "BASE",
-    "SAFETY_PREFIX",
-    "SNAPSHOT_PREFIX",
-    "STAGED_PREFIX",
-    "UNOBSERVED",
-    "CallObserver",
-    "Dropped",
-    "Interrupted",
-    "Outcome",
-    "SnapshotService",
-    "Staged",
-    "check_names",
-    "free_name",
-    "in_bytes",
-    "is_reserved",
-    "is_staged",
-    "log_expired",
-    "name_at",
-    "no_lower_layer",
-]
-
 BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empty name
 SAFETY_PREFIX: Final = "safety-"
 STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imported

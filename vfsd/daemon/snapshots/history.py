@@ -37,15 +37,6 @@ import msgspec
 
 from protocol.volume import SnapshotInfo
 
-__all__ = [
-    "LOOSE_KEPT",
-    "LOOSE_KEPT_DAYS",
-    "STEPS_KEPT",
-    "HistoryState",
-    "UndoHistory",
-    "expired",
-]
-
 STEPS_KEPT: Final = 50
 LOOSE_KEPT: Final = 20
 LOOSE_KEPT_DAYS: Final = 30

@@ -28,8 +28,6 @@ from protocol.volume import CacheInvalidation, ExternallyChangedVolume, Snapshot
 from vfsd.daemon.snapshots.base import CallObserver, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
 
-__all__ = ["HistoryFile", "PlannedStep", "Step", "VolumeUpdate", "scan_progress"]
-
 _PATHS_AT_ONCE: Final = 500  # given to the volume in one call: the mount waits for about 15 ms
 
 

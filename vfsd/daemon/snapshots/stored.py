@@ -66,8 +66,6 @@ from vfsd.daemon.snapshots.threads import checked, entered, in_thread
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
-__all__ = ["StoreSnapshots", "Stored", "interrupted"]
-
 _logger = logging.getLogger(__name__)
 # Garbage collection locks the store, and makes the next snapshot read every file: so not after each drop.
 _COLLECT_AFTER: Final = 16

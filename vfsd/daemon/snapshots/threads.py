@@ -13,8 +13,6 @@ from protocol.tree import Tree
 from vfsd.daemon.snapshots.archives import Origin, unlimited
 from vfsd.daemon.snapshots.base import CallObserver, Staged, in_bytes
 
-__all__ = ["checked", "entered", "in_answer_thread", "in_thread"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -58,8 +58,6 @@ from vfsd.daemon.snapshots.threads import checked
 from vfsd.machine.logs import log_failure
 from vfsd.wire.messages import CHANGES_LISTED
 
-__all__ = ["AppliedStep", "VolumeSnapshots"]
-
 _logger = logging.getLogger(__name__)
 _TAG_CHARACTERS: Final = TAG_MAX_BYTES // 4
 _PRUNED_NAMED: Final = 1000  # the newest pruned snapshots that one answer names

@@ -15,15 +15,6 @@ from typing import Protocol
 
 from protocol.volume import Volume
 
-__all__ = [
-    "Engine",
-    "EngineFactory",
-    "EngineSettings",
-    "Impersonator",
-    "invalidate_attributes",
-    "mount_options",
-]
-
 _logger = logging.getLogger(__name__)
 
 

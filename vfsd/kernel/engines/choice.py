@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vfsd.kernel.engines.base import Engine, EngineFactory, EngineSettings, Impersonator
     from vfsd.kernel.engines.pyfuse3 import Pyfuse3Engine
 
-__all__ = ["mount_engine"]
-
 _logger = logging.getLogger(__name__)
 
 # Errors that mean that the native engine cannot work with this kernel or this kind of mount.  The other errors of

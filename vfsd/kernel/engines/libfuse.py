@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["capture_standard_error", "mount_error"]
-
 _MAX_TEXT_BYTES: Final = 4096
 
 

@@ -21,19 +21,6 @@ from typing import Final
 from protocol.volume import AttributeChanges, Attributes
 from vfsd.kernel.engines.base import EngineSettings
 
-__all__ = [
-    "ACL_ACCESS",
-    "PERMISSIONS",
-    "clear_set_id",
-    "clear_sgid",
-    "has_set_id",
-    "is_executable",
-    "is_omnipotent",
-    "may_keep_set_id",
-    "needs_checks",
-    "visible_xattrs",
-]
-
 PERMISSIONS: Final = 0o7777
 ACL_ACCESS: Final = b"system.posix_acl_access"
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID

@@ -45,8 +45,6 @@ from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator, invalidate_attributes, mount_options
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 
-__all__ = ["Pyfuse3Engine"]
-
 log = logging.getLogger(__name__)
 
 # Stands for no limit: about 30 years.  The kernel takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES.

@@ -24,8 +24,6 @@ from protocol.volume import (
     VolumeCapabilities,
 )
 
-__all__ = ["Answers", "Step"]
-
 _FIRST_GHOST: Final = 1 << 62  # ghosts are numbered from here; a volume numbers its inodes from 1
 
 

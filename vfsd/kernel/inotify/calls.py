@@ -21,8 +21,6 @@ from protocol.errors import os_error
 from protocol.volume import CacheInvalidation, EntryChange
 from vfsd.kernel.inotify.answers import Answers, Step
 
-__all__ = ["ReplayAbortedError", "repeat_changes"]
-
 log = logging.getLogger(__name__)
 
 # Bounds the time that a restore of everything takes (about 100 us for each change).  A watcher's queue overflows at

@@ -16,8 +16,6 @@ from protocol.volume import CacheInvalidation, Volume
 from vfsd.kernel.inotify.answers import Answers
 from vfsd.kernel.inotify.calls import ReplayAbortedError, repeat_changes
 
-__all__ = ["Replay"]
-
 log = logging.getLogger(__name__)
 
 

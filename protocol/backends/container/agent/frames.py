@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from protocol.backends.container.helper.wire import HEADER, WireError
 
-__all__ = ["Frame", "FrameDecoder"]
-
 
 class Frame(NamedTuple):
     """One reply: the `number` of its request, the `code` 0 or an errno, and the `body` that `wire.unpack` decodes."""

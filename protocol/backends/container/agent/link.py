@@ -33,8 +33,6 @@ from protocol.backends.container.helper.wire import (
 from protocol.backends.container.podman.exec_stream import STDERR, Output
 from protocol.errors import os_error
 
-__all__ = ["AgentLink", "HelperStream", "Pending", "Reply"]
-
 Reply: TypeAlias = tuple[tuple[int, ...], list[bytes]]
 
 logger = logging.getLogger(__name__)

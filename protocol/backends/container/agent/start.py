@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import resources
 from typing import Final
 
-__all__ = ["HELPER_MODULES", "PYTHONS", "helper_command", "helper_program", "helper_source"]
-
 PYTHONS: Final = ("python3", "python", "/usr/local/bin/python3", "/usr/bin/python3", "/usr/libexec/platform-python")
 # In the order of their imports.
 HELPER_MODULES: Final = (

@@ -29,8 +29,6 @@ from protocol.backends.container.podman.service import PodmanService
 from protocol.backends.container.podman.state import ContainerState
 from protocol.errors import only_error, os_error
 
-__all__ = ["AgentTransport"]
-
 _logger = logging.getLogger(__name__)
 
 _NOT_FOUND: Final = frozenset({126, 127})  # exit statuses of a command that could not be started

@@ -28,8 +28,6 @@ from protocol.errors import os_error
 from protocol.tree import CHUNK_BYTES as TREE_CHUNK_BYTES
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["AgentTree"]
-
 _PAGE_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 512 * 1024  # the largest entry with its xattrs, which may be longer than a page
 _AHEAD_BYTES: Final = 4 * CHUNK_BYTES

@@ -47,8 +47,6 @@ from protocol.volume import (
     VolumeCapabilities,
 )
 
-__all__ = ["AgentVolume"]
-
 T = TypeVar("T")
 Answer = Coroutine[Any, Any, T]
 

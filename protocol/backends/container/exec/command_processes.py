@@ -32,8 +32,6 @@ from protocol.backends.container.podman.exec_stream import exec_status
 from protocol.backends.container.podman.ownership import has_died, this_daemon
 from protocol.backends.container.podman.service import Container
 
-__all__ = ["CommandProcesses", "kill_abandoned"]
-
 _logger = logging.getLogger(__name__)
 
 _KILL_S: Final = 10.0

@@ -24,8 +24,6 @@ from typing import Final
 
 from protocol.backends.container.podman.state import ContainerState
 
-__all__ = ["DAEMON", "KILL_SCRIPT", "MARK", "SIGNAL_SCRIPT", "ContainerProcesses"]
-
 MARK: Final = "VFSD_EXEC"
 DAEMON: Final = "VFSD_EXEC_DAEMON"  # the daemon that runs the command
 _PAUSE_S: Final = 0.01

@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["is_utf8", "through_shell"]
-
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]*")  # environ(7), as shells take it
 # Follows the generated `cd`, `set --` and `export`.  Reports a missing program with the runtime's text; see
 # `runner._start_error`.

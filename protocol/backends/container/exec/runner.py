@@ -26,8 +26,6 @@ from protocol.errors import os_error
 from protocol.execution.executor import Command, Terminal, check_command
 from protocol.execution.runner import Stream
 
-__all__ = ["ContainerCommandRunner", "ContainerProcess"]
-
 _logger = logging.getLogger(__name__)
 
 _END_OF_INPUT: Final = b"\x04"  # the default VEOF of terminals (termios(3))

@@ -13,8 +13,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["StdinWrapper"]
-
 # In a subshell, because `exec` runs a program and never a builtin of that name.  Descriptor 9 keeps the shell's own
 # messages about the command's death out of its standard error.  Signals go to the whole group, so the shell traps them.
 _SCRIPT: Final = r"""

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["ServiceAddress", "default_address", "parse_address"]
-
 _TCP_PORT: Final = 8080  # podman-system-service(1)
 
 

@@ -15,8 +15,6 @@ import signal
 import time
 from typing import Final
 
-__all__ = ["release_monitor"]
-
 _PROGRAM: Final = b"conmon"
 # conmon reports the command's end before it begins to wait.
 _TRIES: Final = 10

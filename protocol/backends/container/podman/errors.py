@@ -17,15 +17,6 @@ from requests import RequestException
 
 from protocol.backends.container.podman.address import ServiceAddress
 
-__all__ = [
-    "ContainerNotFoundError",
-    "ImageNotFoundError",
-    "connect_error",
-    "is_not_found",
-    "podman_errors",
-    "pull_error",
-]
-
 _NOT_FOUND: Final = 404
 _CONFLICT: Final = 409
 # In this order: a registry that denies access may also say "not found", and was reached.

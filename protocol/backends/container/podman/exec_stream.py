@@ -30,8 +30,6 @@ import trio
 from protocol.backends.container.podman.http_connection import PodmanConnection, connect
 from protocol.backends.container.podman.service import PodmanService
 
-__all__ = ["STDERR", "STDOUT", "ExecStream", "Output", "exec_status", "open_exec"]
-
 STDOUT: Final = 1
 STDERR: Final = 2
 _FRAME: Final = struct.Struct(">BxxxI")

@@ -18,8 +18,6 @@ import trio
 
 from protocol.backends.container.podman.service import PodmanService
 
-__all__ = ["PodmanConnection", "connect"]
-
 API: Final = "/v4.0.0/libpod"  # supported by every Podman since 4.0
 _RECEIVE_BYTES: Final = 64 * 1024
 _MOST_REPLY_BYTES: Final = 4 * 1024 * 1024

@@ -22,8 +22,6 @@ from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import ContainerSpec
 from protocol.backends.container.podman.state import ContainerState
 
-__all__ = ["WORKSPACE_LABEL", "create_owned", "has_died", "remove_orphans", "this_daemon"]
-
 _logger = logging.getLogger(__name__)
 
 WORKSPACE_LABEL: Final = "vfsd.workspace"

@@ -34,8 +34,6 @@ from protocol.backends.container.podman.state import ContainerState, state_of
 from protocol.backends.container.podman.tunnel import Tunnel
 from protocol.backends.container.podman.ulimits import own_hard_limits, permitted_ulimits
 
-__all__ = ["Container", "PodmanService"]
-
 _TIMEOUT_S: Final = 60.0
 _PULL_TIMEOUT_S: Final = 3600.0
 # Podman may find a container's /dev/shm still busy just after it killed the container's processes.

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["INIT_COMMAND", "PIDS_LIMIT", "ContainerMount", "ContainerSpec"]
-
 PIDS_LIMIT: Final = 2048  # the default of `podman run`: containers.conf(5)
 # The first process of vfsd's own containers: it waits, and reaps orphans (wait waits for every child).
 INIT_COMMAND: Final = ("/bin/sh", "-c", 'trap "exit 0" TERM INT; while :; do sleep 86400 & wait $!; done')

@@ -10,8 +10,6 @@ from typing import Final
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.state import ContainerState
 
-__all__ = ["DEFAULT_WORKDIR", "ContainerTarget", "check_running", "check_workdir"]
-
 DEFAULT_WORKDIR: Final = "/workspace"
 
 

@@ -18,8 +18,6 @@ from typing import Final
 
 from protocol.backends.container.podman.address import ServiceAddress
 
-__all__ = ["Tunnel"]
-
 _CONNECT_TIMEOUT_S: Final = 30.0
 _POLL_S: Final = 0.05  # ssh does not report when it has created the socket
 _OPTIONS: Final = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=15", "ServerAliveCountMax=3")

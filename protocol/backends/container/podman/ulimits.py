@@ -13,8 +13,6 @@ import resource
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["PODMAN_DEFAULT", "own_hard_limits", "permitted_ulimits"]
-
 PODMAN_DEFAULT: Final = 1048576  # of open files and of processes, for root
 # Only the limits that Podman sets by default; others were requested explicitly.
 _NAMES: Final = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}

@@ -15,8 +15,6 @@ from typing import Final
 from protocol.backends.container.idmap import IdMap, parse_map
 from protocol.backends.container.podman.state import ContainerState
 
-__all__ = ["ContainerInit"]
-
 _ROOT_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 

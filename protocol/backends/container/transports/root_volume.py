@@ -27,8 +27,6 @@ from protocol.errors import os_error
 from protocol.linux import posix_acl
 from protocol.volume import SUPERUSER, AttributeChanges, Caller
 
-__all__ = ["RootVolume"]
-
 _ACLS: Final = frozenset({posix_acl.ACCESS, posix_acl.DEFAULT})
 
 

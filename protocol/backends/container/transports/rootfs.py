@@ -25,8 +25,6 @@ from protocol.backends.container.transports.root_volume import RootVolume
 from protocol.backends.container.transports.workdir import open_workdir
 from protocol.volume import Volume
 
-__all__ = ["RootfsTransport"]
-
 
 class RootfsTransport:
     """Implements `protocol.backends.container.transports.transport.Transport`."""

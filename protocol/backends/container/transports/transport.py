@@ -13,8 +13,6 @@ import trio
 from protocol.backends.container.podman.state import ContainerState
 from protocol.volume import Volume
 
-__all__ = ["Transport"]
-
 
 class Transport(Protocol):
     """`open`, then `wait_lost` and `close`; then, when the container runs again, `open` once more."""

@@ -10,10 +10,9 @@ import errno
 import os
 from typing import Final
 
-from protocol.linux.beneath import open_beneath, proc_path
+from protocol.linux.beneath import open_beneath
+from protocol.linux.portable import proc_path
 from protocol.linux.syscalls import RESOLVE_IN_ROOT, RESOLVE_NO_MAGICLINKS, openat2
-
-__all__ = ["open_workdir"]
 
 _FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ATTEMPTS: Final = 16  # EAGAIN: the kernel cannot tell a concurrent rename or mount from an escape

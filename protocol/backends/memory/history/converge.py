@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Converger"]
-
 
 def metadata(of: Inode | TreeEntry) -> tuple[int, int, int, int, dict[bytes, bytes], int]:
     """Return mode, uid, gid, mtime, xattrs and rdev."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Filler"]
-
 
 class Filler:
     """One copy of a tree.  `check_quota` is as in `Converger`; `has_links` says whether some file has two names."""

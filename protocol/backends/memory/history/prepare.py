@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree, TreeEntry
 
-__all__ = ["Preparation"]
-
 _TAKEN_AT_ONCE: Final = 64  # inodes in a step
 
 

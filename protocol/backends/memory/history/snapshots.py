@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.state import MemoryState
     from protocol.tree import Tree
 
-__all__ = ["Changes", "ReservedInodes", "SnapshotHistory", "count_changes", "restore_epoch"]
-
 
 @dataclass(slots=True)
 class Changes:

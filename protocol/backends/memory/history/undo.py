@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.volume import SnapshotInfo
 
-__all__ = ["Epoch", "UndoLog"]
-
 PreInodes = dict[int, "Inode | None"]  # None: there was none
 PreNames = dict[int, dict[bytes, int]]  # directory -> name -> inode it stood for, 0: nothing
 

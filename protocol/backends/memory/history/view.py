@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from protocol.backends.memory.ledger import Ledger
     from protocol.backends.memory.state import MemoryState
 
-__all__ = ["SnapshotTree"]
-
 
 class SnapshotTree:
     """The state at the beginning of `epoch`.  Implements `Tree`, `protocol.search.NodeTree` and `tree_diff.Counted`.

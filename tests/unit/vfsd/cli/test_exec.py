@@ -21,7 +21,8 @@ from vfsd.client.connection import ControlClient, ControlError
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands
-from vfsd.wire.exec_messages import EXEC_METHODS, Empty, ExecInputParams, ExecParams, ExecSignalParams
+from vfsd.wire.base import Empty
+from vfsd.wire.exec_messages import EXEC_METHODS, ExecInputParams, ExecParams, ExecSignalParams
 from vfsd.wire.messages import INVALID_PARAMS
 
 

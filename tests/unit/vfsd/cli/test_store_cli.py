@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -135,6 +136,9 @@ def test_a_terminal_is_asked_before_all_snapshots_are_dropped(store: Store) -> N
             os.write(ours, reply)
         else:
             process.send_signal(signal.SIGINT)
+            # A signal between the question and the read is pending until the read ends: users press Ctrl-C again.
+            while not select.select([ours], [], [], 1)[0]:
+                process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # EIO: the terminal has no user any more
             while data := os.read(ours, 1000):
                 shown += data

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.support.foreign_files import plant
-from vfsd.client.launch import Ready, launch, log_path
+from vfsd.client.launch import launch, log_path
 from vfsd.machine import mounts
-from vfsd.wire.handshake import Failed, decode_options, decode_report, encode_options, encode_report
+from vfsd.wire.handshake import Failed, Ready, decode_options, decode_report, encode_options, encode_report
 from vfsd.wire.options import MountOptions
 
 FAKE = "tests.unit.vfsd.client.fake_daemon"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.machine import mounts
+from vfsd.machine import mountinfo, mounts
+from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import parse_mountinfo
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
@@ -38,7 +39,7 @@ def fuse_mount() -> Iterator[FuseMount]:
     yield mount
     for daemon, path in started:
         kill(daemon)
-        while any(m.mountpoint == str(path) for m in mounts.mounts()):
+        while any(m.mountpoint == str(path) for m in mountinfo.mounts()):
             subprocess.run(["fusermount3", "-u", "-z", str(path)], check=True)
 
 
@@ -99,7 +100,7 @@ def test_a_mountpoint_that_is_no_utf8_is_found(tmp_path: Path) -> None:
     os.mkdir(path)
     subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
     try:
-        found = mounts.mount_at(os.fsdecode(path))
+        found = mountinfo.mount_at(os.fsdecode(path))
         assert found is not None
         assert os.fsencode(found.mountpoint) == path
     finally:
@@ -109,15 +110,15 @@ def test_a_mountpoint_that_is_no_utf8_is_found(tmp_path: Path) -> None:
 def test_find_mount_gives_the_innermost_mount_and_mount_at_only_the_mountpoint(tmpfs: Path) -> None:
     below = tmpfs / "a" / "b"
     below.mkdir(parents=True)
-    found = mounts.find_mount(str(below))
+    found = mountinfo.find_mount(str(below))
     assert found is not None
     assert found.mountpoint == str(tmpfs)
     assert found.device == below.stat().st_dev
-    assert mounts.mount_at(str(below)) is None
-    assert mounts.mount_at(str(tmpfs)) == found
+    assert mountinfo.mount_at(str(below)) is None
+    assert mountinfo.mount_at(str(tmpfs)) == found
     sibling = tmpfs.parent / "tmpfs-not-below"
     sibling.mkdir()
-    other = mounts.find_mount(str(sibling))
+    other = mountinfo.find_mount(str(sibling))
     assert other is not None
     assert other.device == sibling.stat().st_dev != found.device
 
@@ -126,14 +127,14 @@ def test_a_mount_is_found_through_symlinks_and_dots(tmpfs: Path, monkeypatch: py
     link = tmpfs.parent / "link"
     link.symlink_to("tmpfs/../tmpfs")
     monkeypatch.chdir(tmpfs.parent)
-    assert mounts.resolve("./link/x/../y") == str(tmpfs / "y")
-    assert mounts.mount_at("link") == mounts.mount_at(str(tmpfs)) is not None
+    assert mountinfo.resolve("./link/x/../y") == str(tmpfs / "y")
+    assert mountinfo.mount_at("link") == mountinfo.mount_at(str(tmpfs)) is not None
 
 
 def test_a_symlink_loop_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links") as caught:
-        mounts.resolve(str(tmp_path / "loop"))
+        mountinfo.resolve(str(tmp_path / "loop"))
     assert caught.value.errno == errno.ELOOP
 
 
@@ -142,15 +143,15 @@ def test_resolve_agrees_with_realpath_where_no_fuse_is(tmp_path: Path) -> None:
     (tmp_path / "l").symlink_to(tmp_path / "d")
     (tmp_path / "d" / "up").symlink_to("../l/e")
     for path in ("l/up/../x", "l/e/../../d", "missing/y", "//l//up/.", "d/up/../../.."):
-        assert mounts.resolve(f"{tmp_path}/{path}") == os.path.realpath(f"{tmp_path}/{path}")
+        assert mountinfo.resolve(f"{tmp_path}/{path}") == os.path.realpath(f"{tmp_path}/{path}")
 
 
 def test_nested_mounts_are_those_below(tmpfs: Path) -> None:
     (tmpfs / "inner").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "none", str(tmpfs / "inner")], check=True)
     try:
-        assert [m.mountpoint for m in mounts.nested_mounts(str(tmpfs))] == [str(tmpfs / "inner")]
-        assert mounts.nested_mounts(str(tmpfs / "inner")) == []
+        assert [m.mountpoint for m in mountinfo.nested_mounts(str(tmpfs))] == [str(tmpfs / "inner")]
+        assert mountinfo.nested_mounts(str(tmpfs / "inner")) == []
     finally:
         subprocess.run(["umount", str(tmpfs / "inner")], check=True)
 
@@ -159,7 +160,7 @@ def test_nested_mounts_are_those_below(tmpfs: Path) -> None:
 @pytest.mark.fuse
 def test_a_live_mount_is_not_dead_and_a_killed_ones_is(tmp_path: Path, fuse_mount: FuseMount) -> None:
     daemon = fuse_mount(tmp_path / "m")
-    assert [m.mountpoint for m in mounts.vfsd_mounts() if m.workspace == "tiny"] == [str(tmp_path / "m")]
+    assert [m.mountpoint for m in mountinfo.vfsd_mounts() if m.workspace == "tiny"] == [str(tmp_path / "m")]
     assert not mounts.is_dead(str(tmp_path / "m"))
     kill(daemon)
     assert mounts.is_dead(str(tmp_path / "m"))
@@ -173,8 +174,8 @@ def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path
     daemon.send_signal(signal.SIGSTOP)
     try:
         assert not mounts.is_dead(path, timeout_s=0.2)
-        assert mounts.holders(path) == []
-        found = mounts.find_mount(path + "/below/it")
+        assert holders(path) == []
+        found = mountinfo.find_mount(path + "/below/it")
         assert found is not None
         assert found.mountpoint == path
         with pytest.raises(OSError, match="workspace 'tiny'") as caught:
@@ -183,7 +184,7 @@ def test_a_daemon_that_does_not_answer_is_alive_and_nothing_hangs_on_it(tmp_path
         with pytest.raises(OSError, match="already a mountpoint, of workspace 'tiny'"):
             mounts.check_mountpoint(path)
         mounts.unmount(path)
-        assert mounts.mount_at(path) is None
+        assert mountinfo.mount_at(path) is None
     finally:
         daemon.send_signal(signal.SIGCONT)
 
@@ -198,7 +199,7 @@ def test_root_recognises_the_dead_mount_of_another_user(tmp_path: Path) -> None:
     # Without allow_other the kernel answers root with zeros, not with ENOTCONN.
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=65534,group_id=65534"
-    command = ["mount", "-i", "-t", mounts.VFSD_TYPE, "-o", options, "vfsd:nobodys", str(tmp_path)]
+    command = ["mount", "-i", "-t", mountinfo.VFSD_TYPE, "-o", options, "vfsd:nobodys", str(tmp_path)]
     try:
         subprocess.run(command, pass_fds=[device], check=True)
     finally:
@@ -259,18 +260,18 @@ def test_dead_mounts_on_top_of_each_other_are_all_cleared(tmp_path: Path, fuse_m
     kill(second)
     kill(first)
     mounts.clear_dead_mount(str(tmp_path / "m"))
-    assert mounts.mount_at(str(tmp_path / "m")) is None
+    assert mountinfo.mount_at(str(tmp_path / "m")) is None
 
 
 @pytest.mark.fuse
 def test_a_live_mount_and_a_foreign_one_are_never_cleared(tmp_path: Path, tmpfs: Path, fuse_mount: FuseMount) -> None:
     fuse_mount(tmp_path / "m")
     for path in (tmp_path / "m", tmpfs):
-        before = mounts.mount_at(str(path))
+        before = mountinfo.mount_at(str(path))
         with pytest.raises(OSError, match="not a dead workspace") as caught:
             mounts.clear_dead_mount(str(path))
         assert caught.value.errno == errno.EBUSY
-        assert mounts.mount_at(str(path)) == before is not None
+        assert mountinfo.mount_at(str(path)) == before is not None
 
 
 # -- holders and unmounting -------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_holders_are_found_by_directory_file_and_mapping(
         f"with open({str(tmpfs / 'file')!r}, 'r+b') as file: keep = mmap.mmap(file.fileno(), {mmap.PAGESIZE // 4096})"
     )
     process_in()  # holds nothing
-    found = {holder.pid: holder for holder in mounts.holders(str(tmpfs))}
+    found = {holder.pid: holder for holder in holders(str(tmpfs))}
     assert set(found) == {in_directory.pid, with_file.pid, with_mapping.pid}
     assert found[in_directory.pid].what == "current directory"
     assert found[with_file.pid].what == f"open file {tmpfs / 'file'}"
@@ -293,7 +294,7 @@ def test_holders_are_found_by_directory_file_and_mapping(
 
 
 def test_nobody_holds_what_is_not_mounted(tmp_path: Path) -> None:
-    assert mounts.holders(str(tmp_path)) == []
+    assert holders(str(tmp_path)) == []
 
 
 @pytest.mark.fuse
@@ -307,16 +308,16 @@ def test_a_busy_unmount_names_the_holders_and_a_lazy_one_detaches(
         mounts.unmount(path)
     assert caught.value.errno == errno.EBUSY
     assert caught.value.filename == path
-    assert mounts.mount_at(path) is not None
+    assert mountinfo.mount_at(path) is not None
     mounts.unmount(path, lazy=True)
-    assert mounts.mount_at(path) is None
+    assert mountinfo.mount_at(path) is None
 
 
 @pytest.mark.fuse
 def test_unmount_takes_an_idle_mount_away(tmp_path: Path, fuse_mount: FuseMount) -> None:
     daemon = fuse_mount(tmp_path / "m")
     mounts.unmount(str(tmp_path / "m"))
-    assert mounts.mount_at(str(tmp_path / "m")) is None
+    assert mountinfo.mount_at(str(tmp_path / "m")) is None
     assert daemon.wait(30) == 0
 
 
@@ -326,4 +327,4 @@ def test_unmount_refuses_what_is_not_a_workspace(tmpfs: Path) -> None:
     assert caught.value.errno == errno.EINVAL
     with pytest.raises(OSError, match="nothing is mounted"):
         mounts.unmount(str(tmpfs.parent))
-    assert mounts.mount_at(str(tmpfs)) is not None
+    assert mountinfo.mount_at(str(tmpfs)) is not None

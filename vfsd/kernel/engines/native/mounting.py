@@ -18,8 +18,6 @@ from typing import Final
 from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.machine.mountinfo import mounts
 
-__all__ = ["FuseMount", "abort", "is_mounted", "mount", "set_readahead", "unmount"]
-
 _FUSERMOUNT: Final = "fusermount3"
 
 

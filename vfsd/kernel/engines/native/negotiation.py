@@ -10,8 +10,6 @@ from typing import Final
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode
 
-__all__ = ["MAX_REQUEST_BYTES", "MAX_WRITE_BYTES", "Agreement", "negotiate"]
-
 MAX_PAGES: Final = 256  # FUSE_MAX_MAX_PAGES of every kernel since 4.20
 MAX_WRITE_BYTES: Final = MAX_PAGES * 4096
 # The largest request: a WRITE of MAX_WRITE_BYTES with its headers.

@@ -39,8 +39,6 @@ from vfsd.kernel.engines.native.replies import Message, Replies, dirents
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.policy import PERMISSIONS
 
-__all__ = ["BODY", "Handler", "Operations"]
-
 T = TypeVar("T")
 Request = bytearray  # the session's buffer; the message is its first `length` bytes
 Method = Callable[[int, Request, int], Any]

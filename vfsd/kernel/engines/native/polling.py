@@ -25,8 +25,6 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-__all__ = ["Poller", "RunnableThreads"]
-
 _SPIN_S: Final = 20e-6
 _MAX_CREDIT: Final = 8
 _LATE_COST: Final = 4  # the credit that a late request costs: polling pays if four of five requests are in time

@@ -13,8 +13,6 @@ from typing import Final
 from protocol.volume import Attributes, Buffer, PlainEntry, StatFs
 from vfsd.kernel.engines.native import wire
 
-__all__ = ["NO_CACHE", "Message", "Replies", "Validity", "dirents"]
-
 # A reply: one buffer, or several for writev(2).
 Message = bytes | tuple[Buffer, ...]
 

@@ -35,8 +35,6 @@ from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 
-__all__ = ["NativeEngine"]
-
 logger = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.001

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protocol.backends.memory.content import BLOCK_BYTES, PAGE_BYTES, Content
+from protocol.backends.memory.blocks import PAGE_BYTES
+from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.ledger import Ledger
 
 LEDGER = Ledger()  # whose figures are checked elsewhere

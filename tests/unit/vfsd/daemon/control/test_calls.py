@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, ping, serving
-from vfsd.daemon.control.server import CallCancelledError, CallContext
+from vfsd.daemon.control.call_context import CallCancelledError, CallContext
 from vfsd.wire.messages import DropParams, Empty, ExportParams, ExportResult
 
 EXPORTED = ExportResult("/x", 1, 2, 3)

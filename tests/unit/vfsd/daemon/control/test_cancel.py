@@ -17,7 +17,7 @@ import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
 from vfsd.client.connection import ControlClient
-from vfsd.daemon.control.server import CallContext, Handler
+from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.machine.runtime import (
     WorkspaceRecord,
     ensure_socket_dir,

@@ -20,7 +20,8 @@ import trio.testing
 from tests.unit.vfsd.daemon.control.conftest import serving
 from vfsd.client.async_connection import AsyncControlClient
 from vfsd.client.connection import ControlClient, ControlError
-from vfsd.daemon.control.server import CallContext, ConnectionLimits
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     METHOD_NOT_FOUND,

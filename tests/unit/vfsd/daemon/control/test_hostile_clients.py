@@ -20,7 +20,8 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import Peer, peer, serving
-from vfsd.daemon.control.server import CallContext, ConnectionLimits
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.wire.messages import INVALID_REQUEST, MAX_REQUEST_BYTES, OPERATION_FAILED, DropParams, Empty
 
 CLOSING = {"jsonrpc": "2.0", "method": "closing", "params": {}}

@@ -12,7 +12,8 @@ import trio
 import trio.testing
 
 from tests.unit.vfsd.daemon.control.conftest import peer, serving
-from vfsd.daemon.control.server import CallContext, ConnectionLimits, InvalidParamsError
+from vfsd.daemon.control.call_context import CallContext
+from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
     INVALID_PARAMS,
@@ -22,6 +23,7 @@ from vfsd.wire.messages import (
     PARSE_ERROR,
     DropParams,
     Empty,
+    InvalidParamsError,
 )
 
 
