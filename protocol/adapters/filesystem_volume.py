@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from protocol.directory_cookies import DirectoryCookies
 from protocol.errors import errno_of, os_error
+from protocol.linux.portable import without_privileges
 from protocol.volume import (
     NAME_MAX,
     RENAME_NOREPLACE,
@@ -521,9 +522,8 @@ class FilesystemVolume:
 
 
 def _clear_privileges(node: _Node) -> None:
-    """Clear suid and sgid as write(2) and chown(2) do; sgid without group execute grants no privilege."""
     if node.mode is not None and not node.is_dir:
-        node.mode &= ~(stat.S_ISUID | (stat.S_ISGID if node.mode & stat.S_IXGRP else 0))
+        node.mode = without_privileges(node.mode)
 
 
 def _encoded(name: str) -> bytes:

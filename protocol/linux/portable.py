@@ -100,12 +100,16 @@ class InodeNumbers:
 
 
 # -- attributes ------------------------------------------------------------------------------------
+def without_privileges(mode: int) -> int:
+    """A file's mode without suid, and without sgid if the group may execute: setattr_should_drop_suidgid, fs/attr.c."""
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
 def kill_privileges(descriptor: int) -> None:
-    """Clear suid, and sgid if the mode has group execute: setattr_should_drop_suidgid, fs/attr.c."""
+    """Clear the set-id bits of a file, as `without_privileges` does."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    kept = mode & ~stat.S_ISUID
-    if mode & stat.S_IXGRP:
-        kept &= ~stat.S_ISGID
+    kept = without_privileges(mode)
     if kept != mode:
         os.chmod(proc_path(descriptor), kept)
 

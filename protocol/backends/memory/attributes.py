@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory import xattrs
-from protocol.backends.memory.files import check_size, without_privileges
+from protocol.backends.memory.files import check_size
 from protocol.errors import os_error
+from protocol.linux.portable import without_privileges
 from protocol.tree import TYPE_MASK
 from protocol.volume import AttributeChanges
 

@@ -16,6 +16,7 @@ from protocol.backends.memory.blocks import PAGE_BYTES
 from protocol.backends.memory.content import BLOCK_BYTES, Content
 from protocol.backends.memory.ledger import SLACK_BYTES
 from protocol.errors import os_error
+from protocol.linux.portable import without_privileges
 from protocol.tree import TYPE_MASK
 
 if TYPE_CHECKING:
@@ -213,14 +214,6 @@ def check_size(node: Inode, size: int) -> None:
         raise os_error(errno.EINVAL)
     if size > MAX_FILE_BYTES:
         raise os_error(errno.EFBIG)
-
-
-def without_privileges(mode: int) -> int:
-    """Return `mode` without suid, and without sgid if the group may execute: setattr_should_drop_suidgid, fs/attr.c."""
-    if stat.S_ISDIR(mode):
-        return mode
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
 
 
 def _check_write(node: Inode, offset: int, end: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.errors import errno_of
+from protocol.errors import errno_of, only_error
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Encoded, Handler
 from vfsd.machine.tracebacks import clear_frames
 from vfsd.wire.messages import (
@@ -80,7 +80,7 @@ async def answer(request: Request, handler: Handler, params: Any, call: CallCont
         return [_cancelled_line(number, request.method)]
     except Exception as group:  # noqa: BLE001 (a failing handler ends its own call, not the daemon)
         try:
-            error = _only_error(group)
+            error = only_error(group)
             if isinstance(error, CallCancelledError) and call.cancelled:
                 return [_cancelled_line(number, request.method)]
             return [_failure_line(number, request.method, error)]
@@ -102,14 +102,7 @@ def _cancelled_line(number: RequestId, method: str) -> bytes:
     return error_line(number, OPERATION_FAILED, text, ErrorData("ECANCELED"))
 
 
-def _only_error(error: Exception) -> Exception:
-    """Unwrap the groups that a handler's nurseries put around a single error."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-def _failure_line(number: RequestId, method: str, error: Exception) -> bytes:
+def _failure_line(number: RequestId, method: str, error: BaseException) -> bytes:
     if isinstance(error, InvalidParamsError):
         return error_line(number, INVALID_PARAMS, f"{method}: {error}")
     code = errno_of(error)
@@ -124,7 +117,7 @@ def _failure_line(number: RequestId, method: str, error: Exception) -> bytes:
     return error_line(number, OPERATION_FAILED, text, data)
 
 
-def _text_and_path(error: Exception, code: int | None) -> tuple[str, str | None]:
+def _text_and_path(error: BaseException, code: int | None) -> tuple[str, str | None]:
     """Return the message, and the path that it is about as wire text."""
     if not isinstance(error, OSError):
         return str(error) or os.strerror(code or 0), None

@@ -67,7 +67,7 @@ class _PendingRequest:
 
 
 class NativeEngine:
-    """Serves a volume over the kernel's own protocol.  See `vfsd.kernel.engines.base.Engine`."""
+    """Serves a volume over the kernel's own protocol.  See `vfsd.kernel.engines.base.Engine` for its methods."""
 
     name: Final = "native"
     fallback_reason: Final = None  # this is the preferred engine
@@ -146,7 +146,6 @@ class NativeEngine:
         )
 
     def unmount(self) -> None:
-        """Release the device, and unmount if the mount still exists.  Idempotent."""
         made, self._mount = self._mount, None
         if made is None:
             return
@@ -170,7 +169,6 @@ class NativeEngine:
 
     # -- the loop ----------------------------------------------------------------------------
     async def serve(self) -> None:
-        """Answer requests until the file system is unmounted or `stop` is called."""
         device = self._device
         if device is None:
             raise OSError(errno.ENOTCONN, "not mounted")
@@ -352,11 +350,9 @@ class NativeEngine:
             self._pending[unique].scope.cancel()
 
     def stop(self) -> None:
-        """Make `serve` return soon."""
         self._stopped.cancel()
 
     async def drained(self) -> None:
-        """Wait until every request that the kernel had issued before this call is answered."""
         device = self._device
         if device is None or self._nursery is None:
             return
@@ -371,13 +367,11 @@ class NativeEngine:
 
     # -- notifications -----------------------------------------------------------------------
     def invalidate_inode(self, inode: int, *, content: bool) -> None:
-        """Invalidate the kernel's cached attributes of `inode`, and its cached pages if `content`."""
         # A negative offset means attributes only, length 0 up to the end (fs/fuse/inode.c).
         body = wire.FUSE_NOTIFY_INVAL_INODE_OUT.pack(inode, 0 if content else -1, 0)
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_INODE, body))
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Invalidate the kernel's cached entry, or cached absence, of `name` in directory `parent`."""
         body = wire.FUSE_NOTIFY_INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0"
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_ENTRY, body))
 
