@@ -35,7 +35,7 @@ class ArchiveContract(FilesystemSuite):
             assert archive.read("files/ünïcode") == b"\0\xff"
             assert "files/empty/" in archive.namelist()
 
-    def test_what_was_exported_is_what_is_imported(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
+    def test_an_import_restores_the_exported_state(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
         for path in ("a", "d/b", "d/e/c", "odd name\n*"):
             filesystem.write(path, f"content of {path}")
         filesystem.mkdir("empty/inner")
@@ -49,7 +49,9 @@ class ArchiveContract(FilesystemSuite):
 
         assert contents(filesystem) == before
 
-    def test_what_others_wrote_is_imported(self, filesystem: SnapshotableFilesystem, tmp_path: Path) -> None:
+    def test_an_archive_of_another_program_is_imported(
+        self, filesystem: SnapshotableFilesystem, tmp_path: Path
+    ) -> None:
         filesystem.write("old", "x")
         _write_zip(tmp_path / "a.zip", {"files/run.sh": (b"#!/bin/sh\n", 0o755), "files/d/plain": (b"plain", 0o640)})
 
@@ -73,7 +75,7 @@ class ArchiveContract(FilesystemSuite):
         assert stat.S_IMODE(filesystem.stat("run.sh").mode) == 0o750
         assert contents(filesystem) == {"run.sh": b"streamed"}
 
-    def test_symlinks_are_followed_inside_and_lead_nobody_out(
+    def test_symlinks_are_followed_only_inside_the_root(
         self, filesystem: SnapshotableFilesystem, tmp_path: Path
     ) -> None:
         outside = tmp_path / "outside"
@@ -126,7 +128,7 @@ class ArchiveContract(FilesystemSuite):
 
         assert contents(filesystem) == {"file": b"x"}
 
-    def test_what_is_no_archive_is_refused_and_changes_nothing(
+    def test_a_file_that_is_no_archive_is_refused_and_changes_nothing(
         self, filesystem: SnapshotableFilesystem, tmp_path: Path
     ) -> None:
         filesystem.write("file", "x")
@@ -139,7 +141,7 @@ class ArchiveContract(FilesystemSuite):
 
         assert contents(filesystem) == {"file": b"x"}
 
-    def test_an_export_leaves_a_file_that_is_there_alone(
+    def test_an_export_does_not_change_an_existing_file(
         self, filesystem: SnapshotableFilesystem, tmp_path: Path
     ) -> None:
         (tmp_path / "a.zip").write_bytes(b"precious")

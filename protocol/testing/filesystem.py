@@ -42,7 +42,7 @@ _READING: Final = pytest.mark.parametrize("call", _READS, ids=["read", "read_byt
 class _Reading:
     """Text and bytes, page by page."""
 
-    def test_text_is_given_as_it_was_written(self, filesystem: Filesystem) -> None:
+    def test_text_is_read_as_it_was_written(self, filesystem: Filesystem) -> None:
         text = "first\nsecond\n\tthird, ünïcode \U0001f600\n"
         filesystem.write("notes.txt", text)
 
@@ -94,7 +94,7 @@ class _Reading:
 
         assert "".join(pages) == text
 
-    def test_without_a_limit_a_read_gives_two_thousand_lines(self, filesystem: Filesystem) -> None:
+    def test_without_a_limit_a_read_returns_two_thousand_lines(self, filesystem: Filesystem) -> None:
         filesystem.write("file", "x\n" * (DEFAULT_READ_LINES + 1))
 
         result = filesystem.read("file")
@@ -102,7 +102,7 @@ class _Reading:
         assert (result.limit, result.truncated) == (DEFAULT_READ_LINES, True)
         assert result.content == "x\n" * DEFAULT_READ_LINES
 
-    def test_an_entire_file_is_given_when_asked_for(self, filesystem: Filesystem) -> None:
+    def test_read_entire_file_returns_all_lines(self, filesystem: Filesystem) -> None:
         text = "x\n" * (DEFAULT_READ_LINES + 1)
         filesystem.write("file", text)
 
@@ -118,13 +118,15 @@ class _Reading:
             filesystem.read("file", offset=offset, limit=limit)
 
     @pytest.mark.parametrize("data", [b"\xff\xfe\x00", b"ok\n" * 100_000 + b"\xc3", b"caf\xe9\n"])
-    def test_what_is_no_text_is_refused_in_favour_of_read_bytes(self, filesystem: Filesystem, data: bytes) -> None:
+    def test_a_file_that_is_not_text_is_refused_in_favour_of_read_bytes(
+        self, filesystem: Filesystem, data: bytes
+    ) -> None:
         filesystem.write_bytes("file", data)
 
         with pytest.raises(ValueError, match="read_bytes"):
             filesystem.read("file")
 
-    def test_a_character_that_lies_across_chunks_is_whole(self, filesystem: Filesystem) -> None:
+    def test_a_character_across_two_chunks_is_decoded_whole(self, filesystem: Filesystem) -> None:
         text = "a" + "€" * 100_000
         filesystem.write("file", text)
 
@@ -141,7 +143,7 @@ class _Reading:
         with pytest.raises(ValueError, match="no-such-encoding"):
             filesystem.read("file", encoding="no-such-encoding")
 
-    def test_bytes_are_given_as_they_were_written(self, filesystem: Filesystem) -> None:
+    def test_bytes_are_read_as_they_were_written(self, filesystem: Filesystem) -> None:
         data = bytes(range(256)) * 1_000
         filesystem.write_bytes("file", data)
 
@@ -150,7 +152,7 @@ class _Reading:
         assert (result.content, result.path, result.size_bytes) == (data, "file", len(data))
         assert (result.offset, result.limit, result.truncated) == (0, len(data), False)
 
-    def test_a_page_of_bytes_is_what_was_asked_for(self, filesystem: Filesystem) -> None:
+    def test_a_page_of_bytes_has_the_requested_offset_and_limit(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("file", b"0123456789")
 
         middle = filesystem.read_bytes("file", offset=2, limit=3)
@@ -168,7 +170,7 @@ class _Reading:
         with pytest.raises(ValueError, match="-"):
             filesystem.read_bytes("file", offset=offset, limit=limit)
 
-    def test_more_than_the_limit_is_read_in_pages_only(self, filesystem: Filesystem) -> None:
+    def test_a_file_over_the_limit_is_read_only_in_pages(self, filesystem: Filesystem) -> None:
         with filesystem.open_write("big") as writer:
             writer.write_all([b"x" * (1 << 20)] * 33)
 
@@ -183,7 +185,7 @@ class _Reading:
 class _Looking:
     """Attributes, listings and paths."""
 
-    def test_a_file_is_there_with_its_size(self, filesystem: Filesystem) -> None:
+    def test_stat_of_a_file_has_its_size(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("some/file", b"12345")
 
         seen = filesystem.stat("some/file")
@@ -192,19 +194,19 @@ class _Looking:
         assert seen.modified_at is not None
         assert abs((datetime.now(UTC) - seen.modified_at).total_seconds()) < 3_600
 
-    def test_a_directory_is_there(self, filesystem: Filesystem) -> None:
+    def test_stat_of_a_directory(self, filesystem: Filesystem) -> None:
         filesystem.mkdir("some/directory")
 
         seen = filesystem.stat("some/directory")
 
         assert (seen.path, seen.is_file, seen.is_directory) == ("some/directory", False, True)
 
-    def test_the_root_is_a_directory_however_it_is_written(self, filesystem: Filesystem) -> None:
+    def test_every_spelling_of_the_root_is_a_directory(self, filesystem: Filesystem) -> None:
         for path in (".", "/", "", "..", "a/.."):
             seen = filesystem.stat(path)
             assert (seen.path, seen.is_directory) == (".", True)
 
-    def test_existence_and_kind_can_be_asked_for(self, filesystem: Filesystem) -> None:
+    def test_exists_is_file_and_is_dir(self, filesystem: Filesystem) -> None:
         filesystem.write("directory/file", "x")
 
         assert [filesystem.exists(path) for path in ("directory/file", "directory", "other")] == [True, True, False]
@@ -224,12 +226,12 @@ class _Looking:
             ("b.txt", "d/b.txt", True, False),
         ]
 
-    def test_the_root_is_listed_without_being_named(self, filesystem: Filesystem) -> None:
+    def test_list_without_a_path_lists_the_root(self, filesystem: Filesystem) -> None:
         filesystem.write("file", "x")
 
         assert [each.path for each in filesystem.list()] == ["file"]
 
-    def test_odd_names_are_kept(self, filesystem: Filesystem) -> None:
+    def test_unusual_names_are_kept(self, filesystem: Filesystem) -> None:
         names = sorted([" leading", "new\nline", 'quo"te', "ünïcode", "*?[x]{a,b}", "-rf", "back\\slash", ".hidden"])
         for name in names:
             filesystem.write(f"odd/{name}", name)
@@ -260,14 +262,14 @@ class _Errors:
     """Built-in exceptions, each with an errno and a file name."""
 
     @_ANY_FILE_CALL
-    def test_what_is_missing_is_not_found(
+    def test_a_missing_path_is_not_found(
         self, filesystem: Filesystem, call: Callable[[Filesystem, str], object]
     ) -> None:
         with raises_os_error(FileNotFoundError, "no/such"):
             call(filesystem, "/no/./such")
 
     @_ANY_FILE_CALL
-    def test_what_is_below_a_file_is_in_no_directory(
+    def test_a_path_below_a_file_is_not_a_directory(
         self, filesystem: Filesystem, call: Callable[[Filesystem, str], object]
     ) -> None:
         filesystem.write("file", "x")

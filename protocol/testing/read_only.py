@@ -32,7 +32,7 @@ _CHANGES: Final[dict[str, Callable[[Any], object]]] = {
 class ReadOnlyContract(FilesystemSuite):
     """The contract of a read-only `Filesystem`.  `filesystem` is read-only and contains READ_ONLY_CONTENTS."""
 
-    def test_it_says_that_it_is_read_only(self, filesystem: Filesystem) -> None:
+    def test_it_reports_that_it_is_read_only(self, filesystem: Filesystem) -> None:
         assert filesystem.read_only is True
 
     @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)

@@ -32,7 +32,7 @@ class SearchContract:
             ("src", []),
         ],
     )
-    def test_glob_gives_the_files_that_match_sorted(
+    def test_glob_returns_the_matching_files_sorted(
         self, filesystem: Filesystem, pattern: str, expected: list[str]
     ) -> None:
         for path in _FILES:
@@ -49,7 +49,7 @@ class SearchContract:
 
         assert [match.path for match in filesystem.glob("lib/*.py", path="/src/")] == ["src/lib/c.py"]
 
-    def test_grep_gives_the_first_match_of_each_line(self, filesystem: Filesystem) -> None:
+    def test_grep_returns_the_first_match_of_each_line(self, filesystem: Filesystem) -> None:
         filesystem.write("b", "none\nüber foo and foo\n")
         filesystem.write("a/c", "foo\nbar")
 
@@ -68,14 +68,14 @@ class SearchContract:
         ]
         assert [match.path for match in filesystem.grep("needle", path="src/a.py")] == ["src/a.py"]
 
-    def test_grep_gives_at_most_a_thousand_matches_or_as_many_as_were_asked_for(self, filesystem: Filesystem) -> None:
+    def test_grep_returns_at_most_a_thousand_matches_or_max_matches(self, filesystem: Filesystem) -> None:
         filesystem.write("file", "x\n" * 1_500)
 
         assert len(filesystem.grep("x")) == 1_000
         assert [match.line_number for match in filesystem.grep("x", max_matches=3)] == [1, 2, 3]
         assert len(filesystem.grep("x", max_matches=1_200)) == 1_200
 
-    def test_grep_passes_over_what_is_no_text(self, filesystem: Filesystem) -> None:
+    def test_grep_skips_files_that_are_not_text(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("binary", b"needle\0")
         filesystem.write_bytes("latin", b"needle caf\xe9\n")
         filesystem.write("text", "needle")

@@ -20,7 +20,7 @@ class SnapshotContract(FilesystemSuite):
     def test_it_has_every_method_of_the_contract(self, filesystem: SnapshotableFilesystem) -> None:
         assert isinstance(filesystem, SnapshotableFilesystem)
 
-    def test_a_snapshot_says_what_it_is(self, filesystem: SnapshotableFilesystem) -> None:
+    def test_a_snapshot_describes_itself(self, filesystem: SnapshotableFilesystem) -> None:
         first = filesystem.snapshot(tag="before the edit")
         second = filesystem.snapshot()
 
@@ -30,7 +30,7 @@ class SnapshotContract(FilesystemSuite):
         assert first.snapshot_id != second.snapshot_id
         assert abs((datetime.now(UTC) - first.created_at).total_seconds()) < 3_600
 
-    def test_a_restore_takes_back_every_kind_of_change(self, filesystem: SnapshotableFilesystem) -> None:
+    def test_a_restore_undoes_every_kind_of_change(self, filesystem: SnapshotableFilesystem) -> None:
         for path in ("kept", "changed", "deleted", "d/inner", "becomes-directory", "becomes-file/inner"):
             filesystem.write(path, f"content of {path}")
         filesystem.mkdir("empty")
@@ -52,7 +52,7 @@ class SnapshotContract(FilesystemSuite):
 
         assert contents(filesystem) == before
 
-    def test_a_snapshot_is_not_changed_by_what_comes_after(self, filesystem: SnapshotableFilesystem) -> None:
+    def test_later_changes_do_not_change_a_snapshot(self, filesystem: SnapshotableFilesystem) -> None:
         filesystem.write("file", "one")
         one = filesystem.snapshot()
         filesystem.write("file", "two")
@@ -86,9 +86,7 @@ class SnapshotContract(FilesystemSuite):
 
         assert filesystem.stat("kept").modified_at == before
 
-    def test_a_snapshot_that_is_not_there_is_not_found_and_changes_nothing(
-        self, filesystem: SnapshotableFilesystem
-    ) -> None:
+    def test_restoring_an_unknown_snapshot_fails_and_changes_nothing(self, filesystem: SnapshotableFilesystem) -> None:
         filesystem.write("file", "x")
         snapshot = filesystem.snapshot()
         filesystem.write("file", "y")

@@ -50,7 +50,7 @@ _CALLS: Final[dict[str, Callable[[Any], object]]] = {
 class _Bytes:
     """ByteReader and ByteWriter."""
 
-    def test_a_reader_knows_its_file_and_its_place(self, filesystem: Filesystem) -> None:
+    def test_a_reader_reports_its_file_and_its_position(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("d/file", b"0123456789")
 
         with filesystem.open_read("/d/./file") as reader:
@@ -63,7 +63,7 @@ class _Bytes:
             assert reader.read() == b""
             assert (reader.position, reader.size) == (10, 10)
 
-    def test_a_reader_seeks_from_start_place_and_end(self, filesystem: Filesystem) -> None:
+    def test_a_reader_seeks_from_start_position_and_end(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("file", b"0123456789")
 
         with filesystem.open_read("file") as reader:
@@ -72,7 +72,7 @@ class _Bytes:
             assert (reader.seek(-2, os.SEEK_END), reader.read(5)) == (8, b"89")
             assert (reader.seek(100), reader.read(5)) == (100, b"")
 
-    def test_a_reader_refuses_what_makes_no_sense(self, filesystem: Filesystem) -> None:
+    def test_a_reader_refuses_invalid_arguments(self, filesystem: Filesystem) -> None:
         filesystem.write_bytes("file", b"0123456789")
 
         with filesystem.open_read("file") as reader:
@@ -86,7 +86,7 @@ class _Bytes:
                 reader.chunks(0)
             assert reader.position == 5
 
-    def test_chunks_have_the_size_asked_for_and_are_the_file(self, filesystem: Filesystem) -> None:
+    def test_chunks_have_the_requested_size_and_join_to_the_file(self, filesystem: Filesystem) -> None:
         data = os.urandom(3 * _CHUNK_BYTES + 17)
         filesystem.write_bytes("file", data)
 
@@ -127,11 +127,11 @@ class _Bytes:
         assert filesystem.read("file").content == "new"
         assert contents(filesystem) == {"file": b"new"}
 
-    def test_what_is_created_is_taken_from_the_start(self, filesystem: Filesystem) -> None:
+    def test_a_file_that_is_being_created_exists_from_the_start(self, filesystem: Filesystem) -> None:
         with filesystem.open_write("file", mode="create"), raises_os_error(FileExistsError, "file"):
             filesystem.open_write("file", mode="create")
 
-    def test_what_was_appended_stays_when_the_writer_fails(self, filesystem: Filesystem) -> None:
+    def test_appended_data_stays_when_the_writer_fails(self, filesystem: Filesystem) -> None:
         filesystem.write("file", "a")
 
         with contextlib.suppress(ZeroDivisionError), filesystem.open_write("file", mode="append") as writer:
@@ -140,7 +140,7 @@ class _Bytes:
 
         assert filesystem.read("file").content == "ab"
 
-    def test_a_reader_reads_on_in_a_file_that_was_deleted(self, filesystem: Filesystem) -> None:
+    def test_a_reader_continues_in_a_deleted_file(self, filesystem: Filesystem) -> None:
         data = os.urandom(3 * _CHUNK_BYTES)
         filesystem.write_bytes("d/file", data)
 
@@ -152,7 +152,7 @@ class _Bytes:
 
         assert contents(filesystem) == {}
 
-    def test_a_reader_stays_with_the_file_that_was_overwritten(self, filesystem: Filesystem) -> None:
+    def test_a_reader_continues_in_the_old_file_after_an_overwrite(self, filesystem: Filesystem) -> None:
         filesystem.write("file", "old content")
 
         with filesystem.open_read("file") as reader:
@@ -204,7 +204,7 @@ class _Text:
             assert list(reader) == [line, line]
 
     @pytest.mark.parametrize("start", [0, 5, _CHUNK_BYTES - 1, 3 * _CHUNK_BYTES + 7])
-    def test_what_cannot_be_decoded_is_an_error_with_its_position(self, filesystem: Filesystem, start: int) -> None:
+    def test_undecodable_text_is_an_error_with_its_position(self, filesystem: Filesystem, start: int) -> None:
         filesystem.write_bytes("file", b"x" * start + b"\xe9\n")
 
         with filesystem.open_text("file") as reader, pytest.raises(UnicodeDecodeError) as caught:

@@ -38,7 +38,7 @@ def container(podman: PodmanService, python_image: str) -> Iterator[Container]:
 
 
 class TestAgentVolumeInAContainer(HelperContract):
-    test_a_scan_sees_once_what_stays_while_names_come_and_go_beside_it = None  # type: ignore[assignment]
+    test_a_scan_lists_each_lasting_name_once_while_others_come_and_go = None  # type: ignore[assignment]
     test_rm_rf_of_20_000_files_removes_each_while_listing = None  # type: ignore[assignment]
 
     @pytest.fixture

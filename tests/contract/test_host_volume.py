@@ -59,7 +59,7 @@ class OverHostDirectory(VolumeContract):
         return HostClock(tmp_path / "probe")
 
     # -- what the host does in its own way -----------------------------------------------------
-    def test_what_is_made_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
+    def test_a_new_file_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
         now = clock.tick()
         number = fs.file(b"f", mode=0o4755)
         inode = fs.stat(number)
@@ -69,7 +69,7 @@ class OverHostDirectory(VolumeContract):
         # Given to the caller when it was there already.
         assert (inode.mtime_ns, inode.ctime_ns) == (now, now)
 
-    def test_file_capabilities_do_not_outlive_a_change_of_content_or_owner(self, fs: Driver) -> None:
+    def test_a_change_of_content_or_owner_removes_file_capabilities(self, fs: Driver) -> None:
         changes: tuple[Callable[[int], object], ...] = (
             lambda number: fs.volume.write(number, 0, b"x"),
             lambda number: fs.set(number, size=0),

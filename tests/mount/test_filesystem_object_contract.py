@@ -44,7 +44,7 @@ class TestSnapshots(OnObject, SnapshotContract):
 
 
 class TestArchives(OnObject, ArchiveContract):
-    def test_symlinks_are_followed_inside_and_lead_nobody_out(
+    def test_symlinks_are_followed_only_inside_the_root(
         self, filesystem: SnapshotableFilesystem, tmp_path: Path
     ) -> None:
         """A Filesystem has no word for a symlink: an archive with one is refused, and nothing changes."""

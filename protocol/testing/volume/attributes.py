@@ -29,7 +29,7 @@ class AttributesContract(VolumeSuite):
     """The attributes of inodes."""
 
     # -- attributes --------------------------------------------------------------------------
-    def test_setattr_sets_what_is_named_and_nothing_else(self, fs: Driver, clock: Clock) -> None:
+    def test_setattr_sets_only_the_given_attributes(self, fs: Driver, clock: Clock) -> None:
         number = fs.file(b"f", b"x")
         before = fs.stat(number).mtime_ns
         now = clock.tick()
@@ -37,12 +37,12 @@ class AttributesContract(VolumeSuite):
         assert (shown.mode, shown.uid, shown.gid, shown.size) == (stat.S_IFREG | 0o600, 5, 6, 1)
         assert (shown.mtime_ns, shown.ctime_ns) == (before, now)
 
-    def test_times_have_nanoseconds_and_may_lie_before_1970(self, fs: Driver) -> None:
+    def test_times_have_nanoseconds_and_may_be_before_1970(self, fs: Driver) -> None:
         number = fs.file(b"f")
         shown = fs.set(number, atime_ns=-1, mtime_ns=1_234_567_890_123_456_789)
         assert (shown.atime_ns, shown.mtime_ns) == (-1, 1_234_567_890_123_456_789)
 
-    def test_writes_and_truncations_clear_suid_and_sgid_when_told_to(self, fs: Driver) -> None:
+    def test_writes_and_truncations_clear_suid_and_sgid_on_request(self, fs: Driver) -> None:
         number = fs.file(b"f", mode=0o6755)
         fs.volume.write(number, 0, b"xx")
         assert fs.stat(number).mode & 0o7777 == 0o6755
@@ -63,7 +63,7 @@ class AttributesContract(VolumeSuite):
         fs.set(b"d", mode=0o2755)
         assert fs.set(b"d", gid=9, kill_privileges=True).mode & 0o7777 == 0o2755
 
-    def test_file_capabilities_do_not_outlive_a_change_of_content_or_owner(self, fs: Driver) -> None:
+    def test_a_change_of_content_or_owner_removes_file_capabilities(self, fs: Driver) -> None:
         changes: tuple[Callable[[int], object], ...] = (
             lambda number: fs.volume.write(number, 0, b"x"),
             lambda number: fs.set(number, size=0),
@@ -77,7 +77,7 @@ class AttributesContract(VolumeSuite):
             assert fs.volume.listxattr(number) == (b"user.kept",)
 
     @pytest.mark.parametrize("what", ["write", "truncate", "punch"])
-    def test_changing_content_moves_mtime_and_ctime(self, fs: Driver, clock: Clock, what: str) -> None:
+    def test_changing_content_updates_mtime_and_ctime(self, fs: Driver, clock: Clock, what: str) -> None:
         number = fs.file(b"f", b"x" * 5000)
         now = clock.tick()
         if what == "write":
@@ -88,7 +88,7 @@ class AttributesContract(VolumeSuite):
             fs.volume.fallocate(number, PUNCH_HOLE | KEEP_SIZE, 0, 4096)
         assert (fs.stat(number).mtime_ns, fs.stat(number).ctime_ns) == (now, now)
 
-    def test_changing_names_moves_the_times_of_directories_and_the_ctime_of_what_is_named(
+    def test_changing_names_updates_the_times_of_directories_and_the_ctime_of_the_inode(
         self, fs: Driver, clock: Clock
     ) -> None:
         fs.directory(b"d")
@@ -136,7 +136,7 @@ class AttributesContract(VolumeSuite):
             with fails(errno.ENODATA):
                 use(number, b"user.a")
 
-    def test_xattr_flags_demand_presence_or_absence(self, fs: Driver) -> None:
+    def test_xattr_flags_require_presence_or_absence(self, fs: Driver) -> None:
         number = fs.directory(b"d")
         with fails(errno.ENODATA):
             fs.volume.setxattr(number, b"user.a", b"1", os.XATTR_REPLACE)
@@ -147,7 +147,7 @@ class AttributesContract(VolumeSuite):
         assert fs.volume.getxattr(number, b"user.a") == b"3"
 
     # -- the rest ----------------------------------------------------------------------------
-    def test_statfs_counts_what_is_used(self, volume: MakeVolume) -> None:
+    def test_statfs_counts_used_space_and_inodes(self, volume: MakeVolume) -> None:
         fs = Driver(volume(max_bytes=100 * PAGE_BYTES, max_inodes=50))
         fs.file(b"f", b"x" * (PAGE_BYTES + 1))
         statfs = fs.volume.statfs()

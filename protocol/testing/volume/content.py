@@ -26,7 +26,7 @@ class ContentContract(VolumeSuite):
     """The content of files."""
 
     # -- content -----------------------------------------------------------------------------
-    def test_what_was_written_is_read_and_holes_are_zeros(self, fs: Driver) -> None:
+    def test_written_data_is_read_back_and_holes_are_zeros(self, fs: Driver) -> None:
         number = fs.file(b"f")
         for offset, data in ((0, b"start"), (4095, b"page edge"), (131_071, b"block edge"), (300_000, b"end")):
             assert fs.volume.write(number, offset, data) == len(data)
@@ -59,7 +59,7 @@ class ContentContract(VolumeSuite):
             fs.set(number, size=200_000)
             assert not _difference(fs.read(number), b"x" * cut + bytes(200_000 - cut))
 
-    def test_a_sparse_file_of_10_to_the_15_costs_nothing_but_what_is_written(self, fs: Driver) -> None:
+    def test_a_sparse_file_of_10_to_the_15_takes_space_only_for_written_data(self, fs: Driver) -> None:
         number = fs.file(b"f")
         fs.set(number, size=10**15)
         assert (fs.stat(number).size, fs.stat(number).blocks) == (10**15, 0)
@@ -69,7 +69,7 @@ class ContentContract(VolumeSuite):
         fs.set(number, size=10)
         assert fs.stat(number).blocks == 0
 
-    def test_nothing_lies_beyond_the_largest_file_size(self, fs: Driver) -> None:
+    def test_the_largest_file_size_cannot_be_exceeded(self, fs: Driver) -> None:
         number = fs.file(b"f", b"x")
         with fails(errno.EFBIG):
             fs.volume.write(number, 2**63 - 1, b"xx")
@@ -79,7 +79,7 @@ class ContentContract(VolumeSuite):
             fs.volume.fallocate(number, 0, 2**63 - 1, 10)
         assert fs.read(number) == b"x"
 
-    def test_seek_tells_data_from_holes(self, fs: Driver) -> None:
+    def test_seek_distinguishes_data_and_holes(self, fs: Driver) -> None:
         number = fs.file(b"f")
         fs.volume.write(number, 1 << 20, b"x" * PAGE_BYTES)
         fs.set(number, size=4 << 20)
@@ -94,7 +94,7 @@ class ContentContract(VolumeSuite):
             with fails(errno.ENXIO):
                 fs.volume.seek(number, offset, whence)
 
-    def test_punching_a_hole_zeroes_it_keeps_the_size_and_gives_pages_back(self, fs: Driver) -> None:
+    def test_punching_a_hole_zeroes_it_keeps_the_size_and_frees_pages(self, fs: Driver) -> None:
         number = fs.file(b"f", b"x" * 20_000)
         before = fs.stat(number).blocks
         fs.volume.fallocate(number, PUNCH_HOLE | KEEP_SIZE, 4_000, 10_000)
@@ -133,7 +133,7 @@ class ContentContract(VolumeSuite):
         statfs = fs.volume.statfs()
         assert (getattr(statfs, "blocks_free", None), getattr(statfs, "blocks", None)) == (0, 10)
 
-    def test_room_comes_back_when_files_shrink_or_go(self, volume: MakeVolume) -> None:
+    def test_space_is_freed_when_files_shrink_or_are_removed(self, volume: MakeVolume) -> None:
         fs = Driver(volume(max_bytes=10 * PAGE_BYTES))
         fs.file(b"a", b"x" * 5 * PAGE_BYTES)
         fs.file(b"b", b"x" * 5 * PAGE_BYTES)
@@ -146,7 +146,7 @@ class ContentContract(VolumeSuite):
         fs.volume.forget(number, 1)
         assert fs.volume.write(last, 4 * PAGE_BYTES, b"y" * 5 * PAGE_BYTES) == 5 * PAGE_BYTES
 
-    def test_fallocate_takes_room_that_a_later_write_cannot_lack(self, volume: MakeVolume) -> None:
+    def test_fallocate_reserves_space_for_later_writes(self, volume: MakeVolume) -> None:
         fs = Driver(volume(max_bytes=10 * PAGE_BYTES))
         number = fs.file(b"f")
         with fails(errno.ENOSPC):
@@ -157,7 +157,7 @@ class ContentContract(VolumeSuite):
             fs.volume.fallocate(fs.file(b"g"), 0, 0, 3 * PAGE_BYTES)
         assert fs.volume.write(number, 0, b"x" * 8 * PAGE_BYTES) == 8 * PAGE_BYTES
 
-    def test_holes_take_no_room(self, volume: MakeVolume) -> None:
+    def test_holes_take_no_space(self, volume: MakeVolume) -> None:
         fs = Driver(volume(max_bytes=10 * PAGE_BYTES))
         fs.set(fs.file(b"f"), size=10**12)
         fs.file(b"g", b"x" * 10 * PAGE_BYTES)

@@ -53,7 +53,7 @@ class EntriesContract(VolumeSuite):
         fs.rename(b"new", b"old")
         assert (fs.read(number), fs.read(b"old")) == (b"old", b"new")
 
-    def test_a_removed_directory_that_is_held_is_empty_and_takes_nothing_new(self, fs: Driver) -> None:
+    def test_a_removed_directory_that_is_held_is_empty_and_accepts_no_new_entry(self, fs: Driver) -> None:
         fs.directory(b"d")
         fs.directory(b"e")
         fs.file(b"f")
@@ -88,7 +88,7 @@ class EntriesContract(VolumeSuite):
         assert fs.at(b"d/e/..") == fs.at(b"d")
         assert fs.at(b"..") == ROOT_INODE
 
-    def test_inode_numbers_are_not_given_to_others(self, fs: Driver) -> None:
+    def test_inode_numbers_are_never_reused(self, fs: Driver) -> None:
         numbers = set()
         for _ in range(50):
             numbers.add(fs.file(b"f"))
@@ -96,7 +96,7 @@ class EntriesContract(VolumeSuite):
         assert len(numbers) == 50
 
     # -- making entries ----------------------------------------------------------------------
-    def test_what_is_made_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
+    def test_a_new_file_has_the_callers_owner_its_mode_and_the_time(self, fs: Driver, clock: Clock) -> None:
         now = clock.tick()
         inode = fs.stat(fs.file(b"f", mode=0o4755))
         assert (inode.mode, inode.uid, inode.gid) == (stat.S_IFREG | 0o4755, 1000, 1000)
@@ -109,7 +109,7 @@ class EntriesContract(VolumeSuite):
         fs.volume.mknod(ROOT_INODE, b"special", kind | 0o600, device, ALICE)
         assert (fs.stat(b"special").mode, fs.stat(b"special").rdev) == (kind | 0o600, device)
 
-    def test_a_symlink_gives_its_target_and_has_its_length(self, fs: Driver) -> None:
+    def test_a_symlink_returns_its_target_and_has_its_length(self, fs: Driver) -> None:
         number = fs.symlink(b"s", b"../some where")
         assert fs.volume.readlink(number) == b"../some where"
         assert fs.stat(number).size == 13
@@ -122,7 +122,7 @@ class EntriesContract(VolumeSuite):
         with fails(errno.ENAMETOOLONG):
             fs.symlink(b"too long", b"x" * 4096)
 
-    def test_a_set_gid_directory_hands_on_its_group_and_to_directories_its_bit(self, fs: Driver) -> None:
+    def test_a_set_gid_directory_passes_on_its_group_and_to_directories_its_bit(self, fs: Driver) -> None:
         fs.directory(b"d", caller=Caller(0, 77))
         fs.set(b"d", mode=0o2775)
         fs.file(b"d/f")
@@ -132,7 +132,7 @@ class EntriesContract(VolumeSuite):
         assert fs.stat(b"d/d").mode == stat.S_IFDIR | 0o2755
         assert fs.stat(b"d/f").mode == stat.S_IFREG | 0o644
 
-    def test_any_bytes_but_slash_and_nul_make_a_name(self, fs: Driver) -> None:
+    def test_a_name_may_have_any_bytes_but_slash_and_nul(self, fs: Driver) -> None:
         for name in (b"\xff\xfe", b"new\nline", b" ", b"...", "ü".encode(), b"x" * NAME_MAX):
             fs.file(name)
             assert name in fs.names()
@@ -215,7 +215,7 @@ class EntriesContract(VolumeSuite):
             ("missing", "missing2", errno.ENOENT),
         ],
     )
-    def test_rename_over_something(self, fs: Driver, old: str, new: str, code: int) -> None:
+    def test_rename_over_an_existing_name(self, fs: Driver, old: str, new: str, code: int) -> None:
         fs.file(b"file", b"1")
         fs.directory(b"empty")
         fs.directory(b"empty2")
@@ -232,7 +232,7 @@ class EntriesContract(VolumeSuite):
         assert fs.at(new.encode()) == number
         assert fs.names() == [name for name in before if name != old.encode() or old == new]
 
-    def test_rename_noreplace_refuses_what_is_there_and_exchange_what_is_not(self, fs: Driver) -> None:
+    def test_rename_noreplace_refuses_an_existing_name_and_exchange_a_missing_one(self, fs: Driver) -> None:
         fs.file(b"a")
         fs.file(b"b")
         with fails(errno.EEXIST):
@@ -245,7 +245,7 @@ class EntriesContract(VolumeSuite):
             fs.rename(b"a", b"c", 1 << 10)
         assert fs.names() == [b"a", b"b"]
 
-    def test_rename_exchange_lets_a_file_and_a_full_directory_change_places(self, fs: Driver) -> None:
+    def test_rename_exchange_swaps_a_file_and_a_full_directory(self, fs: Driver) -> None:
         fs.directory(b"d")
         file, directory = fs.file(b"d/f", b"1"), fs.directory(b"e")
         fs.file(b"e/inside")
@@ -275,13 +275,13 @@ class EntriesContract(VolumeSuite):
         assert fs.names() == [b"d"]
 
     # -- errors ------------------------------------------------------------------------------
-    def test_a_name_that_is_there_is_refused(self, fs: Driver) -> None:
+    def test_creating_an_existing_name_is_refused(self, fs: Driver) -> None:
         number = fs.file(b"f")
         for make in (fs.file, fs.directory, lambda path: fs.symlink(path, b"x"), lambda path: fs.link(number, path)):
             with fails(errno.EEXIST):
                 make(b"f")
 
-    def test_a_name_that_is_missing_is_refused(self, fs: Driver) -> None:
+    def test_using_a_missing_name_is_refused(self, fs: Driver) -> None:
         for use in (fs.at, fs.unlink, fs.rmdir):
             with fails(errno.ENOENT):
                 use(b"missing")
@@ -295,7 +295,7 @@ class EntriesContract(VolumeSuite):
         with fails(errno.ENAMETOOLONG):
             fs.rename(b"f", name)
 
-    def test_what_is_no_directory_has_no_names(self, fs: Driver) -> None:
+    def test_a_file_has_no_names_below_it(self, fs: Driver) -> None:
         fs.file(b"f")
         for use in (fs.at, fs.unlink, fs.rmdir, fs.file, fs.directory):
             with fails(errno.ENOTDIR):
@@ -303,7 +303,7 @@ class EntriesContract(VolumeSuite):
         with fails(errno.ENOTDIR):
             list(fs.entries(b"f"))
 
-    def test_directories_and_files_are_removed_each_in_its_way(self, fs: Driver) -> None:
+    def test_rmdir_refuses_files_and_full_directories_and_unlink_directories(self, fs: Driver) -> None:
         fs.file(b"f")
         fs.directory(b"d")
         fs.file(b"d/f")
@@ -324,7 +324,7 @@ class EntriesContract(VolumeSuite):
             with fails(code):
                 fs.set(number, size=0)
 
-    def test_an_inode_that_never_was_is_missing(self, fs: Driver) -> None:
+    def test_an_inode_that_never_existed_is_missing(self, fs: Driver) -> None:
         number = 10**9
         for use in (
             lambda: fs.stat(number),
@@ -338,7 +338,7 @@ class EntriesContract(VolumeSuite):
                 use()
 
     # -- directories -------------------------------------------------------------------------
-    def test_readdir_gives_the_dots_and_every_entry_with_its_type(self, fs: Driver) -> None:
+    def test_readdir_lists_the_dots_and_every_entry_with_its_type(self, fs: Driver) -> None:
         file, directory = fs.file(b"f"), fs.directory(b"d")
         found = {entry.name: (entry.inode, stat.S_IFMT(entry.mode)) for entry in fs.entries()}
         assert found == {
@@ -348,7 +348,7 @@ class EntriesContract(VolumeSuite):
             b"d": (directory, stat.S_IFDIR),
         }
 
-    def test_readdir_goes_on_after_any_cookie(self, fs: Driver) -> None:
+    def test_readdir_continues_after_any_cookie(self, fs: Driver) -> None:
         for at in range(20):
             fs.file(b"%d" % at)
         every = list(fs.entries())
@@ -358,7 +358,7 @@ class EntriesContract(VolumeSuite):
         for at, entry in enumerate(every):
             assert list(fs.entries(b"", entry.cookie)) == every[at + 1 :]
 
-    def test_a_scan_sees_once_what_stays_while_names_come_and_go_beside_it(self, fs: Driver) -> None:
+    def test_a_scan_lists_each_lasting_name_once_while_others_come_and_go(self, fs: Driver) -> None:
         there = set(range(1000))
         for at in there:
             fs.file(b"%d" % at)

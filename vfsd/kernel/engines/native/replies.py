@@ -138,9 +138,7 @@ class Replies:
         return bytes(wire.FUSE_ENTRY_OUT.size) + dirent(entry)
 
     # -- answers without a cache timeout -----------------------------------------------------
-    @staticmethod
-    def body(unique: int, body: bytes) -> bytes:
-        return wire.body_reply(unique, body)
+    body = staticmethod(wire.body_reply)
 
     @staticmethod
     def attribute(unique: int, value: bytes | None) -> bytes:
