@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -241,3 +243,38 @@ def test_a_daemon_ends_quickly_while_it_waits_for_its_container(container: Conta
 
     eventually(lambda: not Path(f"/proc/{pid}").exists())
     assert subprocess.run(["mountpoint", "-q", workspace.path], check=False).returncode != 0
+
+
+@pytest.mark.parametrize("transport", ["rootfs", "agent"])
+def test_calls_about_a_stopped_container_say_how_to_start_it(
+    start_container: StartContainer, mount_container: MountContainer, python_image: str, workdir: Path, transport: str
+) -> None:
+    container = start_container(image=python_image)
+    workspace = mount_container(container, transport=transport, complaints=["until it is running again", "syncfs"])
+    Path(workspace.path, "f").write_text("f")
+    workspace.snapshot("s")
+    container.kill()
+    eventually(lambda: not workspace.status().connected)
+
+    def fs(*arguments: str) -> None:
+        command = [sys.executable, "-m", "vfsd.cli.main", "fs", *arguments, "-w", workspace.name]
+        done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+        answer = json.loads(done.stdout)
+        raise OSError(answer["error"])
+
+    for attempt in (
+        lambda: fs("ls"),
+        lambda: fs("read", "f"),
+        lambda: fs("write", "g"),
+        lambda: workspace.snapshot("t"),
+        workspace.diff,
+        lambda: workspace.export(workdir / "export.zip"),
+        lambda: workspace.restore("s"),
+    ):
+        with pytest.raises(OSError, match=f"the container is not running .*: podman start {container.name}"):
+            attempt()
+    with pytest.raises(FileNotFoundError, match="no such snapshot"):
+        workspace.restore("nosuch")
+    container.remove()
+    with pytest.raises(OSError, match=f"the container {container.name} was removed"):
+        workspace.snapshot("t")

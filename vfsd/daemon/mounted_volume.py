@@ -47,6 +47,10 @@ class ContainerStatus(Protocol):
         """The state of the container in words."""
         ...
 
+    async def advice(self) -> str:
+        """Why requests are not answered, and what to do."""
+        ...
+
 
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.

@@ -95,6 +95,16 @@ class ContainerConnection:
         except OSError as error:
             return f"unknown: {error.strerror or error}"
 
+    async def advice(self) -> str:
+        """Why the volume is not connected, and what to do, in words."""
+        try:
+            await self._running()
+        except FileNotFoundError:
+            return f"the container {self.target.name} was removed: `vfsd unmount`, or create it again under this name"
+        except OSError as error:
+            return error.strerror or str(error)
+        return "the container is running, but is not connected yet: try again"
+
     async def _running(self) -> ContainerState:
         return check_running(await self.inspect())
 

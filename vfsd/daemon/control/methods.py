@@ -15,6 +15,7 @@ from protocol.volume import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.exec_methods import ExecMethods
 from vfsd.daemon.control.fs_methods import FsMethods
+from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
@@ -51,7 +52,7 @@ class Methods:
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
         mounted, options = self._mounted, self._options
-        return {
+        handlers: dict[str, Handler] = {
             "ping": self._ping,
             "status": self._status,
             "check": self._check,
@@ -62,6 +63,7 @@ class Methods:
             **FsMethods(mounted, options, self._commands).handlers(),
             **ExecMethods(self._commands).handlers(),
         }
+        return with_advice(handlers, mounted)
 
     async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
         return Empty()
