@@ -263,8 +263,12 @@ def test_all_unmounts_those_that_lose_nothing(workspace: Workspace, root: Path, 
     done = vfsd("unmount", "--all", "--json")
     assert done.returncode == 1
     answer = json.loads(done.stdout)
-    assert empty.name in [one["name"] for one in answer["unmounted"]]
+    entries = {one["name"]: one for one in answer["unmounted"]}
+    assert "error" not in entries[empty.name]
+    assert entries[workspace.name]["error"]["unsaved"]["files"] == 1
     assert answer["error"]["errno"] == "ENOTEMPTY"
+    assert done.stderr.count(workspace.name) == 1 + 2  # once as the subject, and in the two commands
+    assert f"`vfsd unmount {workspace.name} --discard`" in done.stderr
     assert is_mounted(workspace)
 
 

@@ -79,7 +79,8 @@ def unmount_command(
         raise click.UsageError("--force goes with --export: it replaces an existing file")
     app.workspace = workspace_argument or app.workspace
     records = read_records() if every else [app.record()]
-    done, failed = [], None
+    entries: list[dict[str, Any]] = []
+    failed: OSError | None = None
     os.chdir("/")  # the workspaces are selected; this process must not keep one of them busy
     for record in records:
         try:
@@ -90,14 +91,22 @@ def unmount_command(
         except OSError as error:
             if not every:
                 raise
-            failed = error
-            output.report(f"{record.name}: {describe(error)}")
+            failed = failed or error
+            # A refusal because of unsaved changes begins with the name.
+            output.report(describe(error) if isinstance(error, _UnsavedError) else f"{record.name}: {describe(error)}")
+            entries.append(
+                {
+                    "name": record.name,
+                    "mountpoint": wire_path(os.fsencode(record.mountpoint)),
+                    "error": error_record(error),
+                }
+            )
             continue
-        done.append({"name": record.name, **to_builtins(answer)})
+        entries.append({"name": record.name, **to_builtins(answer)})
         if not app.json:
             _say_unmounted(record, answer, exported=file is not None, discarded=discard)
     if app.json:
-        output.print_json({"unmounted": done, **({"error": error_record(failed)} if failed else {})})
+        output.print_json({"unmounted": entries, **({"error": error_record(failed)} if failed else {})})
     if failed:
         click.get_current_context().exit(1)
 
@@ -153,7 +162,10 @@ def _export_and_unmount(
             lacks = (
                 f"{output.show_path(path)} lacks {counted(len(answer.skipped), 'path')} that a ZIP file cannot contain"
             )
-            advice = f"{record.name} is still mounted: `vfsd export` names them, `vfsd unmount --discard` drops them"
+            advice = (
+                f"{record.name} is still mounted: `vfsd export -w {record.name}` names them,"
+                f" `vfsd unmount {record.name} --discard` drops them"
+            )
             raise OSError(errno.ENAMETOOLONG, f"{lacks}; {advice}")
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
@@ -178,7 +190,8 @@ def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> 
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            advice = "end it or leave the directory, or detach the workspace with `vfsd unmount --lazy`"
+            detach = f"vfsd unmount {record.name} --lazy"
+            advice = f"end it or leave the directory, or detach the workspace with `{detach}`"
             raise OSError(errno.EBUSY, f"{describe(error)}; {advice}") from None
         if not result.holders:  # else the daemon serves them until they end
             wait_ended()
@@ -202,7 +215,8 @@ def _ask(app: App, record: WorkspaceRecord, found: messages.UnsavedResult) -> No
     before, app.interrupted = app.interrupted, f"interrupted: {record.name} is still mounted"
     if not output.confirm(f"{_holds(record, found)}.  Unmount it and lose them?"):
         raise OSError(
-            errno.ECANCELED, f"{record.name} is still mounted; `vfsd unmount --export FILE.zip` saves it first"
+            errno.ECANCELED,
+            f"{record.name} is still mounted; `vfsd unmount {record.name} --export FILE.zip` saves it first",
         )
     app.interrupted = before
 
@@ -222,8 +236,10 @@ def _holds(record: WorkspaceRecord, found: messages.UnsavedResult) -> str:
 
 
 def _advice(record: WorkspaceRecord) -> str:
-    applies = "`vfsd apply` writes them, " if BackendSpec.split(record.backend).kind == "overlay" else ""
-    return f"{applies}`vfsd unmount --export FILE.zip` saves them, `vfsd unmount --discard` drops them"
+    is_overlay = BackendSpec.split(record.backend).kind == "overlay"
+    applies = f"`vfsd apply -w {record.name}` writes them, " if is_overlay else ""
+    unmount = f"vfsd unmount {record.name}"
+    return f"{applies}`{unmount} --export FILE.zip` saves them, `{unmount} --discard` drops them"
 
 
 def _say_unmounted(record: WorkspaceRecord, answer: messages.UnmountResult, *, exported: bool, discarded: bool) -> None:

@@ -639,7 +639,7 @@ def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
     daemon.holders = ["pid 12 (bash)"]
     text = fails("unmount")
     assert "pid 12 (bash)" in text
-    assert "vfsd unmount --lazy" in text
+    assert "vfsd unmount demo --lazy" in text
     assert not daemon.unmounted
     assert as_json("unmount", "demo", "--lazy")["unmounted"][0]["holders"] == ["pid 12 (bash)"]
     assert daemon.unmounted
@@ -665,8 +665,11 @@ def test_unmount_all_in_json_tells_what_was_done_and_what_failed(daemon: FakeDae
         result = run("unmount", "--all", "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert [one["name"] for one in answer["unmounted"]] == ["other"]
-    assert answer["error"]["errno"] == "EBUSY"
+    failed, done = answer["unmounted"]
+    assert (failed["name"], failed["mountpoint"], failed["error"]["errno"]) == ("demo", daemon.mountpoint, "EBUSY")
+    assert done["name"] == "other"
+    assert "error" not in done
+    assert answer["error"] == failed["error"]
 
 
 def test_a_workspace_whose_daemon_is_dead_is_listed_and_cleared_away(
