@@ -13,8 +13,6 @@ from protocol.errors import ArchiveError
 from protocol.filesystem import SnapshotableFilesystem
 from protocol.testing.checks import FilesystemSuite, contents
 
-__all__ = ["ArchiveContract"]
-
 
 class ArchiveContract(FilesystemSuite):
     """The contract of archives.  `filesystem` is a new, empty, writable `SnapshotableFilesystem`."""

@@ -10,8 +10,6 @@ import pytest
 
 from protocol.filesystem import Filesystem
 
-__all__ = ["FilesystemSuite", "contents", "raises_os_error"]
-
 
 class FilesystemSuite:
     """Base of the suites over a filesystem.  A subclass overrides the fixture `filesystem`."""

@@ -15,8 +15,6 @@ from protocol.testing.search import SearchContract
 from protocol.testing.writing import WritingContract
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE
 
-__all__ = ["FilesystemContract"]
-
 _READ_LIMIT: Final = 32 << 20
 _READS: Final[list[Callable[[Filesystem, str], Any]]] = [
     lambda filesystem, path: filesystem.read(path),

@@ -11,8 +11,6 @@ import pytest
 from protocol.filesystem import Filesystem, SnapshotableFilesystem
 from protocol.testing.checks import FilesystemSuite, contents
 
-__all__ = ["READ_ONLY_CONTENTS", "ReadOnlyContract"]
-
 # The content of the filesystem under test.
 READ_ONLY_CONTENTS: Final = {"file": b"content\n", "directory": None, "directory/inner": b"inner\n"}
 

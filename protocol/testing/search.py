@@ -8,8 +8,6 @@ from protocol.filesystem import Filesystem
 from protocol.testing.checks import raises_os_error
 from protocol.types import GrepMatch
 
-__all__ = ["SearchContract"]
-
 _FILES = ("a.py", "b.txt", "src/a.py", "src/lib/c.py", "src/lib/d.js", "src/lib/deep/e.py", "tests/a.py")
 
 

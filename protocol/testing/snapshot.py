@@ -11,8 +11,6 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.filesystem import SnapshotableFilesystem
 from protocol.testing.checks import FilesystemSuite, contents
 
-__all__ = ["SnapshotContract"]
-
 
 class SnapshotContract(FilesystemSuite):
     """The contract of snapshots.  `filesystem` is a new, empty, writable `SnapshotableFilesystem`."""

@@ -14,8 +14,6 @@ from protocol.filesystem import Filesystem
 from protocol.streams import ByteReader, ByteWriter, TextReader
 from protocol.testing.checks import FilesystemSuite, contents, raises_os_error
 
-__all__ = ["StreamingContract"]
-
 _CHUNK_BYTES: Final = 64 * 1024
 _MEGABYTE: Final = 1 << 20
 _FILE_BYTES: Final = 40 * _MEGABYTE  # larger than what a stream may hold

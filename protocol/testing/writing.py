@@ -11,8 +11,6 @@ from protocol.filesystem import Filesystem
 from protocol.testing.checks import contents, raises_os_error
 from protocol.types import WriteMode
 
-__all__ = ["WritingContract"]
-
 _WRITE_LIMIT: Final = 32 << 20
 _MODES: Final = pytest.mark.parametrize("mode", get_args(WriteMode))
 

@@ -15,8 +15,6 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree
 from protocol.types import FilesystemSnapshot
 
-__all__ = ["ArchiveSnapshots", "put_archive"]
-
 # Archives that this process wrote itself a moment ago: trusted, and as large as the state.
 _OWN: ArchiveLimits = ArchiveLimits(entries=1 << 40, total_bytes=1 << 62, manifest_bytes=1 << 40, names_bytes=1 << 40)
 

@@ -19,8 +19,6 @@ from protocol.diff.plan import Step, execute, plan
 from protocol.paths import decode, located
 from protocol.tree import Tree, TreeEntry
 
-__all__ = ["converge"]
-
 _CHUNK_BYTES: Final = 256 * 1024
 _USER_ALL: Final = stat.S_IRWXU
 

@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple, Protocol
 
 from protocol.streams import SeekableContent
 
-__all__ = ["OpenFile", "PathFiles", "Status", "held"]
-
 
 class Status(NamedTuple):
     """The stat(2) data of a node.  `birth_ns` is None if unknown."""

@@ -36,8 +36,6 @@ from protocol.types import (
     utc_time,
 )
 
-__all__ = ["PathFilesystem"]
-
 
 class PathFilesystem:
     """Implements `protocol.filesystem.SnapshotableFilesystem`.

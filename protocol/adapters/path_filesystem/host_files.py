@@ -18,8 +18,6 @@ from protocol.linux.beneath import open_beneath
 from protocol.linux.portable import proc_path
 from protocol.linux.xattrs import read_xattrs
 
-__all__ = ["HostFile", "HostFiles"]
-
 _PIECE_BYTES: Final = 1 << 20  # of one read: os.pread allocates the requested size before it reads
 _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 

@@ -6,8 +6,6 @@ from protocol.paths import CallLimits
 from protocol.streams import ByteReader, PositionedDecoder
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE, ReadBytesResult, ReadResult
 
-__all__ = ["bytes_page", "check_byte_page", "check_line_page", "text_page"]
-
 
 def check_line_page(offset: int, limit: int | None) -> None:
     """Raise ValueError for an invalid page of lines."""

@@ -17,8 +17,6 @@ from typing import Final, Self
 from protocol.adapters.path_filesystem.files import PathFiles, Status
 from protocol.errors import os_error
 
-__all__ = ["ResolvedPath", "enter", "resolve"]
-
 _LINKS_MAX: Final = 40  # MAXSYMLINKS, linux/namei.h
 
 

@@ -14,8 +14,6 @@ from protocol.adapters.path_filesystem.files import OpenFile, Status
 from protocol.errors import os_error
 from protocol.tree import TYPE_MASK, Tree, TreeEntry
 
-__all__ = ["TreeFile", "TreeFiles"]
-
 
 class TreeFiles:
     """Nodes are numbers assigned to paths when they are looked up.  One thread at a time, as for the tree.

@@ -12,8 +12,6 @@ from protocol.adapters.path_filesystem.files import Status
 from protocol.errors import os_error
 from protocol.volume import ROOT_INODE, Answer, AttributeChanges, Attributes, Caller, Volume
 
-__all__ = ["VolumeFile", "VolumeFiles", "now"]
-
 T = TypeVar("T")
 
 _UMASK: Final = 0o022  # for files of agents; the process's own umask is the daemon's

@@ -13,8 +13,6 @@ from protocol.adapters.path_filesystem.resolve import ResolvedPath, enter
 from protocol.streams import FileWriter
 from protocol.types import WriteMode
 
-__all__ = ["make_directories", "open_writer", "remove", "temporary_name"]
-
 
 def temporary_name() -> bytes:
     """Return a name for an unfinished file."""

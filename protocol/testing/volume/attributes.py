@@ -22,8 +22,6 @@ from protocol.testing.volume.driver import (
 )
 from protocol.volume import ROOT_INODE
 
-__all__ = ["AttributesContract"]
-
 
 class AttributesContract(VolumeSuite):
     """The attributes of inodes."""

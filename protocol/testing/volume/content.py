@@ -19,8 +19,6 @@ from protocol.testing.volume.driver import (
 )
 from protocol.volume import ROOT_INODE, Buffer
 
-__all__ = ["ContentContract"]
-
 
 class ContentContract(VolumeSuite):
     """The content of files."""

@@ -17,8 +17,6 @@ from protocol.volume import (
     Volume,
 )
 
-__all__ = ["ALICE", "KEEP_SIZE", "PAGE_BYTES", "PUNCH_HOLE", "Clock", "Driver", "MakeVolume", "VolumeSuite", "fails"]
-
 ALICE: Final = Caller(1000, 1000)
 KEEP_SIZE: Final = 1  # linux/falloc.h
 PUNCH_HOLE: Final = 2

@@ -25,8 +25,6 @@ from protocol.volume import (
     Caller,
 )
 
-__all__ = ["EntriesContract"]
-
 
 class EntriesContract(VolumeSuite):
     """What a volume does with names."""
