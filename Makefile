@@ -29,12 +29,12 @@ demo: ## a tour on a real mount: git, snapshot, damage, diff, restore, export
 	@$(BOOTSTRAP) fuse
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo
 
-test: ## all tests; ARGS='...' goes to pytest, COVERAGE=1 measures
+test: ## all tests but the long campaigns; ARGS='...' goes to pytest, COVERAGE=1 measures
 	@$(BOOTSTRAP) fuse tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
-coverage: ## all tests, and which lines and branches they reached, daemons included
+coverage: ## the same tests, and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
 
 coverage-report: ## what the last measured run reached

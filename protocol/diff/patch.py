@@ -279,7 +279,7 @@ class _Writer:
         if refused is not None:
             self._refused = refused
             if refused.rpartition(b"/")[2] == b".git":
-                self._report(refused, "left out unless asked for: git rejects it", is_usual=True)
+                self._report(refused, "--include-git includes it; `git apply` rejects it", is_usual=True)
             else:
                 self._report(refused, "git rejects this name")
             return True

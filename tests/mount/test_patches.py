@@ -110,7 +110,7 @@ def test_git_apply_of_a_patch_makes_the_second_state_of_the_first(place: Place) 
     change(place.root)
     done = place.vfsd("diff", "first", "--patch", "--", str(place.root))
     assert done.stderr.decode() == (
-        f"vfsd: not in this patch: {place.root.name}/.git (left out unless asked for: git rejects it)\n"
+        f"vfsd: not in this patch: {place.root.name}/.git (--include-git includes it; `git apply` rejects it)\n"
     )
     for options in ([], ["-R"], ["--index"]):
         subprocess.run([*GIT, "update-index", "-q", "--refresh"], cwd=copy, check=False)

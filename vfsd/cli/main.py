@@ -42,7 +42,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "status": ("mount", "Show the settings, contents and limits of a workspace."),
     "snapshot": ("snapshots", "Take a snapshot of the workspace as it is now."),
     "snapshots": ("snapshots", "List the snapshots, oldest first."),
-    "drop": ("snapshots", "Delete a snapshot."),
+    "drop": ("snapshots", "Delete snapshots."),
     "restore": ("snapshots", "Restore the workspace, or some paths, from a snapshot or archive."),
     "diff": ("diff", "Show what changed between two snapshots, or since one."),
     "export": ("archive", "Write the workspace, or a snapshot, as a ZIP archive."),

@@ -120,12 +120,12 @@ def _signed(counts: messages.ChangeCounts | None) -> str | None:
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_snapshot)
 @click.pass_obj
 def drop_command(app: App, names: tuple[str, ...]) -> None:
-    """Delete a snapshot.
+    """Delete snapshots.
 
     The live state and the other snapshots do not change.  Either all of the named snapshots are dropped or, if one
     does not exist, none.  Dropping a safety snapshot that `vfsd restore --undo` or `--redo` would go to removes that
-    step; the command names it.  Disk space of a dropped snapshot is freed after some more drops, or at once by `vfsd
-    store gc`.
+    step; the command names it.  `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted
+    workspace after every 16 drops.
     """
     try:
         answer = app.call(app.requests.drop(*names))

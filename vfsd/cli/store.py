@@ -199,8 +199,9 @@ def _show_check(report: CheckReport) -> None:
 def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
     """Free the disk space that no snapshot needs any more.
 
-    `vfsd drop` deletes a snapshot; its disk space is freed by this command.  The command runs alone: it waits for
-    snapshots and restores to end, and new ones wait for it.  If it is killed, the store stays consistent.
+    `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted workspace after every 16 drops.
+    The command runs alone: it waits for snapshots and restores to end, and new ones wait for it.  If it is killed, the
+    store stays consistent.
     """
     with _progress("collecting") as progress:
         report = store.collect_garbage(progress, wait_s=wait, repair=repair)
@@ -227,7 +228,8 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
     WORKSPACE is a name as `vfsd store list` prints it.  Without names and --all the command asks on a terminal.  Either
-    all of the named snapshots are dropped or, if one does not exist, none.  `vfsd store gc` frees their disk space.
+    all of the named snapshots are dropped or, if one does not exist, none.  `vfsd store gc` frees the disk space of
+    dropped snapshots, and so does a mounted workspace after every 16 drops.
     """
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")

@@ -1,7 +1,8 @@
 """The options of a mount, in groups by the part of vfsd that uses them.
 
-Command line, Python API and systemd unit share one flat set of names; `MountOptions.of` sorts them into the groups, so
-a name occurs in one group only.  Paths are absolute, sizes are in bytes, and None means no limit unless stated.
+`MountOptions.of` sorts the flat names of the Python API's arguments into the groups, so a name occurs in one group
+only.  The command line has other names for some of them, such as --on-host for `exec_on_host`: see docs/mount.md.
+Paths are absolute, sizes are in bytes, and None means no limit unless stated.
 """
 
 from __future__ import annotations

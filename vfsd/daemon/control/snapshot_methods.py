@@ -45,7 +45,10 @@ _SNAPSHOT_NAME: Final = re.compile(r"[^\s/\x00-\x1f\x7f-][^/\x00-\x1f\x7f]{0,127
 def required(snapshots: SnapshotService | None) -> SnapshotService:
     """Return `snapshots`.  OSError (EOPNOTSUPP) if the backend has none."""
     if snapshots is None:
-        raise OSError(errno.EOPNOTSUPP, "this backend has no snapshots: use memory, overlay:DIR or host:DIR")
+        raise OSError(
+            errno.EOPNOTSUPP,
+            "this backend has no snapshots: use memory, overlay:DIR, host:DIR, container:NAME or image:REF",
+        )
     return snapshots
 
 

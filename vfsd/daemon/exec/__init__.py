@@ -1,1 +1,4 @@
-"""The commands that a workspace runs: where (`place`, `host`), and until when (`running`)."""
+"""The commands of a workspace: `commands` runs them, and `sandbox` owns the container of a workspace with --sandbox.
+
+The code that starts and ends processes is `protocol.execution` (on this host) and `protocol.backends.container.exec`.
+"""
