@@ -36,7 +36,7 @@ from vfsd.kernel.engines.base import Engine
 
 P = ParamSpec("P")
 
-log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 # The kernel had not cached the name or the inode.
 _NOT_CACHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -86,9 +86,9 @@ def _invalidate(engine: Engine, invalidation: CacheInvalidation) -> None:
             _send(failed, engine.invalidate_entry, change.parent, change.name)
         _invalidate_inodes(engine, invalidation, failed)
     except _MountGoneError:
-        log.info("the mount was removed while the kernel's caches were being invalidated")
+        _logger.info("the mount was removed while the kernel's caches were being invalidated")
     for code, count in failed.items():
-        log.warning("the kernel refused %d invalidations: %s", count, errno.errorcode.get(code, code))
+        _logger.warning("the kernel refused %d invalidations: %s", count, errno.errorcode.get(code, code))
 
 
 def _invalidate_inodes(engine: Engine, invalidation: CacheInvalidation, failed: dict[int, int]) -> None:

@@ -45,7 +45,7 @@ from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator, invalidate_attributes, mount_options
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
 
-log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 # Stands for no limit: about 30 years.  The kernel takes seconds as u64 and caps them at MAX_SEC_IN_JIFFIES.
 _FOREVER_S: Final = 1e9
@@ -95,7 +95,7 @@ def _handler(
 def _fuse_error(error: Exception, operation: str) -> pyfuse3.FUSEError:
     code = errno_of(error)
     if code is None:
-        log.error("unexpected error in %s, answered with EIO", operation, exc_info=error)
+        _logger.error("unexpected error in %s, answered with EIO", operation, exc_info=error)
         code = errno.EIO
     return pyfuse3.FUSEError(code)
 
@@ -184,7 +184,7 @@ class _Handlers(pyfuse3.Operations):
             try:
                 self._volume.forget(inode, count)
             except Exception:  # FORGET has no reply
-                log.exception("forget of inode %d failed", inode)
+                _logger.exception("forget of inode %d failed", inode)
 
     @_handler
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
@@ -493,7 +493,7 @@ class Pyfuse3Engine:
         if busy:
             # A thread waits in the kernel with this session, perhaps for a request that nobody will answer.  The
             # session must outlive that thread, so it is not closed; the process ends soon.
-            log.warning("unmounting %s while an invalidation is running", self._settings.mountpoint)
+            _logger.warning("unmounting %s while an invalidation is running", self._settings.mountpoint)
             subprocess.run(["fusermount3", "-u", "-z", "-q", self._settings.mountpoint], check=False)
             return
         # libfuse detaches lazily: this does not wait for programs that use the mount.

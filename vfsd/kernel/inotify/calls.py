@@ -21,7 +21,7 @@ from protocol.errors import os_error
 from protocol.volume import CacheInvalidation, EntryChange
 from vfsd.kernel.inotify.answers import Answers, Step
 
-log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 # Bounds the time that a restore of everything takes (about 100 us for each change).  A watcher's queue overflows at
 # 16,384 events anyway (fs.inotify.max_queued_events).
@@ -162,9 +162,9 @@ class _Changes:
             self._cursor.close()
             self._answers.step = None
             if self._total > _MAX_CHANGES:
-                log.warning("of %d changes %d were shown to inotify watchers", self._total, _MAX_CHANGES)
+                _logger.warning("of %d changes %d were shown to inotify watchers", self._total, _MAX_CHANGES)
             for code, count in self._failures.items():
-                log.info("%d changes are not shown to inotify watchers: %s", count, os.strerror(code))
+                _logger.info("%d changes are not shown to inotify watchers: %s", count, os.strerror(code))
 
     def _first_parents(self) -> Iterator[tuple[int, list[EntryChange]]]:
         """Iterate over the directories with the first `_MAX_CHANGES` changes."""
@@ -288,7 +288,7 @@ def _raise_close_write(directory: int, name: bytes, mode: int) -> None:
     try:
         os.close(os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory))
     except OSError as error:
-        log.debug("no IN_CLOSE_WRITE for %r: %s", name, error)
+        _logger.debug("no IN_CLOSE_WRITE for %r: %s", name, error)
 
 
 class _Timespec(ctypes.Structure):

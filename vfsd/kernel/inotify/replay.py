@@ -16,7 +16,7 @@ from protocol.volume import CacheInvalidation, Volume
 from vfsd.kernel.inotify.answers import Answers
 from vfsd.kernel.inotify.calls import ReplayAbortedError, repeat_changes
 
-log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class Replay:
@@ -67,9 +67,9 @@ class Replay:
             repeat_changes(self._mountpoint, invalidation, self._answers, stopped)
         except ReplayAbortedError as error:
             level = logging.INFO if stopped.is_set() else logging.WARNING
-            log.log(level, "changes are not shown to inotify watchers: %s", error)
+            _logger.log(level, "changes are not shown to inotify watchers: %s", error)
         except Exception:
-            log.exception("changes are not shown to inotify watchers")
+            _logger.exception("changes are not shown to inotify watchers")
         finally:
             self._answers.step = None
             self.thread_id = 0

@@ -35,7 +35,7 @@ from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.001
 _LINGER_MS: Final = 1
@@ -133,7 +133,7 @@ class NativeEngine:
         os.write(device.fileno(), agreed.reply)
         if self._mount:
             mounting.set_readahead(self._mount, MAX_WRITE_BYTES)
-        logger.debug("FUSE 7.%d, %r", agreed.minor, agreed.flags)
+        _logger.debug("FUSE 7.%d, %r", agreed.minor, agreed.flags)
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
         return Operations(
@@ -159,7 +159,7 @@ class NativeEngine:
             try:
                 mounting.unmount(made)
             except OSError as error:
-                logger.warning("cannot unmount: %s", error)
+                _logger.warning("cannot unmount: %s", error)
 
     def _close_if_unused(self) -> None:
         """Close the device after an unmount; if threads are sending notifications, the last of them does."""
@@ -287,7 +287,7 @@ class NativeEngine:
             if error.errno in _ABORTED:
                 return
             # The caller waits until the kernel accepts a reply.
-            logger.exception("the kernel rejected a reply; answered EIO instead")
+            _logger.exception("the kernel rejected a reply; answered EIO instead")
             with contextlib.suppress(OSError):
                 os.write(descriptor, wire.error_reply(unique, errno.EIO))
 
@@ -302,7 +302,7 @@ class NativeEngine:
             code = errno.ESTALE
         if code is None or not 0 < code <= wire.MAX_ERRNO:
             kind = Opcode(opcode).name
-            logger.error("unexpected error in %s, answered with EIO", kind, exc_info=error)
+            _logger.error("unexpected error in %s, answered with EIO", kind, exc_info=error)
             code = errno.EIO
         return wire.error_reply(unique, code)
 
