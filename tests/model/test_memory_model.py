@@ -584,6 +584,8 @@ class MemoryMachine(RuleBasedStateMachine):
         old: dict[int, tuple[object, ...]] = {}
         for info in infos:
             new = self.facts(self.model.snapshots[info.name])
+            if not old:  # the first is compared with an empty volume, which has its root
+                old = {ROOT_INODE: new[ROOT_INODE]}
             modified = sum(old[number] != new[number] for number in old.keys() & new.keys())
             assert counts[info.name] == (len(new.keys() - old.keys()), modified, len(old.keys() - new.keys()))
             old = new

@@ -173,9 +173,10 @@ class Workspace(_Base):
           removed with it.
 
         With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs one request less.
-        `archive` is a ZIP file with the initial content.  The limits are in bytes and in inodes; None is no limit.
-        `store` is the directory in which the snapshots of "host:DIR" are kept (None: the user's own); it must be
-        outside DIR.
+        `archive` is a ZIP file with the initial content.  The limits are in bytes and in inodes.  None: `max_memory` is
+        half of the machine's memory or of the cgroup's limit, `max_bytes` is `max_memory`, inodes are unlimited.
+        `store` is the directory in which snapshots of "host:DIR" and of containers are kept (None: the user's own); it
+        must be outside DIR.
 
         `exec_on_host` lets clients of the control socket run commands in the mount, as the daemon's user.  `sandbox`
         ("image:REF") runs them in a container of that image instead, which sees the workspace at /workspace, may have
@@ -185,8 +186,12 @@ class Workspace(_Base):
         With `filesystem`, an object with the methods of `protocol.Filesystem`, a thread of this process serves that
         object (`vfsd.kernel.in_process`); the arguments of a backend are then invalid.
 
-        ValueError for invalid arguments.  OSError for failures: FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if
-        nothing can be mounted at `path`.
+        `name` is the workspace's name (None: made from `path`), and `engine` the FUSE implementation.  `read_only`
+        refuses all changes, and `allow_other` lets other users enter.  `log_level` and `log_format` are of the daemon's
+        log.  docs/mount.md lists all arguments with the options of `vfsd mount`, and which of them go together.
+
+        ValueError for invalid arguments, TypeError for an unknown one.  OSError for failures: FileExistsError or
+        OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.
         """
         options = mount_options(path, backend, **arguments)
         if filesystem is not None:

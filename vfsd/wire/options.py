@@ -116,7 +116,7 @@ class MountOptions:
             names = [each.name for each in fields(group_type) if each.name in values]
             groups[group] = group_type(**{name: values.pop(name) for name in names})
         if values:
-            raise TypeError(f"there is no mount option {', '.join(values)}")
+            raise _unknown_option(next(iter(values)))
         return cls(**groups)
 
     def values(self) -> dict[str, Any]:
@@ -126,6 +126,18 @@ class MountOptions:
             for group, group_type in _GROUPS.items()
             for each in fields(group_type)
         }
+
+
+def _unknown_option(name: str) -> TypeError:
+    """TypeError that suggests option names which are spelled like `name`, or contain it or its last word."""
+    import difflib  # noqa: PLC0415 start-up: an error has time
+
+    known = [each.name for group_type in _GROUPS.values() for each in fields(group_type)]
+    last_word = name.rpartition("_")[2]
+    close = [each for each in known if name in each or last_word == each.rpartition("_")[2]]
+    close = close or difflib.get_close_matches(name, known, n=3)
+    similar = f"; did you mean {' or '.join(close)}?" if close else ": docs/mount.md lists them"
+    return TypeError(f"there is no mount option {name}{similar}")
 
 
 _GROUPS: Final = get_type_hints(MountOptions)  # name of the group -> its type

@@ -122,7 +122,7 @@ class SnapshotHistory:
             pending = {}
             following = epoch.info
         if following is not None:
-            all_added = (following.files + following.directories, 0, 0)
+            all_added = (following.files + following.directories - 1, 0, 0)  # the root was there before
             counts[following.name] = all_added if self.starts_empty else count_changes(state, pending, later)
         return counts
 

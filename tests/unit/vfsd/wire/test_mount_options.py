@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 from vfsd.cli.main import cli
 from vfsd.cli.mount import mount_command
-from vfsd.client.mount_arguments import mount_options
+from vfsd.client.mount_arguments import MountArguments, mount_options
 from vfsd.wire.backend_spec import BACKENDS
 from vfsd.wire.handshake import Ready
 from vfsd.wire.option_rules import SCOPES, OptionError
@@ -168,6 +168,27 @@ def test_the_documentation_has_the_table() -> None:
     text = DOCUMENTATION.read_text()
     assert [row for row in rows if row not in text] == []
     assert sum(line.startswith("| `--") for line in text.splitlines()) == len(rows)
+
+
+def test_the_documentation_has_every_argument_of_python_with_its_option() -> None:
+    flags = {param.name: param.opts[-1] for param in mount_command.params}
+    documented = re.findall(r"^\| `(\w+)` \| `(--[\w-]+)` \|", DOCUMENTATION.read_text(), re.MULTILINE)
+    assert documented == [(name, flags[name]) for name in MountArguments.__annotations__]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("on_host", "did you mean exec_on_host?"),
+        ("cache_timeout", "did you mean cache_timeout_s?"),
+        ("no_xattrs", "did you mean xattrs?"),
+        ("memory", "did you mean max_memory or memory_bytes?"),
+        ("zzz", "docs/mount.md lists them"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_similar_ones(name: str, said: str, place: Path) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        mount_options("mnt", **{name: 1})  # type: ignore[arg-type]
 
 
 def test_python_names_the_arguments_as_python_has_them(place: Path) -> None:
