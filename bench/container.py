@@ -61,7 +61,8 @@ class Bench:
 def benched(scratch: Path, *, cpu: bool) -> Iterator[Bench]:
     with ExitStack() as stack:
         url = stack.enter_context(running_service(scratch / "podman"))
-        service = stack.enter_context(PodmanService(url))
+        service = PodmanService(url)
+        stack.callback(service.close)
         archive = scratch / "python.tar"
         write_python_image(archive)
         import_image(url, archive, PYTHON)

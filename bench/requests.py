@@ -41,13 +41,13 @@ class CountingEngine(NativeEngine):
 
     counts: Counter[str] = Counter()  # noqa: RUF012 (one engine a process)
 
-    def _respond(self, descriptor: int, length: int) -> None:
+    def _respond(self, descriptor: int, length: int, may_postpone: bool = True) -> None:
         opcode = wire.IN_HEADER_ROUTE.unpack_from(self._buffer, 0)[0]
         name = Opcode(opcode).name
         if opcode == Opcode.GETXATTR:
             name += f"({bytes(self._buffer[48 : length - 1]).decode()})"
         self.counts[name] += 1
-        super()._respond(descriptor, length)
+        super()._respond(descriptor, length, may_postpone)
 
 
 def serve(mountpoint: str, report: str, *, xattrs: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from pathlib import Path
 
@@ -18,7 +19,10 @@ def test_a_container_starts_with_limits_that_podman_may_set(workdir: Path) -> No
     archive = workdir / "busybox.tar"
     write_busybox_image(archive)
     try:
-        with running_service(workdir / "podman", default_ulimits=True) as url, PodmanService(url) as podman:
+        with (
+            running_service(workdir / "podman", default_ulimits=True) as url,
+            contextlib.closing(PodmanService(url)) as podman,
+        ):
             import_image(url, archive, BUSYBOX)
             container = podman.create(ContainerSpec(BUSYBOX, name="limited"))
             try:

@@ -139,7 +139,7 @@ def test_a_mount_that_a_failed_start_leaves_dead_is_taken_away(tmp_path: Path) -
     asked = options("mounts-and-hangs", mountpoint=str(tmp_path / "m"))
     with pytest.raises(TimeoutError):
         launch(asked, daemon_module=FAKE, timeout_s=4)
-    assert mounts.mount_at(str(tmp_path / "m")) is None
+    assert mountinfo.mount_at(str(tmp_path / "m")) is None
 
 
 def test_interrupting_the_starter_ends_the_half_started_daemon() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vfsd.machine import mounts
+from vfsd.machine import mountinfo, mounts
 from vfsd.machine.doctor import Finding, Host, examine
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
@@ -305,7 +305,7 @@ def dead_mount(tmp_path: Path) -> Iterator[Path]:
         daemon.stdout.readline()
         daemon.kill()
     yield place
-    if mounts.mount_at(str(place)) is not None:
+    if mountinfo.mount_at(str(place)) is not None:
         mounts.clear_dead_mount(str(place))
 
 
@@ -315,14 +315,14 @@ def test_a_dead_mount_is_found_and_the_advice_clears_it(machine: Path, dead_moun
     assert len(dead) == 1
     assert "workspace 'lost'" in dead[0].what
     subprocess.run(["sh", "-c", dead[0].advice.split(";")[0]], check=True)
-    assert mounts.mount_at(str(dead_mount)) is None
+    assert mountinfo.mount_at(str(dead_mount)) is None
 
 
 @pytest.mark.fuse
 def test_deep_makes_a_mount_and_leaves_nothing() -> None:
     finding = next(finding for finding in examine(deep=True) if finding.topic == "mount")
     assert finding.ok, finding.what
-    assert "doctor" not in {mount.workspace for mount in mounts.mounts()}
+    assert "doctor" not in {mount.workspace for mount in mountinfo.mounts()}
 
 
 def test_a_check_that_fails_is_a_finding(machine: Path) -> None:
