@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.foreign_files import plant
 from vfsd.client.launch import launch, log_path
-from vfsd.machine import mounts
+from vfsd.machine import mountinfo
 from vfsd.wire.handshake import Failed, Ready, decode_options, decode_report, encode_options, encode_report
 from vfsd.wire.options import MountOptions
 
