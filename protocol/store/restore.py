@@ -158,7 +158,7 @@ def _readable_entries(tree: MerkleTree) -> Iterator[TreeEntry]:
 
 
 def _left(error: DamagedError) -> str:
-    return f"{error.strerror}: left as it is"
+    return f"{error.strerror}: not restored"
 
 
 def _row(tree: MerkleTree, path: bytes) -> Row | None:
@@ -221,7 +221,7 @@ class RestoreRun:
         except ChangedMeanwhileError:
             reason = "changed since the restore began: left as it is"
         except (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
-            reason = f"{error.strerror}: left as it is"
+            reason = f"{error.strerror}: not restored"
         except OSError as error:
             if error.errno in NO_SPACE and error.filename is None:
                 raise OSError(error.errno, error.strerror, os.fsdecode(step.path)) from None

@@ -68,12 +68,14 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class GarbageReport:
-    """What a collection freed, and what the store has now."""
+    """What a collection freed, what it removed because it was damaged, and what the store has now."""
 
     freed_bytes: int
     freed_contents: int
     kept_bytes: int
     kept_contents: int
+    damaged_bytes: int = 0
+    damaged_contents: int = 0  # a pack that cannot be read counts as one
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -237,8 +239,9 @@ def collect_garbage(
         return GarbageReport(0, 0, 0, 0)
     with layout.exclusive(wait_s):
         blobs.packs.refresh()
+        damaged_bytes = damaged_contents = 0
         if repair:
-            _remove_damage(layout, blobs, progress)
+            damaged_bytes, damaged_contents = _remove_damage(layout, blobs, progress)
         elif blobs.packs.damaged:
             # A damaged snapshot may need any content.
             raise next(iter(blobs.packs.damaged.values()))
@@ -257,18 +260,23 @@ def collect_garbage(
         return GarbageReport(
             run.freed_bytes, run.freed_contents,
             sum(pack.size_bytes for pack in kept) + sum(objects), sum(pack.entries for pack in kept) + len(objects),
+            damaged_bytes, damaged_contents,
         )  # fmt: skip
 
 
-def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> None:
-    """Remove packs that cannot be read, and contents that do not match their digest."""
+def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> tuple[int, int]:
+    """Remove packs that cannot be read, and contents that do not match their digest.  Return their bytes and number."""
     found = _check_contents(blobs, progress)
     layout.begin_generation()
+    sizes = [place.length for place in found.places]
     for name in blobs.packs.damaged:
-        os.unlink(os.path.join(layout.packs, name))
+        path = os.path.join(layout.packs, name)
+        sizes.append(_size(path))
+        os.unlink(path)
     blobs.packs.damaged.clear()
     for digest in blobs.objects.all():
         if digest in found.bad:
+            sizes.append(_size(blobs.objects.path(digest)))
             os.unlink(blobs.objects.path(digest))
     for pack in blobs.packs.all():
         places = dict(pack.places())
@@ -281,6 +289,7 @@ def _remove_damage(layout: Layout, blobs: Blobs, progress: ByteProgress) -> None
             writer.finish(os.path.join(layout.packs, pack.name), pack.record)
     sync_directory(layout.packs)
     blobs.packs.reread()
+    return sum(sizes), len(sizes)
 
 
 def _needed(blobs: Blobs, roots: Iterable[Row], *, tolerant: bool) -> set[bytes]:

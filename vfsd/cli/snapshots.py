@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -260,6 +261,9 @@ def _undo_takes_paths(error: FileNotFoundError, arguments: Sequence[str]) -> Fil
     return FileNotFoundError(errno.ENOENT, advice, error.filename)
 
 
+_FORM_OF: Final = "; --of takes host:DIR, or another name that `vfsd store list` prints"
+
+
 def _not_of(error: FileNotFoundError, name: str, key: str, directory: str | None) -> FileNotFoundError:
     """Return the error of `--of`: whether the store has any snapshots of that workspace, and similar names."""
     from protocol.store import Store, default_directory  # noqa: PLC0415 start-up: an error has time
@@ -268,7 +272,7 @@ def _not_of(error: FileNotFoundError, name: str, key: str, directory: str | None
         with Store(directory or default_directory()) as store:
             key_there = os.fsdecode(from_wire_path(key))
             names = [info.name for info in store.snapshots(key_there)]
-            near = did_you_mean(name, names) if names else did_you_mean(key_there, store.workspaces())
+            near = did_you_mean(name, names) if names else did_you_mean(key_there, store.workspaces()) or _FORM_OF
             place = store.directory
     except OSError:
         return error

@@ -17,10 +17,12 @@ from protocol.store.upkeep import CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
-from vfsd.cli.common.values import Seconds
-from vfsd.wire.messages import ProgressReport, wire_path
+from vfsd.cli.common.values import Seconds, in_home
+from vfsd.client.requests import workspace_key
+from vfsd.wire.messages import ProgressReport, from_wire_path, wire_path
 
 _NAMES_SHOWN: Final = 5
+_FORM: Final = "; WORKSPACE is host:DIR, or another name that `vfsd store list` prints"
 
 
 class _StoreCommand(Command):
@@ -47,7 +49,7 @@ vfsd store gc
 """
 
 
-@click.group("store", cls=Group, examples=_EXAMPLES)
+@click.group("store", cls=Group, acts_on_workspace=False, examples=_EXAMPLES)
 def store_command() -> None:
     """Manage the snapshots that are kept on disk.
 
@@ -130,7 +132,8 @@ def check_command(app: App, store: Store) -> None:
     The command compares every content with its digest, and follows every snapshot to its last file.  It names each
     damage with the snapshots and paths that need it, and exits with status 1.  Snapshots and restores can run
     meanwhile.  `vfsd store gc --repair` removes what is damaged; the next snapshot of a directory stores again what
-    still exists there.
+    still exists there.  A snapshot that needs other content stays incomplete; `vfsd store drop WORKSPACE NAME` drops
+    it.
     """
     with _progress("checking") as progress:
         report = store.check(progress)
@@ -169,6 +172,11 @@ def _show_check(report: CheckReport) -> None:
             output.note(f"  needed by snapshot {name} of {wire_path(os.fsencode(workspace))}")
         for path in damage.paths:
             output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
+    if report.damages:
+        output.note(
+            "`vfsd store gc --repair` removes what is damaged, and the next snapshot stores again what still exists;"
+            " `vfsd store drop WORKSPACE NAME` drops a snapshot that cannot be whole again"
+        )
     for workspace in report.interrupted:
         shown = wire_path(os.fsencode(workspace))
         output.note(f"a restore of {shown} was interrupted: mount it, and `vfsd status` says how to finish or undo it")
@@ -202,6 +210,10 @@ def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
     `vfsd store gc` frees the disk space of dropped snapshots, and so does a mounted workspace after every 16 drops.
     The command runs alone: it waits for snapshots and restores to end, and new ones wait for it.  If it is killed, the
     store stays consistent.
+
+    --repair first removes damaged contents and prints their number.  Snapshots that need them stay, without these
+    paths, until a new snapshot stores the same content again.  `vfsd store check` names them until then, or until
+    `vfsd store drop WORKSPACE NAME` drops them.
     """
     with _progress("collecting") as progress:
         report = store.collect_garbage(progress, wait_s=wait, repair=repair)
@@ -209,6 +221,9 @@ def gc_command(app: App, store: Store, *, wait: float, repair: bool) -> None:
 
 
 def _show_gc(report: GarbageReport) -> None:
+    if report.damaged_contents:
+        removed = counted(report.damaged_contents, "damaged content")
+        output.say(f"removed {removed} ({output.human_size(report.damaged_bytes)})")
     freed, kept = output.human_size(max(0, report.freed_bytes)), output.human_size(report.kept_bytes)
     output.say(f"freed {freed} ({counted(report.freed_contents, 'content')}); {kept} are kept")
 
@@ -227,12 +242,13 @@ def _show_gc(report: GarbageReport) -> None:
 def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], drop_all: bool) -> None:
     """Delete some snapshots of a workspace, mounted or not, or (--all) all of them.
 
-    WORKSPACE is a name as `vfsd store list` prints it.  Without names and --all the command asks on a terminal.  Either
-    all of the named snapshots are dropped or, if one does not exist, none.  `vfsd store gc` frees the disk space of
-    dropped snapshots, and so does a mounted workspace after every 16 drops.
+    WORKSPACE is host:DIR, or another name that `vfsd store list` prints.  Without names and --all the command asks on
+    a terminal.  Either all of the named snapshots are dropped or, if one does not exist, none.  `vfsd store gc` frees
+    the disk space of dropped snapshots, and so does a mounted workspace after every 16 drops.
     """
     if names and drop_all:
         raise click.UsageError("--all drops every snapshot: give it, or names")
+    key = _key(key, store)
     dropped: list[str] = []
     app.interrupted = "interrupted: nothing was dropped"
     for name in _to_drop(store, key, names, drop_all=drop_all, may_ask=not app.json):
@@ -243,11 +259,18 @@ def drop_command(app: App, store: Store, *, key: str, names: tuple[str, ...], dr
     app.emit({"dropped": dropped}, lambda _: output.say(f"dropped {snapshots} of {key}: {_some(dropped)}"))
 
 
+def _key(argument: str, store: Store) -> str:
+    """Return the key of the workspace that `argument` names: a key of the store, or host:DIR as for --backend."""
+    if argument in store.workspaces():
+        return argument
+    return os.fsdecode(from_wire_path(workspace_key(in_home(argument))))
+
+
 def _to_drop(store: Store, key: str, names: tuple[str, ...], *, drop_all: bool, may_ask: bool) -> list[str]:
     """Return the snapshots to drop, which exist.  EBUSY for a snapshot that an interrupted restore needs."""
     there = [info.name for info in store.snapshots(key)]
     if not there:
-        close = did_you_mean(key, store.workspaces())
+        close = did_you_mean(key, store.workspaces()) or _FORM
         raise FileNotFoundError(errno.ENOENT, f"the store has no snapshots of this workspace: {key}{close}")
     if drop_all:
         return there

@@ -110,7 +110,7 @@ class Requests:
         if isinstance(source, str):
             params.name = source
             if of is not None:
-                params.of, params.store = _workspace_key(of), None if store is None else _absolute(store)
+                params.of, params.store = workspace_key(of), None if store is None else _absolute(store)
         elif of is not None:
             raise ValueError("`of` needs a snapshot name, not an archive")
         else:
@@ -266,7 +266,7 @@ def _absolute(path: FilePath) -> str:
     return messages.wire_path(os.fsencode(os.path.abspath(path)))
 
 
-def _workspace_key(backend: str) -> str:
+def workspace_key(backend: str) -> str:
     """Return the key under which a store keeps the snapshots of the workspace `backend`."""
     spec = BackendSpec.split(backend)
     key = f"host:{os.path.realpath(spec.argument)}" if spec.kind == "host" else backend

@@ -135,7 +135,10 @@ def test_repair_takes_out_what_is_damaged_and_the_next_snapshot_is_whole(kept: S
     with pytest.raises(DamagedError):
         store.collect_garbage()
 
-    store.collect_garbage(repair=True)
+    size = large(kept).stat().st_size
+    report = store.collect_garbage(repair=True)
+    assert report.damaged_contents == 3  # in a pack, a large one, and an unreadable pack
+    assert report.damaged_bytes > size + 50
     store.take("host:/w", "third", DirectorySource(root))
 
     assert all(("host:/w", "third") not in damage.snapshots for damage in store.check().damages)

@@ -76,6 +76,8 @@ def test_check_names_what_is_damaged_and_ends_with_1(store: Store) -> None:
     assert "not what was stored" in result.stderr
     assert "snapshot first of host:/srv/x" in result.stderr
     assert "lost: file" in result.stderr
+    assert "`vfsd store gc --repair` removes what is damaged" in result.stderr
+    assert "`vfsd store drop WORKSPACE NAME` drops a snapshot that cannot be whole again" in result.stderr
     assert answer("check")["damages"] == [
         {
             "what": f"a content in {min(os.listdir(Path(store.directory, 'packs')))} is not what was stored",
@@ -90,10 +92,25 @@ def test_gc_frees_what_was_dropped_and_repairs_when_told_to(store: Store) -> Non
     found = answer("gc")
     assert found["freed_contents"] == 2  # the file, and the listing
     damage(store)
-    assert run("gc", "--repair").exit_code == 0
+    repaired = run("gc", "--repair")
+    assert repaired.exit_code == 0
+    assert repaired.stdout.startswith("removed 1 damaged content (")
+    assert "damaged content" not in run("gc", "--repair").stdout
     assert run("check").exit_code == 1
     assert run("drop", "host:/srv/x", "--all").exit_code == 0
     assert run("check").exit_code == 0
+
+
+def test_a_workspace_to_drop_from_is_written_as_for_backend(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        store.take(f"host:{tmp_path}/root", name, DirectorySource(tmp_path / "root"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert answer("drop", "host:~/root", "one") == {"dropped": ["one"]}
+    assert "WORKSPACE is host:DIR" in run("drop", "root", "two").stderr
+    assert answer("drop", "host:root", "two") == {"dropped": ["two"]}
 
 
 def test_dropping_what_is_not_there_says_so(store: Store) -> None:
