@@ -457,6 +457,7 @@ def test_a_command_runs_in_the_mount_that_its_daemon_serves(able: Workspace) -> 
         "timed_out": False,
         "truncated": False,
         "snapshot": None,
+        "snapshot_error": None,
     }
     assert (root / "d" / "made").read_text() == "made\n"
 
