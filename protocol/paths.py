@@ -13,9 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimits", "decode", "encode", "located", "normalise"]
+__all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimitError", "CallLimits", "decode", "encode", "located", "normalise"]
 
 ROOT: Final = "."
+
+
+class CallLimitError(ValueError):
+    """One call would hold more bytes in memory than its limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ def export_command(app: App, /, file: str, force: bool, **settings: Any) -> None
     except FileExistsError:
         raise FileExistsError(errno.EEXIST, "the file exists; --force replaces it", file) from None
     app.emit(answer, _show_export)
-    show_problems(answer.skipped, "paths are missing from the archive or incomplete in it")
+    verb = "is" if len(answer.skipped) == 1 else "are"
+    show_problems(answer.skipped, f"{verb} missing from the archive or incomplete in it")
 
 
 def _show_export(answer: messages.ExportResult) -> None:
@@ -78,7 +79,7 @@ def import_command(app: App, file: str) -> None:
     """
     answer = app.call(app.requests.import_archive(file), label="importing")
     app.emit(answer, _show_import)
-    show_problems(answer.problems, "paths could not be imported")
+    show_problems(answer.problems, "could not be imported")
 
 
 def _show_import(answer: messages.ImportResult) -> None:

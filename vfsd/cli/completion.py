@@ -18,6 +18,7 @@ _VARIABLE: Final = "_VFSD_COMPLETE"  # the name that click derives from the prog
 @click.command(
     "completion",
     cls=Command,
+    acts_on_workspace=False,
     examples="""
     eval "$(vfsd completion bash)"         # in ~/.bashrc
     eval "$(vfsd completion zsh)"          # in ~/.zshrc

@@ -17,6 +17,7 @@ _COLOURS: Final = {"ok": "green", "missing": "red", "optional": "yellow"}
 @click.command(
     "doctor",
     cls=Command,
+    acts_on_workspace=False,
     examples="""
     vfsd doctor
     vfsd doctor --deep                     # also mount, answer one request, and unmount

@@ -6,6 +6,7 @@ Success prints `{"ok": true, "data": ...}` with exit status 0; failure prints `{
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -309,7 +310,12 @@ def edit_command(workspace: _Workspace, /, path: str) -> dict[str, Any]:
 @click.option("-r", "--recursive", is_flag=True, help="Delete a directory with its content.")
 def rm_command(workspace: _Workspace, /, **settings: Any) -> dict[str, Any]:
     """Delete a file, a symlink or a directory, and print the number of deleted entries."""
-    return workspace.with_path(workspace.call("fs.rm", **settings))
+    try:
+        return workspace.with_path(workspace.call("fs.rm", **settings))
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        raise OSError(errno.ENOTEMPTY, f"{describe(error)}; `-r` deletes it with its content") from None
 
 
 # -- commands ---------------------------------------------------------------------------------------

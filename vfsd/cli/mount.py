@@ -20,7 +20,7 @@ from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, read_records
 from vfsd.wire import messages
-from vfsd.wire.entry_points import ENGINES, is_engine
+from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
@@ -42,7 +42,9 @@ class _EngineName(click.Choice[str]):
     """The name of a built-in engine, or of one that an installed package adds."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return value if is_engine(value) else super().convert(value, param, ctx)
+        if not is_engine(value):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, known_engines()))}.", param, ctx)
+        return value
 
 
 def _flags(command: click.Command) -> dict[str, str]:
@@ -56,6 +58,7 @@ _option = functools.partial(click.option, cls=_MountOption)
 @click.command(
     "mount",
     cls=Command,
+    acts_on_workspace=False,
     examples="""
     mkdir ~/work && vfsd mount ~/work
     vfsd mount ~/work --name demo --max-bytes 2GiB

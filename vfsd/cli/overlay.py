@@ -48,7 +48,10 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
             show_expired(answer.expired)
         elif answer.conflicts:
             changed = output.counted(len(answer.conflicts), "path was", "paths were")
-            output.report(f"{changed} changed in {place} by other programs; nothing was written")
+            output.report(
+                f"{changed} changed in {place} by other programs; nothing was written: `vfsd apply --force` overwrites"
+                " them, `vfsd discard PATH` keeps theirs"
+            )
 
     answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)
     if answer.conflicts and not answer.applied:

@@ -65,6 +65,10 @@ class InvalidParamsError(ValueError):
     """Raised by a handler for parameters that have the right types and invalid values (INVALID_PARAMS)."""
 
 
+class InvalidNameError(InvalidParamsError):
+    """A name that a snapshot cannot have.  The message is complete: it needs no method before it."""
+
+
 # -- the envelope ---------------------------------------------------------------------------------
 class Request(msgspec.Struct):
     """A call, or without an `id` a notification, which has no response."""

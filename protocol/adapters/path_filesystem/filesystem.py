@@ -19,7 +19,7 @@ from protocol.adapters.path_filesystem.writing import make_directories, open_wri
 from protocol.adapters.tree import PathFilesTree
 from protocol.archive import export_archive
 from protocol.errors import os_error
-from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits, decode, encode, located, normalise
+from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimitError, CallLimits, decode, encode, located, normalise
 from protocol.search import glob_paths, grep_tree
 from protocol.streams import ByteReader, ByteWriter, FileReader, FileTextReader, TextReader, check_encoding
 from protocol.tree import Tree
@@ -157,7 +157,7 @@ class PathFilesystem:
         self, path: str, content: bytes, *, mode: WriteMode = "overwrite", create_parents: bool = True
     ) -> WriteResult:
         if len(content) > self._limits.write_bytes:
-            raise ValueError(
+            raise CallLimitError(
                 f"a write is limited to {self._limits.write_bytes} bytes, not {len(content)}: use open_write"
             )
         with self.open_write(path, mode=mode, create_parents=create_parents) as writer:

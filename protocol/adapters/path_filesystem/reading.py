@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.paths import CallLimits
+from protocol.paths import CallLimitError, CallLimits
 from protocol.streams import ByteReader, PositionedDecoder
 from protocol.types import DEFAULT_READ_LINES, READ_ENTIRE_FILE, ReadBytesResult, ReadResult
 
@@ -62,7 +62,9 @@ class _Page:
             part = text[begin:stop]
             self._size += len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
             if self._size > self._limit_bytes:
-                raise ValueError(f"a read is limited to {self._limit_bytes} bytes: use open_text, or pages of {path!r}")
+                raise CallLimitError(
+                    f"a read is limited to {self._limit_bytes} bytes: use open_text, or pages of {path!r}"
+                )
             self.parts.append(part)
         self.lines += ends
         self.has_rest = not text.endswith("\n")
@@ -85,7 +87,9 @@ def bytes_page(reader: ByteReader, offset: int, limit: int | None, limits: CallL
     if limit is not None:
         wanted = min(wanted, limit)
     if wanted > limits.read_bytes:
-        raise ValueError(f"a read is limited to {limits.read_bytes} bytes: use open_read, or pages of {reader.path!r}")
+        raise CallLimitError(
+            f"a read is limited to {limits.read_bytes} bytes: use open_read, or pages of {reader.path!r}"
+        )
     start = min(offset, size)
     reader.seek(start)
     content = reader.read(wanted)

@@ -123,7 +123,7 @@ def _complete_workspace(ctx: click.Context, param: click.Parameter, incomplete: 
     return complete_workspace(ctx, param, incomplete)
 
 
-def shared_options() -> list[click.Parameter]:
+def shared_options() -> list[click.Option]:
     """Return -w and --json, which every group and command takes."""
     return [
         click.Option(
@@ -144,12 +144,17 @@ def _take_shared_options(ctx: click.Context) -> App:
 
 
 class _WithExamples(click.Command):
-    """A command that takes -w and --json, and whose help ends with `examples`."""
+    """A command that takes -w and --json, and whose help ends with `examples`.
 
-    def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
+    If the command acts on no running workspace, its help leaves -w out.
+    """
+
+    def __init__(self, *args: Any, examples: str = "", acts_on_workspace: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
-        self.params += shared_options()
+        selector, as_json = shared_options()
+        selector.hidden = not acts_on_workspace
+        self.params += [selector, as_json]
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         if self.examples:

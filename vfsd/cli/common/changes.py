@@ -32,13 +32,13 @@ def plain_change(change: ChangeRecord) -> str:
     return f"{_LETTERS[change.change]} {_path(change)}"
 
 
-def show_problems(problems: Sequence[ProblemRecord], what: str = "paths could not be restored") -> None:
+def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be restored") -> None:
     """Print problems on standard error; if there are any, the command exits with status 1."""
     for problem in problems[:_PROBLEMS_SHOWN]:
         output.note(f"{_cut(problem.path)}: {problem.reason}")
     if problems:
         more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
-        output.report(f"{len(problems):,} {what}{more}")
+        output.report(f"{counted(len(problems), 'path')} {verb}{more}")
         click.get_current_context().exit(1)
 
 

@@ -58,7 +58,8 @@ def with_similar_snapshots(record: WorkspaceRecord, error: FileNotFoundError) ->
     if not isinstance(error, ControlError) or not isinstance(name, str) or "no such snapshot" not in str(error):
         return error
     names = [item.value for item in _offer(lambda: _snapshots_of(record), "")]
-    better = control_error(error.code, f"{error}{did_you_mean(name, names)}", error.errno, name)
+    advice = did_you_mean(name, names) or "; `vfsd snapshots` lists them"
+    better = control_error(error.code, f"{error}{advice}", error.errno, name)
     return better if isinstance(better, FileNotFoundError) else error
 
 

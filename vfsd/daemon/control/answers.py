@@ -22,6 +22,7 @@ from vfsd.wire.messages import (
     PARSE_ERROR,
     ErrorData,
     ErrorObject,
+    InvalidNameError,
     InvalidParamsError,
     Request,
     Response,
@@ -104,7 +105,8 @@ def _cancelled_line(number: RequestId, method: str) -> bytes:
 
 def _failure_line(number: RequestId, method: str, error: BaseException) -> bytes:
     if isinstance(error, InvalidParamsError):
-        return error_line(number, INVALID_PARAMS, f"{method}: {error}")
+        text = str(error) if isinstance(error, InvalidNameError) else f"{method}: {error}"
+        return error_line(number, INVALID_PARAMS, text)
     code = errno_of(error)
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         # The threading module raises this when the kernel refuses a thread: ulimit -u, TasksMax=, pids.max.

@@ -34,7 +34,7 @@ from protocol.adapters.volume import VolumeFilesystem
 from protocol.execution.executor import Command
 from protocol.execution.runner import CommandLimits, OutputBuffer, feed_bytes
 from protocol.filesystem import Filesystem
-from protocol.paths import DEFAULT_LIMITS, encode, normalise
+from protocol.paths import DEFAULT_LIMITS, CallLimitError, encode, normalise
 from protocol.search.walk import CancelCheck, never_cancelled
 from protocol.tool_messages import (
     EditFileParams,
@@ -302,6 +302,14 @@ def _stat(path: str, context: ToolContext) -> Entry:
 
 
 def _read(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
+    try:
+        return _read_page(params, context)
+    except CallLimitError:
+        limit = f"a read is limited to {DEFAULT_LIMITS.read_bytes} bytes"
+        raise ValueError(f"{limit}: use `--bytes --offset N --limit N`, or read the file in the mount") from None
+
+
+def _read_page(params: FsReadParams, context: ToolContext) -> tuple[bytes, FsReadResult]:
     filesystem, path = context.filesystem, filesystem_path(params.path)
     if not params.as_bytes:
         try:
@@ -335,7 +343,7 @@ def _source(wire: str) -> bytes:
         limit = DEFAULT_LIMITS.write_bytes
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise ValueError(f"a write is limited to {limit} bytes")
+        raise ValueError(f"a write is limited to {limit} bytes: write the rest with --mode append, or in the mount")
     return content
 
 

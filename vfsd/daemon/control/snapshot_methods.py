@@ -27,6 +27,7 @@ from vfsd.wire.messages import (
     DropResult,
     ImportParams,
     ImportResult,
+    InvalidNameError,
     InvalidParamsError,
     RestoreParams,
     RestoreResult,
@@ -207,10 +208,10 @@ def _record(info: SnapshotInfo, counts: ChangeCounts | None = None, step: int | 
 
 def _check_snapshot_name(name: str) -> None:
     if not _SNAPSHOT_NAME.fullmatch(name) or is_reserved(name):
-        raise InvalidParamsError(
-            f"not a name for a snapshot: {name!r} (1 to 128 characters, no slash or control character, "
-            f"no leading space or dash; {SAFETY_PREFIX!r} is vfsd's own prefix)"
+        raise InvalidNameError(
+            f"{name!r} is not a snapshot name: 1 to 128 characters, no slash or control character, no leading space or"
+            f" dash, not vfsd's own prefix {SAFETY_PREFIX!r}"
         )
     if name.lower().endswith(".zip") or not name.strip("."):
         reason = "only dots" if not name.strip(".") else "`vfsd restore` takes a name that ends in .zip for a file"
-        raise InvalidParamsError(f"not a name for a snapshot: {name!r} ({reason}); choose another one")
+        raise InvalidNameError(f"{name!r} is not a snapshot name: {reason}; choose another one")

@@ -264,9 +264,9 @@ def name_at(history: UndoHistory, infos: Sequence[SnapshotInfo], position: int) 
                 " snapshots that are left, to be restored by name"
             )
         elif position < 0:
-            reason = "there is no earlier restore, import or apply: there is nothing to undo"
+            reason = "there is no earlier restore, import, apply or discard: there is nothing to undo"
         else:
-            reason = "nothing was undone since the last restore, import or apply: there is nothing to redo"
+            reason = "nothing was undone since the last restore, import, apply or discard: there is nothing to redo"
         raise FileNotFoundError(errno.ENOENT, reason)
     return next(info.name for info in infos if info.serial == history.states[position].serial)
 

@@ -62,12 +62,16 @@ def last(daemon: FakeDaemon, method: str) -> Any:
 
 
 # -- help -------------------------------------------------------------------------------------------
+# A -w would have no meaning in these commands.
+ON_NO_WORKSPACE = {"mount", "doctor", "completion", "store"}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_commands_help_shows_an_example(command: str) -> None:
     text = ok(command, "--help")
     assert f"  vfsd {command}" in text.partition("Examples:")[2] or f"$(vfsd {command}" in text
     assert "--json" in text
-    assert "--workspace" in text
+    assert ("--workspace" in text) == (command not in ON_NO_WORKSPACE)
 
 
 def test_the_table_of_commands_says_what_each_commands_help_begins_with() -> None:
@@ -212,7 +216,7 @@ def test_a_snapshot_name_that_is_misspelled_gets_a_suggestion(daemon: FakeDaemon
     for words in (["drop"], ["restore"], ["diff"], ["diff", "turn-1"], ["export", "x.zip", "--snapshot"]):
         text = fails(*words, "befor-refactor")
         assert text == "no such snapshot: befor-refactor; did you mean before-refactor?", words
-    assert fails("drop", "xyzzy") == "no such snapshot: xyzzy"
+    assert fails("drop", "xyzzy") == "no such snapshot: xyzzy; `vfsd snapshots` lists them"
     error = json.loads(run("drop", "turn1", "--json").stdout)["error"]
     assert (error["errno"], error["path"]) == ("ENOENT", "turn1")
     assert error["message"].endswith("did you mean turn-1?")
@@ -251,6 +255,19 @@ def test_what_a_restore_could_not_do_is_named_and_makes_it_fail(daemon: FakeDaem
     result = run("restore", "one", "--json")
     assert result.exit_code == 1
     assert len(json.loads(result.stdout)["problems"]) == 25
+    del daemon.problems[1:]
+    assert run("restore", "one").stderr.endswith("error: 1 path could not be restored\n")
+
+
+def test_an_engine_that_does_not_exist_is_refused_with_those_that_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "toy_engine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-engine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vfsd.engines]\ntoy = toy:Engine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "'steam' is not one of 'auto', 'native', 'pyfuse3', 'toy'" in run("mount", "--engine", "steam", "x").stderr
 
 
 def test_a_snapshot_says_what_it_lacks(daemon: FakeDaemon) -> None:
@@ -794,7 +811,7 @@ def test_a_path_in_place_of_a_snapshot_is_named_as_such(daemon: FakeDaemon, work
     (workdir / "notes").touch()
     ok("snapshot", "one")
     assert fails("diff", "one", "notes") == "this is a path, not a snapshot; put paths after --: notes"
-    assert fails("diff", "one", "nothing") == "no such snapshot: nothing"
+    assert fails("diff", "one", "nothing") == "no such snapshot: nothing; `vfsd snapshots` lists them"
 
 
 @pytest.mark.parametrize("name", ["undo", "redo", "ls", "grep"])

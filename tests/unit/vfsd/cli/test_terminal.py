@@ -84,7 +84,7 @@ def test_json_on_a_terminal_is_indented(daemon: FakeDaemon) -> None:
 
 def test_an_error_is_one_line_there_too(daemon: FakeDaemon) -> None:
     text = ESCAPES.sub("", on_a_terminal("drop", "nothing"))
-    assert text == "vfsd: error: no such snapshot: nothing\n"
+    assert text == "vfsd: error: no such snapshot: nothing; `vfsd snapshots` lists them\n"
 
 
 @pytest.mark.parametrize("words", [["drop", "nothing"], ["nonsense"], ["mount", "--engine", "steam", "x"], ["--bogus"]])
