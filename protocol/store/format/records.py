@@ -7,10 +7,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
+from msgspec.structs import astuple
 
 from protocol.store.format.layout import Layout
 from protocol.store.format.packs import DamagedError
-from protocol.store.format.rows import Row
+from protocol.store.format.rows import Row, encodable
 from protocol.volume import SnapshotInfo
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(Record)
+_decoder: Final = msgspec.msgpack.Decoder(Record, strict=False)  # as for rows
 
 
 def encode_record(record: Record) -> bytes:
     """Encode a record."""
-    return _encoder.encode(record)
+    try:
+        return _encoder.encode(record)
+    except OverflowError:
+        return _encoder.encode((*astuple(record)[:-1], encodable(record.root)))
 
 
 def read_record(pack: Pack) -> Record:

@@ -2,14 +2,18 @@
 
 A listing is the rows of one directory, sorted by name, as MessagePack.  The row of a subdirectory has the digest of its
 listing, so the root's row identifies a whole state, and a subtree that two states share is stored once.
+
+MessagePack has integers of 64 bits.  An mtime in nanoseconds that needs more (before 1677 or after 2554) is stored as
+a decimal string.
 """
 
 from __future__ import annotations
 
 import stat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from protocol.tree import HasMode, TreeEntry
 
@@ -66,12 +70,25 @@ class Row(HasMode, msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(list[Row])
+_decoder: Final = msgspec.msgpack.Decoder(list[Row], strict=False)  # accepts a string for an integer
+_MTIMES: Final = range(-1 << 63, 1 << 64)
 
 
 def encode_listing(rows: Sequence[Row]) -> bytes:
     """Encode rows that are sorted by name."""
-    return _encoder.encode(rows)
+    try:
+        return _encoder.encode(rows)
+    except OverflowError:
+        return _encoder.encode(list(map(encodable, rows)))
+
+
+def encodable(row: Row) -> Row | tuple[Any, ...]:
+    """`row`, or its fields with the mtime as a string if MessagePack has no integer for it."""
+    if row.mtime_ns in _MTIMES:
+        return row
+    fields = list(astuple(row))
+    fields[Row.__struct_fields__.index("mtime_ns")] = str(row.mtime_ns)
+    return tuple(fields)
 
 
 def decode_listing(data: bytes) -> list[Row]:

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_snapshot_has_everything_that_was_there(store: Store, root: Path) -> N
     assert (info.name, info.serial, info.tag, info.kind, info.unstable) == ("all", 1, "a remark", "user", ())
     assert (info.files, info.directories) == (7, 3)
     assert info.size_bytes == 6 + 8 + 4 + 2
+
+
+@pytest.mark.parametrize("mtime_ns", [-1 << 63, (-1 << 63) - 1, (1 << 64) - 1, 1 << 64, 1 << 80])
+def test_mtimes_of_any_year_are_kept(store: Store, root: Path, mtime_ns: int) -> None:
+    source = DictTree({b"d/a": b"1", b"d/b": b"2"})
+    for path in (b"", b"d", b"d/a"):
+        source.entries[path] = replace(source.entries[path], mtime_ns=mtime_ns)
+
+    store.take("w", "s", TreeSource(source))
+
+    with store.tree("w", "s") as tree:
+        assert [entry.mtime_ns for entry in tree.walk()] == [mtime_ns, mtime_ns, mtime_ns, 0]
+        assert not list(changes(tree, source))
+    store.restore("w", DirectoryTarget(root), RestoreRequest("s", safety=None))  # the file system may clamp the times
+    store.take("w", "again", DirectorySource(root))
+    assert (root / "d/a").read_bytes() == b"1"
 
 
 def test_the_store_is_private_and_says_its_format(store: Store, root: Path) -> None:
