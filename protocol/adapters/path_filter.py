@@ -12,6 +12,12 @@ from pathspec import GitIgnoreSpec
 __all__ = ["PathFilter"]
 
 
+def _spec(patterns: Sequence[str]) -> GitIgnoreSpec | None:
+    # pathspec prefers its RE2 backend if google-re2 is installed, but RE2 refuses the surrogates that stand for bytes
+    # that are not UTF-8.
+    return GitIgnoreSpec.from_lines(patterns, backend="simple") if patterns else None
+
+
 class PathFilter:
     """Hides what a pattern of `exclude` matches, and everything below it.
 
@@ -23,8 +29,8 @@ class PathFilter:
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         """Raise ValueError for an invalid pattern."""
-        self._include = GitIgnoreSpec.from_lines(include) if include else None
-        self._exclude = GitIgnoreSpec.from_lines(exclude) if exclude else None
+        self._include = _spec(include)
+        self._exclude = _spec(exclude)
 
     def __bool__(self) -> bool:
         return self._include is not None or self._exclude is not None
