@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from protocol.adapters.host import HostFilesystem
+from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.exec.container_processes import ContainerProcesses
 from protocol.backends.container.exec.runner import ContainerCommandRunner
 from protocol.backends.container.podman.service import Container, PodmanService
@@ -272,16 +273,30 @@ def monitors_of(container: Container) -> int:
     return count
 
 
+def wait_for_monitors(container: Container, most: int) -> None:
+    for _ in range(300):  # each cleans up after its command
+        if monitors_of(container) <= most:
+            break
+        time.sleep(0.1)
+    assert monitors_of(container) <= most
+
+
 def test_podmans_monitors_of_commands_that_have_ended_do_not_pile_up(own_container: Container) -> None:
     executor = BlockingExecutor(ContainerCommandRunner(lambda: own_container))
     before = monitors_of(own_container)  # `own_container` has itself run a command in there
     for _ in range(6):
         assert executor.run(["true"]).exit_status == 0
-    for _ in range(300):  # each cleans up after its command
-        if monitors_of(own_container) <= before:
-            break
-        time.sleep(0.1)
-    assert monitors_of(own_container) <= before
+    wait_for_monitors(own_container, before)
+
+
+@pytest.mark.parametrize("image", ["busybox_image", "python_image"])  # no Python there; a helper that refuses
+def test_an_agent_that_cannot_start_leaves_no_monitor_of_podmans(
+    start_container: StartContainer, request: pytest.FixtureRequest, image: str
+) -> None:
+    container = start_container(request.getfixturevalue(image))
+    with pytest.raises(OSError, match=r"no Python 3|not a directory"):
+        AgentTransport(container.service, "/etc/passwd").probe(container.inspect())
+    wait_for_monitors(container, 1)  # the container's own
 
 
 def test_the_shell_and_python_tools_run_in_the_container(

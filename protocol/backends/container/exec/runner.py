@@ -18,7 +18,6 @@ import trio
 from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
 from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
 from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
-from protocol.backends.container.podman.conmon import release_monitor
 from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, exec_status, open_exec
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
@@ -118,7 +117,6 @@ class ContainerCommandRunner:
             processes,
             wrapper,
             lambda: self._running == 1,
-            is_local=container.service.is_local,
         )
 
     async def _request(self, container: Container, command: Command, directory: str) -> Command:
@@ -154,8 +152,6 @@ class ContainerProcess:
         processes: CommandProcesses,
         wrapper: StdinWrapper | None,
         is_alone: Callable[[], bool],
-        *,
-        is_local: bool,
     ) -> None:
         self._stream = stream
         self._command = command
@@ -163,7 +159,6 @@ class ContainerProcess:
         self._processes = processes
         self._wrapper = wrapper
         self._is_alone = is_alone
-        self._is_local = is_local
         self._killed = False
         self._is_given_up = False
         self._sending = trio.Lock()
@@ -272,9 +267,6 @@ class ContainerProcess:
             _logger.warning("processes of a command may be left: %s", error, extra={"operation": "exec"})
         finally:
             await self._stream.aclose()
-            if self._is_local:
-                # In a thread that nothing waits for; it may outlive the loop.
-                trio.lowlevel.start_thread_soon(lambda: release_monitor(self._stream.id), lambda _: None)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ _PAUSE_S: Final = 0.01
 
 
 def release_monitor(exec_id: str) -> None:
-    """End the wait for the ended command `exec_id`, whose exit status has been read."""
+    """End the wait for the ended command `exec_id`, whose exit status nobody will read (again); else a no-op."""
     for _ in range(_TRIES):
         monitors = _monitors(exec_id.encode())
         # There are two; the waiting one is the child of the other.

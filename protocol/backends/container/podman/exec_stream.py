@@ -27,6 +27,7 @@ from urllib.parse import quote, urlencode
 
 import trio
 
+from protocol.backends.container.podman.conmon import release_monitor
 from protocol.backends.container.podman.http_connection import PodmanConnection, connect
 from protocol.backends.container.podman.service import PodmanService
 
@@ -188,6 +189,9 @@ class ExecStream:
     async def disconnect(self) -> None:
         """Close the connection; a running process continues, with its standard input ended."""
         self._is_over = True
+        if self._service.is_local:
+            # In a thread that nothing waits for; it may outlive the loop.
+            trio.lowlevel.start_thread_soon(lambda: release_monitor(self.id), lambda _: None)
         await trio.aclose_forcefully(self._stream)
 
     async def aclose(self) -> None:
