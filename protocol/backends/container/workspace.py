@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from protocol.backends.container.agent.transport import AgentTransport
 from protocol.backends.container.connection import ContainerConnection
@@ -24,6 +24,9 @@ from protocol.backends.container.transports.rootfs import RootfsTransport
 from protocol.backends.container.transports.transport import Transport
 
 _logger = logging.getLogger(__name__)
+
+# Errors of the working directory itself (`open_workdir`), which a helper in the container would fail with as well.
+_ALSO_IN_THE_CONTAINER: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EROFS})
 
 TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
 
@@ -111,7 +114,7 @@ def _transport(
         try:
             rootfs.probe(state)
         except OSError as error:
-            if choice == "rootfs":
+            if choice == "rootfs" or error.errno in _ALSO_IN_THE_CONTAINER:
                 raise
             _logger.info("not reached through /proc: %s", error, extra={"operation": "container"})
         else:
