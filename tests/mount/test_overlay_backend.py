@@ -137,6 +137,26 @@ def test_a_repository_is_built_tested_changed_and_the_changes_go_to_other_clones
     assert digest(repository) == before
 
 
+def test_a_refused_apply_names_the_commands_that_take_either_side(mount: MountIt, repository: Path) -> None:
+    workspace = mount(backend=f"overlay:{repository}")
+    mine, theirs = Path(workspace.path) / "src" / "sum.c", repository / "src" / "sum.c"
+
+    def vfsd(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "vfsd.cli.main", *words, "-w", workspace.name]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert "no earlier restore, import, apply or discard" in vfsd("restore", "--undo").stderr
+    mine.write_text("mine\n")
+    theirs.write_text("theirs\n")
+    refused = vfsd("apply")
+    assert refused.returncode == 1
+    assert "1 path was changed" in refused.stderr
+    assert "`vfsd apply --force` overwrites them, `vfsd discard PATH` keeps theirs" in refused.stderr
+    assert theirs.read_text() == "theirs\n"
+    assert vfsd("apply", "--force").returncode == 0
+    assert theirs.read_text() == "mine\n"
+
+
 def test_apply_refuses_what_others_changed_below_and_names_it(mount: MountIt, repository: Path) -> None:
     workspace = mount(backend=f"overlay:{repository}")
     root = Path(workspace.path)
