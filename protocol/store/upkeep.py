@@ -49,6 +49,9 @@ class Damage:
     paths: tuple[bytes, ...] = ()
 
 
+GONE: Final = "contents are gone from the store"  # what `Damage.what` says after a repair
+
+
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """The result of a check.  `interrupted` are the workspaces with an incomplete restore."""
@@ -191,7 +194,7 @@ def _damaged_paths(blobs: Blobs, root: Row, found: _Found, whole: set[bytes]) ->
         digest = row.content
         if stat.S_ISREG(row.mode):
             if digest and (digest in found.bad or not blobs.has(digest)):
-                wrong.append((path, found.bad.get(digest, "contents are gone from the store")))
+                wrong.append((path, found.bad.get(digest, GONE)))
             continue
         if not stat.S_ISDIR(row.mode) or digest in whole:
             continue

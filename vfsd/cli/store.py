@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from protocol.store import Store, default_directory
-from protocol.store.upkeep import CheckReport, Damage, GarbageReport
+from protocol.store.upkeep import GONE, CheckReport, Damage, GarbageReport
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, Group, did_you_mean
 from vfsd.cli.common.output import counted
@@ -173,9 +173,11 @@ def _show_check(report: CheckReport) -> None:
         for path in damage.paths:
             output.note(f"  lost: {output.show_path(wire_path(path)) or '.'}")
     if report.damages:
+        is_repaired = all(damage.what == GONE for damage in report.damages)
         output.note(
-            "`vfsd store gc --repair` removes what is damaged, and the next snapshot stores again what still exists;"
-            " `vfsd store drop WORKSPACE NAME` drops a snapshot that cannot be whole again"
+            ("" if is_repaired else "`vfsd store gc --repair` removes what is damaged; ")
+            + "the next snapshot stores again what still exists; `vfsd store drop WORKSPACE NAME` drops a snapshot that"
+            " cannot be whole again"
         )
     for workspace in report.interrupted:
         shown = wire_path(os.fsencode(workspace))

@@ -96,7 +96,10 @@ def test_gc_frees_what_was_dropped_and_repairs_when_told_to(store: Store) -> Non
     assert repaired.exit_code == 0
     assert repaired.stdout.startswith("removed 1 damaged content (")
     assert "damaged content" not in run("gc", "--repair").stdout
-    assert run("check").exit_code == 1
+    checked = run("check")
+    assert checked.exit_code == 1
+    assert "--repair" not in checked.stderr
+    assert "`vfsd store drop WORKSPACE NAME` drops a snapshot that cannot be whole again" in checked.stderr
     assert run("drop", "host:/srv/x", "--all").exit_code == 0
     assert run("check").exit_code == 0
 
