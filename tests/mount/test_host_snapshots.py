@@ -466,7 +466,7 @@ def test_a_snapshot_of_a_directory_is_restored_into_any_other_workspace(
         assert restored.counts == planned.counts
         assert restored.source == f"one of host:{directory}"
         assert tree_of(Path(other.path)) == expected
-        other.undo()
+        assert other.undo().step == "restore one"
         assert "before" in os.listdir(other.path)
         assert not (Path(other.path) / "tree").exists()
     os.symlink(directory, workdir / "alias")

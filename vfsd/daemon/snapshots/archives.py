@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ def unlimited(_size_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A source of content; `name` is used in messages.
+    """A source of content; `name` is used in messages, the shorter `label` in the undo history.
 
     `opened(progress, check_content, reserve)` opens it as a tree, checked on entry; `progress` reports the check in
     bytes.  Without `check_content` a file's content is checked when it is read.  `reserve` is called with the bytes of
@@ -34,6 +35,7 @@ class Origin:
     """
 
     name: str
+    label: str
     opened: Callable[[ByteProgress, bool, Reserve], AbstractContextManager[Tree]]
 
 
@@ -41,13 +43,14 @@ def archive(path: str) -> Origin:
     """The content of the ZIP file `path`.  ArchiveError, OSError."""
     return Origin(
         path,
+        os.path.basename(path),
         lambda progress, check, reserve: open_archive(path, progress=progress, check_content=check, reserve=reserve),
     )
 
 
 def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:
     """Snapshot `name` of workspace `key` in `store`, called `shown` in messages.  SnapshotNotFoundError."""
-    return Origin(shown, lambda _, _check, _reserve: store.tree(key, name))
+    return Origin(shown, name, lambda _, _check, _reserve: store.tree(key, name))
 
 
 def read_origin(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -51,17 +50,18 @@ _logger = logging.getLogger(__name__)
 class Staged:
     """Checked content of an archive or of another workspace, ready to be put in place.
 
-    `name` is used in messages; `total_bytes` is the size of the regular files.
+    `name` is used in messages, `label` in the undo history; `total_bytes` is the size of the regular files.
     """
 
     name: str
+    label: str
     tree: Tree
     files: int
     total_bytes: int
 
     def step(self, *, replace: bool) -> str:
         """The name in the undo history of the step that puts it in place."""
-        return f"{'restore' if replace else 'import'} {os.path.basename(self.name)}"
+        return f"{'restore' if replace else 'import'} {self.label}"
 
 
 @dataclass(frozen=True, slots=True)

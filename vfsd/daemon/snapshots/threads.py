@@ -56,12 +56,12 @@ async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
 async def checked(origin: Origin, observer: CallObserver) -> AsyncIterator[Staged]:
     """Open `origin` with its content checked, and count its files and bytes."""
     async with entered(origin.opened(in_bytes(observer), True, unlimited)) as tree:
-        yield await in_thread(_counted, origin.name, tree)
+        yield await in_thread(_counted, origin, tree)
 
 
-def _counted(name: str, tree: Tree) -> Staged:
+def _counted(origin: Origin, tree: Tree) -> Staged:
     files = total_bytes = 0
     for entry in tree.walk():
         files += not entry.is_dir
         total_bytes += entry.size if entry.is_file else 0
-    return Staged(name, tree, files, total_bytes)
+    return Staged(origin.name, origin.label, tree, files, total_bytes)

@@ -186,7 +186,7 @@ class VolumeSnapshots:
         try:
             with stage.tree() as tree:
                 usage = stage.usage()
-                yield Staged(origin.name, tree, usage.files or 0, usage.size_bytes or 0)
+                yield Staged(origin.name, origin.label, tree, usage.files or 0, usage.size_bytes or 0)
         finally:
             stage.give_back()
 
