@@ -59,8 +59,8 @@ def read_members(file: BinaryIO, limits: ArchiveLimits) -> list[Member]:
     _check_limits(members, limits)
     members.sort(key=attrgetter("header"))
     _check_overlap(members, start)
-    ends = [member.header for member in members[1:]] + [start]
-    for member, end in zip(members, ends, strict=True):
+    ends = [member.header for member in members] + [start]
+    for member, end in zip(members, ends[1:], strict=True):
         member.data = _data_start(file, member, end)
     return members
 

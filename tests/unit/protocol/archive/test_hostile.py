@@ -247,6 +247,10 @@ def test_a_plain_zip_is_refused_with_a_word_on_what_to_do() -> None:
     assert "unzip" in error.strerror
 
 
+def test_an_empty_zip_is_refused() -> None:
+    assert "no manifest.json" in refusal(zip_of([])).strerror
+
+
 def test_what_cannot_be_an_archive_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero"):
