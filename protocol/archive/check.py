@@ -119,6 +119,9 @@ def _place_members(contents: Contents, members: Sequence[Member], records: dict[
     for member in members:
         if member.name == MANIFEST:
             continue
+        # Not checked earlier: a ZIP without a manifest gets the error that explains what to do with it.
+        if not member.name.startswith(FILES):
+            raise ArchiveError("the entry is outside of files/", member.shown)
         text = member.name[len(FILES) :]
         is_dir = not text or text.endswith(b"/")
         path = _path(text[:-1] if text and is_dir else text, member.name, contents.manifest)

@@ -238,10 +238,11 @@ def test_every_truncation_is_refused() -> None:
     assert "truncated" in refusal(data[: len(data) // 2]).strerror
 
 
-def test_a_plain_zip_is_refused_with_a_word_on_what_to_do() -> None:
+@pytest.mark.parametrize("name", ["plain.txt", "files/a.txt"])
+def test_a_plain_zip_is_refused_with_a_word_on_what_to_do(name: str) -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as plain:
-        plain.writestr("files/a.txt", "hello")
+        plain.writestr(name, "hello")
     error = refusal(file.getvalue())
     assert "no manifest.json" in error.strerror
     assert "unzip" in error.strerror
