@@ -29,7 +29,7 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import DirectoryEntry, SnapshotInfo, StatFs, VolumeCapabilities, VolumeUsage
+from protocol.volume import DirectoryEntry, PreparingVolume, SnapshotInfo, StatFs, VolumeCapabilities, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -48,7 +48,7 @@ class MemoryVolume:
     default those of the process.  A backend that starts with content passes its own `state`.
 
     The methods of the parts are attributes of the instance, so a request costs no forwarding call.  A subclass that
-    replaces one assigns the attribute after calling `__init__`.
+    replaces one assigns the attribute after calling `__init__`; defining a method of that name is a TypeError.
     """
 
     capabilities: VolumeCapabilities = VolumeCapabilities(
@@ -62,6 +62,11 @@ class MemoryVolume:
         prepared_imports=True,
         self_check=True,
     )
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            if hasattr(PreparingVolume, name) and not hasattr(MemoryVolume, name):
+                raise TypeError(f"{cls.__name__}.{name} would be ignored: assign self.{name} after calling __init__")
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class DamagedError(OSError):
         self.damage = damage
 
     def at(self, path: str) -> DamagedError:
-        """The same error with the path in the workspace."""
-        return DamagedError(self.damage, path)
+        """The same error with the path in the workspace; the root, whose path is empty, is not named."""
+        return DamagedError(self.damage, path or None)
 
 
 def damaged_blob(digest: bytes, what: str = "is damaged") -> DamagedError:

@@ -363,3 +363,7 @@ def test_a_hole_of_a_terabyte_is_verified_and_restored_without_being_read(tmp_pa
             assert tree.read(b"sparse", (1 << 40) - 4, 12) == bytes(4)
     seen = os.stat(root / "sparse")
     assert (seen.st_size, seen.st_blocks * 512 < 1 << 20) == (1 << 40, True)
+
+
+def test_damage_of_the_root_names_no_path() -> None:
+    assert DamagedError("the stored content 0123 is damaged").at("").filename is None
