@@ -188,6 +188,13 @@ def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> 
         try:
             result: messages.UnmountResult = app.call(RemoteCall("unmount", params), record)
         except OSError as error:
+            has_ended = isinstance(error, ConnectionError)
+            if has_ended:
+                wait_ended()
+            if (has_ended or error.errno == errno.EINVAL) and mount_at(record.mountpoint) is None:
+                # Another client has unmounted it.
+                place = wire_path(os.fsencode(record.mountpoint))
+                return messages.UnmountResult(place, params.lazy, holders=[])
             if error.errno != errno.EBUSY:
                 raise
             detach = f"vfsd unmount {record.name} --lazy"

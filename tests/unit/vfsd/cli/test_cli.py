@@ -21,6 +21,7 @@ from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import in_home
 from vfsd.cli.main import COMMANDS, cli
+from vfsd.client.connection import ControlClient, vanished
 from vfsd.machine.runtime import ensure_socket_dir, read_records, write_record
 from vfsd.wire import messages as m
 
@@ -665,6 +666,19 @@ def test_unmount_names_who_holds_a_busy_workspace(daemon: FakeDaemon) -> None:
 def test_when_unmount_returns_the_daemon_has_ended(daemon: FakeDaemon) -> None:
     assert ok("unmount") == f"unmounted demo from {daemon.mountpoint}\n"
     assert daemon.ended
+
+
+def test_a_workspace_that_another_client_unmounts_meanwhile_is_unmounted(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ControlClient.call
+
+    def vanish(self: ControlClient, method: str, *args: Any, **options: Any) -> Any:
+        real(self, method, *args, **options)
+        raise vanished("/run/demo.sock", method)
+
+    monkeypatch.setattr(ControlClient, "call", vanish)
+    assert ok("unmount", "--discard") == f"unmounted demo from {daemon.mountpoint}\n"
 
 
 def test_unmount_all_goes_on_after_a_failure(daemon: FakeDaemon, workdir: Path) -> None:
