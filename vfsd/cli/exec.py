@@ -105,7 +105,9 @@ def exec_command(
         )
         if app.json:
             ended, collected = run_collected(record.socket, params)
-            output.print_json(_document(ended, collected))
+            app.done = "the command has run"
+            with app.writing():
+                output.print_json(_document(ended, collected))
             raise SystemExit(_status(ended))
         ended = run_attached(record.socket, params, terminal=tty)
     except BrokenPipeError:

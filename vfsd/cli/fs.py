@@ -1,7 +1,8 @@
 """`vfsd fs`: an agent's file tools, for programs.  Every answer is one JSON envelope.
 
 Success prints `{"ok": true, "data": ...}` with exit status 0; failure prints `{"ok": false, "error": "..."}` with 1, or
-2 for a usage error.  Nothing else is printed.
+2 for a usage error.  Nothing else is printed, unless standard output cannot be written: then standard error has the
+error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class _EnvelopeGroup(Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            output.print_json({"ok": True, "data": super().invoke(ctx)})
+            data = super().invoke(ctx)
+            with ctx.ensure_object(App).writing():
+                output.print_json({"ok": True, "data": data})
         except click.UsageError as error:
             _refuse_usage(error)
         except KeyboardInterrupt:
@@ -68,7 +71,12 @@ def _refuse_usage(error: click.UsageError) -> NoReturn:
 def _fail(message: str, status: int) -> NoReturn:
     # An argument that is not UTF-8 contains surrogates, which JSON cannot represent.
     readable = message.encode("utf-8", "backslashreplace").decode()
-    output.print_json({"ok": False, "error": readable})
+    try:
+        output.print_json({"ok": False, "error": readable})
+    except BrokenPipeError:
+        raise
+    except OSError:  # standard output may be the stream that failed
+        output.report(readable)
     raise click.exceptions.Exit(status)
 
 

@@ -11,6 +11,7 @@ import sys
 try:
     import contextlib
     import importlib
+    import io
     import os
     from typing import Any, Final
 
@@ -156,6 +157,30 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
+class _StandardOutput(io.FileIO):
+    """Descriptor 1, whose errors name it: "No space left on device" alone would be read as a full workspace."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write to standard output: {error.strerror}") from None
+
+
+def _name_standard_output_in_errors() -> None:
+    stdout = sys.stdout
+    if stdout is sys.__stdout__ and isinstance(stdout, io.TextIOWrapper):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_StandardOutput(1, "w", closefd=False)),
+            encoding=stdout.encoding,
+            errors=stdout.errors,
+            line_buffering=stdout.line_buffering,
+            write_through=stdout.write_through,
+        )
+
+
 def main() -> None:
     """The entry point of the `vfsd` script."""
     _open_standard_streams()
@@ -163,6 +188,7 @@ def main() -> None:
         # A character that the terminal's encoding lacks is written as an escape instead of raising an error.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    _name_standard_output_in_errors()
     try:
         cli(prog_name="vfsd")
     except KeyboardInterrupt:

@@ -103,10 +103,14 @@ def unmount_command(
             )
             continue
         entries.append({"name": record.name, **to_builtins(answer)})
+        unmounted = len([entry for entry in entries if "error" not in entry])
+        app.done = counted(unmounted, "workspace was", "workspaces were") + " unmounted"
         if not app.json:
-            _say_unmounted(record, answer, exported=file is not None, discarded=discard)
+            with app.writing():
+                _say_unmounted(record, answer, exported=file is not None, discarded=discard)
     if app.json:
-        output.print_json({"unmounted": entries, **({"error": error_record(failed)} if failed else {})})
+        with app.writing():
+            output.print_json({"unmounted": entries, **({"error": error_record(failed)} if failed else {})})
     if failed:
         click.get_current_context().exit(1)
 

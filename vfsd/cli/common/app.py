@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -34,6 +34,7 @@ class App:
     json: bool = False
     interrupted: str = "interrupted"  # the message when Ctrl-C ends the command
     signalled: Signalled | None = None  # the last call that changes something, and the signal that arrived meanwhile
+    done: str | None = None  # what the command has changed, for an error after it
     _record: WorkspaceRecord | None = None
 
     def record(self) -> WorkspaceRecord:
@@ -78,7 +79,7 @@ class App:
                 interruptible(client, request.method) as self.signalled,
                 output.progress(label) as on_progress,
             ):
-                return client.call(
+                answer = client.call(
                     request.method, request.params, on_progress=on_progress, on_output=on_output or request.on_output
                 )
         except FileNotFoundError as error:
@@ -88,23 +89,29 @@ class App:
 
                 raise with_similar_snapshots(record, error) from None
             raise
+        if not getattr(request.params, "dry_run", False) and getattr(answer, "applied", True):
+            self.done = effect(request.method)
+        return answer
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """If the block cannot write to standard output, add to the error what the command has done nevertheless."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self.done:
+                raise
+            raise OSError(error.errno, f"{error.strerror}, but {self.done}") from error
 
     def emit(self, answer: Any, show: Callable[[Any], None]) -> None:
-        """Print `answer` as one JSON document, or with `show`, for people.
-
-        If it cannot be written, the error says what the command has done nevertheless.
-        """
-        try:
+        """Print `answer` as one JSON document, or with `show`, for people."""
+        with self.writing():
             if self.json:
                 output.print_json(answer)
             else:
                 show(answer)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            done = effect(self.signalled)
-            reason = f"cannot write to standard output: {error.strerror}" + (f", but {done}" if done else "")
-            raise OSError(error.errno, reason) from error
 
 
 def check_alive(record: WorkspaceRecord) -> None:

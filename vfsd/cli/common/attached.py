@@ -120,7 +120,14 @@ class _Loop:
         piece = self._waiting[descriptor][0]
         left = memoryview(piece)[self._written[descriptor] :]
         whole = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        self._written[descriptor] += os.write(descriptor, left if whole else left[: select.PIPE_BUF])
+        try:
+            self._written[descriptor] += os.write(descriptor, left if whole else left[: select.PIPE_BUF])
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            stream = "standard output" if descriptor == 1 else "standard error"
+            outcome = "and the command was killed" if self._call.ended is None else "but the command has run"
+            raise OSError(error.errno, f"cannot write to {stream}: {error.strerror}, {outcome}") from None
         if self._written[descriptor] == len(piece):
             self._waiting[descriptor].popleft()
             self._written[descriptor] = 0

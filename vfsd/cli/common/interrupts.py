@@ -46,6 +46,14 @@ _WORDS: Final = {
     "unmount": _Words("the unmount", "the workspace is still mounted", "the workspace was unmounted"),
 }
 
+# The effects of calls that a signal ends at once.
+_UNINTERRUPTED: Final = {
+    "fs.write": "the file was written",
+    "fs.edit": "the file was edited",
+    "fs.rm": "the path was deleted",
+    "fs.exec": "the command has run",
+}
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended a call; `str()` is the outcome.  `errno` is ECANCELED if the call was stopped."""
@@ -70,10 +78,9 @@ def completed(signalled: Signalled) -> str:
     return f"it was too late to stop: {_WORDS[signalled.method].complete}"
 
 
-def effect(signalled: Signalled | None) -> str | None:
-    """Describe the effect of a call that was completed; None if it changes nothing."""
-    words = _WORDS.get(signalled.method) if signalled is not None else None
-    return None if words is None else words.complete
+def effect(method: str) -> str | None:
+    """Describe the effect of a call of `method` that was completed; None if it changes nothing."""
+    return _WORDS[method].complete if method in _WORDS else _UNINTERRUPTED.get(method)
 
 
 @contextmanager

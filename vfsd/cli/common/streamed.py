@@ -119,7 +119,8 @@ def call_with_changes(app: App, request: RemoteCall[Any], label: str, show: Call
     with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as file:
         request.params.stream = True
         answer = app.call(request, label=label, on_output=file.write)
-        (_print_with_changes if app.json else show)(answer, ChangeSpool(file))
+        with app.writing():
+            (_print_with_changes if app.json else show)(answer, ChangeSpool(file))
         return answer
 
 

@@ -226,3 +226,16 @@ def test_json_is_one_document_with_what_it_wrote(where: Where) -> None:
     missing = run(where, "--json", "--", "no-such-program")
     assert missing.returncode == 127
     assert json.loads(missing.stdout)["error"]["errno"] == "ENOENT"
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"), [((), "and the command was killed"), (("--json",), "but the command has run")]
+)
+def test_output_that_cannot_be_written_is_not_an_error_of_the_workspace(
+    daemon: ExecDaemon, options: tuple[str, ...], outcome: str
+) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", "exec", *options, "--", "sh", "-c", "echo hi; exec sleep 0.2"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 125
+    assert f"cannot write to standard output: No space left on device, {outcome}" in done.stderr

@@ -7,6 +7,8 @@ import contextlib
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +142,23 @@ def test_that_there_is_no_workspace_is_an_envelope_too(place: Path) -> None:
 def test_a_dead_daemon_is_an_envelope_too(daemon: FsDaemon) -> None:
     os.unlink(daemon.socket)
     assert "not running" in error("ls")
+
+
+@pytest.mark.parametrize(
+    ("workspace", "reason"),
+    [
+        ("demo", "standard output: No space left on device, but the file was written"),
+        ("other", "'other' is no workspace"),
+    ],
+)
+def test_an_envelope_that_cannot_be_written_is_a_line_on_standard_error(
+    daemon: FsDaemon, workspace: str, reason: str
+) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", "fs", "write", "-w", workspace, "new"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, input="c", stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert reason in done.stderr
 
 
 def test_the_workspace_may_be_named_before_between_and_after(daemon: FsDaemon) -> None:

@@ -211,9 +211,20 @@ def test_ctrl_c_during_the_start_prints_no_traceback(module: str) -> None:
     assert (done.returncode, "Traceback" in done.stderr, "Abort" in done.stderr) == (130, False, False)
 
 
-def test_an_answer_that_cannot_be_written_says_what_was_done(daemon: FakeDaemon) -> None:
-    command = [sys.executable, "-m", "vfsd.cli.main", "snapshot", "unwritten"]
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        (["snapshot", "unwritten"], ", but the snapshot was taken; `vfsd drop` removes it"),
+        (["restore", "one", "--dry-run"], ""),
+        (["snapshot", "--help"], ""),
+        (["--version"], ""),
+    ],
+)
+def test_an_answer_that_cannot_be_written_says_what_was_done(
+    words: list[str], outcome: str, daemon: FakeDaemon
+) -> None:
+    command = [sys.executable, "-m", "vfsd.cli.main", *words]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "cannot write to standard output: No space left on device, but the snapshot was taken" in done.stderr
+    assert done.stderr == f"vfsd: error: cannot write to standard output: No space left on device{outcome}\n"
