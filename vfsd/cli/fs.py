@@ -21,7 +21,7 @@ import msgspec
 
 from protocol.tool_messages import DEFAULT_MATCHES, DEFAULT_PATHS, Edit
 from vfsd.cli.common import output
-from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe
+from vfsd.cli.common.app import INTERRUPTED, NO_ARGUMENTS, App, Command, Group, describe, printable
 from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
 from vfsd.client.paths import current_directory, workspace_path
@@ -69,8 +69,7 @@ def _refuse_usage(error: click.UsageError) -> NoReturn:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    # An argument that is not UTF-8 contains surrogates, which JSON cannot represent.
-    readable = message.encode("utf-8", "backslashreplace").decode()
+    readable = printable(message)
     try:
         output.print_json({"ok": False, "error": readable})
     except BrokenPipeError:

@@ -248,7 +248,7 @@ def end_with_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
     """End the process as click does, but with one line and, with --json, a document."""
     if isinstance(error, NO_ARGUMENTS):
         raise error  # `vfsd` alone, which prints the help
-    message = _printable(error.format_message().rstrip("."))
+    message = printable(error.format_message().rstrip("."))
     line = message
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "vfsd"
@@ -324,15 +324,19 @@ def error_record(error: Exception) -> dict[str, Any]:
     """Return the JSON form of an error: its message, the name of its errno, its path, and its `facts`."""
     name = errno.errorcode.get(getattr(error, "errno", None) or 0)
     facts = getattr(error, "facts", {})
-    return {"message": _printable(describe(error)), "errno": name, "path": _path(error), **facts}
+    return {"message": describe(error), "errno": name, "path": _path(error), **facts}
 
 
 def describe(error: Exception) -> str:
-    """Describe an error in one line, without Python's "[Errno 2]"."""
+    """Describe an error in one printable line, without Python's "[Errno 2]"."""
+    return printable(_description(error))
+
+
+def _description(error: Exception) -> str:
     from vfsd.client.connection import ControlError  # noqa: PLC0415 start-up: an error has time
 
     if isinstance(error, UnicodeEncodeError):  # an argument other than a path, for the daemon
-        return f"not UTF-8: {_printable(error.object)!r}"
+        return f"not UTF-8: {error.object!r}"
     if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
         return "the current directory was removed: change to another one, or give absolute paths"
     # The daemon's message is complete, and contains the path as a wire path.
@@ -358,13 +362,13 @@ def _path(error: Exception) -> str | None:
     if name is None:
         return None
     text = os.fsdecode(name) if isinstance(name, (bytes, os.PathLike)) else str(name)
-    return _printable(text)
+    return printable(text)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace bytes that are not UTF-8 by `\\xNN`, because JSON and many terminals cannot represent them."""
-    return _SURROGATE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}", text)
+    return _SURROGATE.sub(lambda match: f"\\x{match[1] or f'{ord(match[0]) - 0xDC00:x}'}", text)
 
 
-# PEP 383: os.fsdecode maps each byte that is not UTF-8 to one of these surrogates.
-_SURROGATE: Final = re.compile("[\udc80-\udcff]")
+# PEP 383: os.fsdecode maps each byte that is not UTF-8 to one of these surrogates; repr() escapes them.
+_SURROGATE: Final = re.compile(r"(?<!\\)\\udc([89a-f][0-9a-f])|[\udc80-\udcff]")

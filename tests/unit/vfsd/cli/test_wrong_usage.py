@@ -228,3 +228,15 @@ def test_an_answer_that_cannot_be_written_says_what_was_done(
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr == f"vfsd: error: cannot write to standard output: No space left on device{outcome}\n"
+
+
+def test_a_byte_that_is_not_utf8_is_shown_as_xff(daemon: FakeDaemon) -> None:
+    for words in (
+        ["status", "-w", NOT_UTF8],
+        ["mount", "new", "--name", NOT_UTF8],
+        ["snapshot", NOT_UTF8],
+        ["fs", "ls", "-w", NOT_UTF8, "--escaped"],
+    ):
+        result = run(*words)
+        assert "xff'" in result.output, words
+        assert "udcff" not in result.output, words
