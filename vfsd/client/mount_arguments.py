@@ -37,6 +37,17 @@ def _host_directory(directory: str, mountpoint: str) -> str:
     return path
 
 
+def _check_patterns(name: str, patterns: tuple[str, ...]) -> None:
+    """Raise OptionError for a pattern of the option `name` that is invalid."""
+    if patterns:
+        from protocol.adapters.path_filter import PathFilter  # noqa: PLC0415 start-up: few mounts have patterns
+
+        try:
+            PathFilter(patterns)
+        except ValueError as error:
+            raise OptionError(f"{{{name}}}: {{error}}", error=error) from None
+
+
 class MountArguments(TypedDict, total=False):
     """The optional arguments of `mount_options`.  `vfsd.wire.options` describes them and has their defaults."""
 
@@ -86,8 +97,11 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
             if not os.fspath(given[name]):
                 raise OptionError(f"{{{name}}} is an empty string")
             given[name] = os.path.abspath(given[name])
+    if given.get("store") is not None and os.path.exists(given["store"]) and not os.path.isdir(given["store"]):
+        raise OptionError("{store} is not a directory: {path}", path=given["store"])
     for name in ("include", "exclude"):
         given[name] = tuple(given.get(name, ()))
+        _check_patterns(name, given[name])
     if given.get("sandbox") is not None:
         given["sandbox"] = parse_sandbox(given["sandbox"])
     options = MountOptions.of(mountpoint=path, backend=spec, **given)

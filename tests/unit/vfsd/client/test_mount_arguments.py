@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vfsd.client.mount_arguments import mount_options
+from vfsd.wire.option_rules import OptionError
 
 
 @pytest.fixture
@@ -63,6 +64,21 @@ def test_neighbours_whose_names_begin_alike_are_no_trouble(directory: Path) -> N
         str(mount_options(directory / "served-mnt", f"host:{directory}/served").workspace.backend)
         == f"host:{directory}/served"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": ("!",)}, "^include: .*'!'"),
+        ({"exclude": ("ok", "!")}, "^exclude: .*'!'"),
+        ({"store": "/dev/null"}, "^store is not a directory: /dev/null$"),
+    ],
+)
+def test_an_invalid_value_is_reported_with_the_name_of_its_option(
+    directory: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        mount_options(directory / "mnt", f"host:{directory}/served", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
