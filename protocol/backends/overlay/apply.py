@@ -161,6 +161,10 @@ class OverlayApply:
             return self._identities[path]
         if path not in self._expectations:
             version = self._base.find(path) if entry_or_none(self._base, path) else None
+            live = self._live.find(path) if entry_or_none(self._live, path) else None
+            if version is not None and live is not None and live.inode == version.inode:
+                # After discard and undo the base may follow the lower file to a state that these changes never saw.
+                version = live
             self._expectations[path] = version.lower.identity if isinstance(version, OverlayInode) else None
         return self._expectations[path]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from protocol.backends.memory.invariants import Invariants
 from protocol.backends.overlay.children import UnfilledChildren
 from protocol.backends.overlay.inode import OverlayInode
+from protocol.backends.overlay.state import follows
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -26,15 +27,16 @@ class OverlayInvariants(Invariants):
         assert self._overlay.table.below == below, "inodes from below"
 
     def check_inode(self, inode: Inode) -> None:
-        """Check also that all versions of an inode have one lower identity: the one that the live version showed last.
+        """Check also that all versions of an inode without changes of their own have one lower identity.
 
-        Then the base has the identity that a file had when the workspace first changed it, which `apply` compares.
+        They follow the lower file together.  A changed version keeps the identity that the file had when the workspace
+        first changed it, which `apply` compares.
         """
         super().check_inode(inode)
         if isinstance(inode, OverlayInode):
-            for version in self._overlay.versions(inode.inode):
-                if isinstance(version, OverlayInode):
-                    assert version.lower.identity == inode.lower.identity, f"inode {inode.inode}: identities below"
+            versions = [each for each in self._overlay.versions(inode.inode) if isinstance(each, OverlayInode)]
+            unchanged = {each.lower.identity for each in versions if follows(each, each.lower.identity)}
+            assert len(unchanged) <= 1, f"inode {inode.inode}: identities below"
 
     def entries(self, directory: Inode) -> dict[bytes, int] | None:
         return None if isinstance(directory.children, UnfilledChildren) else directory.children

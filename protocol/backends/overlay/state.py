@@ -285,12 +285,12 @@ class OverlayState(MemoryState):
                 return False, True
             if self.lower.is_same(identity(seen), old.identity):
                 return True, False
-            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not _follows(live, old.identity):
+            if seen.st_mode & TYPE_MASK != live.mode & TYPE_MASK or not live.nlink or not follows(live, old.identity):
                 return False, True
             new = LowerFile(self.lower, old.path, seen)
             xattrs = self.lower.xattrs(old.path)
             for version in list(self.versions(number)):
-                if isinstance(version, OverlayInode) and _follows(version, old.identity):
+                if isinstance(version, OverlayInode) and follows(version, old.identity):
                     self._follow(version, new, seen, xattrs, is_live=version is live)
             return live.lower is new, True
 
@@ -401,7 +401,7 @@ def _set_size_and_times(inode: Inode, seen: os.stat_result) -> None:
     inode.birth_ns = min(inode.mtime_ns, inode.ctime_ns)
 
 
-def _follows(inode: OverlayInode, was: Identity) -> bool:
+def follows(inode: OverlayInode, was: Identity) -> bool:
     """Return whether a version has no changes over the lower file, whose identity is `was`."""
     content = inode.content
     return (

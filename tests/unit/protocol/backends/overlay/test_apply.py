@@ -124,6 +124,25 @@ def test_a_dry_run_writes_nothing(below: Path) -> None:
     assert difference(volume, below) == before
 
 
+def test_changes_that_came_back_after_a_discard_do_not_replace_what_others_wrote_meanwhile(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    number = Driver(volume).at(b"src/main.c")
+    volume.read(number, 0, 10)
+    volume.write(number, 0, b"mine")
+    (below / "src" / "main.c").write_bytes(b"theirs")
+    volume.take_snapshot("ours")
+    volume.invalidation_done(volume.discard([b"src/main.c"]))
+    assert volume.read(number, 0, 10) == b"theirs"
+    volume.check_invariants()
+
+    volume.restore_snapshot("ours")
+
+    assert [(conflict.path, conflict.reason) for conflict in run(volume).conflicts] == [
+        (b"src/main.c", "was changed by another program")
+    ]
+    assert (below / "src" / "main.c").read_bytes() == b"theirs"
+
+
 @pytest.mark.parametrize("what", ["changed", "removed", "created"])
 def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, what: str) -> None:
     volume = OverlayVolume(os.fsencode(below))
