@@ -655,7 +655,7 @@ class PreparingVolume(StagingVolume, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ApplyConflict:
-    """A path of the lower layer that is no longer what the overlay was made over."""
+    """A path of the lower layer that another program changed, or that prevents the removal of its directory."""
 
     path: bytes
     reason: str

@@ -150,8 +150,9 @@ def test_a_refused_apply_names_the_commands_that_take_either_side(mount: MountIt
     theirs.write_text("theirs\n")
     refused = vfsd("apply")
     assert refused.returncode == 1
-    assert "1 path was changed" in refused.stderr
-    assert "`vfsd apply --force` overwrites them, `vfsd discard PATH` keeps theirs" in refused.stderr
+    assert "1 conflict in" in refused.stderr
+    assert "`vfsd apply --force` overwrites changed files" in refused.stderr
+    assert "`vfsd discard PATH` drops the change of the workspace" in refused.stderr
     assert theirs.read_text() == "theirs\n"
     assert vfsd("apply", "--force").returncode == 0
     assert theirs.read_text() == "mine\n"

@@ -27,10 +27,11 @@ from vfsd.wire import messages
 def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) -> None:
     """Write the changes of an overlay to the directory below it.
 
-    If other programs have changed one of the paths there, nothing is written: the command names the paths and exits
-    with status 1.  Each file is replaced atomically.  If the apply is killed before it begins to write, the directory
-    does not change.  If it is killed later, the next apply, or the next mount of the directory, completes it and
-    reports that.
+    If other programs have changed one of the paths there, or a directory that would be removed has entries that are
+    hidden or new, nothing is written: the command names the paths and exits with status 1.  --force writes all the
+    same, and keeps such a directory.  Each file is replaced atomically.  If the apply is killed before it begins to
+    write, the directory does not change.  If it is killed later, the next apply, or the next mount of the directory,
+    completes it and reports that.
 
     `vfsd restore --undo` goes back to the state that was applied.  It does not change the directory.
     """
@@ -47,10 +48,10 @@ def apply_command(app: App, paths: tuple[str, ...], dry_run: bool, force: bool) 
             output.say(f"applied to {place}: {count_words(answer.counts)}")
             show_expired(answer.expired)
         elif answer.conflicts:
-            changed = output.counted(len(answer.conflicts), "path was", "paths were")
+            conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
             output.report(
-                f"{changed} changed in {place} by other programs; nothing was written: `vfsd apply --force` overwrites"
-                " them, `vfsd discard PATH` keeps theirs"
+                f"{conflicts} in {place}; nothing was written: `vfsd apply --force` overwrites changed files and keeps"
+                " directories that cannot be removed, `vfsd discard PATH` drops the change of the workspace"
             )
 
     answer = call_with_changes(app, app.requests.apply(paths, dry_run=dry_run, force=force), "applying", show)

@@ -105,9 +105,10 @@ class Patch(bytes):
 class Applied:
     """What an apply wrote to the directory below an overlay, or with `dry_run` would write.
 
-    `conflicts` maps paths that other programs changed there to the reason.  If there are any, and without `force`,
-    `applied` is False and nothing was written.  `recovered` describes a killed apply that this one completed or undid
-    first.  `safety_snapshot` contains the state that was written; `expired` is as in `Restored`.
+    `conflicts` maps paths that other programs changed there, and entries that prevent the removal of their directory,
+    to the reason.  If there are any, and without `force`, `applied` is False and nothing was written.  With `force`
+    such a directory is kept, and `changes` omits it.  `recovered` describes a killed apply that this one completed or
+    undid first.  `safety_snapshot` contains the state that was written; `expired` is as in `Restored`.
     """
 
     directory: str

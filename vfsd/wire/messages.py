@@ -430,7 +430,7 @@ class ApplyResult(msgspec.Struct):
     applied: bool
     counts: ChangeCounts
     changes: list[ChangeRecord]
-    conflicts: list[ProblemRecord]  # paths that both the overlay and another program changed
+    conflicts: list[ProblemRecord]  # paths that another program changed too, or that prevent a directory's removal
     truncated: bool = False
     recovered: str | None = None  # an interrupted apply that this one finished or undid first
     safety_snapshot: str | None = None  # the state that was written; `undo` returns to it

@@ -13,7 +13,9 @@ Invariant, without `force`: content that another program wrote below after the w
 replaced or removed.  The base holds the identity that the workspace showed at that moment (see `OverlayState.refresh`
 and `OverlayState.own`).  A run reads it once, before anything else, and compares it with the directory when it looks
 for conflicts and when it plans a step; the step compares with the planned state right before it renames or removes.
-A directory is removed only if all its entries are in the base.
+A directory is removed only if this run removes all its entries.  If others are in it, hidden ones or those of other
+programs, it is a conflict, and `force` keeps the directory: so no step fails because a directory is not empty, unless
+an entry appears after the check.
 
 Before a file below is replaced, content that snapshots still need is kept (`LowerFile.keep`).
 
@@ -58,7 +60,7 @@ _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 class Applied:
     """A `protocol.volume.ApplyResult`: the changes to write, the conflicts, and what the run left below.
 
-    With conflicts and without `force` nothing is written.
+    With conflicts and without `force` nothing is written.  With `force`, directories that must be kept are no changes.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -118,13 +120,13 @@ class OverlayApply:
         found = list(changes(self._base, self._live, paths=self._paths))
         result = Applied(found)
         if self._dry_run:
-            result.conflicts = self._conflicts(found)
+            self._check(result)
         elif found or has_journal(self._root):
             with journal(self._root, before) as begun:
                 result.recovered = begun.recover()
-                result.conflicts = self._conflicts(found)
+                self._check(result)
                 if not result.conflicts or self._force:
-                    self._write(found, begun, result)
+                    self._write(result.changes, begun, result)
         return result
 
     def finish(self, result: Applied) -> None:
@@ -168,8 +170,38 @@ class OverlayApply:
             self._expectations[path] = version.lower.identity if isinstance(version, OverlayInode) else None
         return self._expectations[path]
 
-    def _conflicts(self, found: Sequence[Change]) -> list[ApplyConflict]:
-        return [conflict for change in found if (conflict := self._conflict(change)) is not None]
+    def _check(self, result: Applied) -> None:
+        """Set the conflicts of `result`.  With `force`, leave out its changes of directories that must be kept."""
+        kept, left = self._kept_directories(result.changes)
+        found = [conflict for change in result.changes if (conflict := self._conflict(change)) is not None]
+        result.conflicts = sorted([*found, *left], key=lambda conflict: conflict.path.split(b"/"))
+        if self._force:
+            result.changes = [change for change in result.changes if change.path not in kept]
+
+    def _kept_directories(self, found: Sequence[Change]) -> tuple[set[bytes], list[ApplyConflict]]:
+        """Return the directories that cannot be removed, and for each the first entry that only the directory has."""
+        kept: set[bytes] = set()
+        left: list[ApplyConflict] = []
+        removed = {change.path for change in found if change.new is None}
+        for change in reversed(found):  # a directory after its entries
+            if change.new is not None and change.new.is_dir:
+                continue
+            there = self._stat(change.path)
+            if there is None or not stat.S_ISDIR(there.st_mode):
+                continue
+            entries = {change.path + b"/" + entry.name: entry.kind for entry in self._lower.scan(change.path)[1]}
+            others = sorted(entries.keys() - removed)
+            if others:
+                kept.add(change.path)
+                removed.discard(change.path)
+                others = [path for path in others if path not in kept]  # those have a conflict of their own
+                left += [self._left(path, entries[path] == stat.S_IFDIR) for path in others[:1]]
+        return kept, left
+
+    def _left(self, path: bytes, is_directory: bool) -> ApplyConflict:
+        is_hidden = self._volume.path_filter.hides(path, is_directory=is_directory)
+        what = "is hidden from the workspace" if is_hidden else "was created by another program"
+        return ApplyConflict(path, f"{what}, so its directory cannot be removed")
 
     def _conflict(self, change: Change) -> ApplyConflict | None:
         if change.path.partition(b"/")[0] == JOURNAL_NAME:
@@ -187,20 +219,8 @@ class OverlayApply:
             return ApplyConflict(change.path, "was created by another program")
         if there is None:
             return ApplyConflict(change.path, "was removed by another program")
-        if not self._is_unchanged(change, there):
-            return ApplyConflict(change.path, "was changed by another program")
-        if stat.S_ISDIR(there.st_mode) and (change.new is None or not change.new.is_dir):
-            others = self._others_in(change.path)
-            if others:
-                return ApplyConflict(others[0], "was created by another program in a directory that would be removed")
-        return None
-
-    def _others_in(self, path: bytes) -> list[bytes]:
-        """Return the paths in a lower directory that are neither in the base nor written by an earlier run, sorted."""
-        directory = entry_or_none(self._base, path)
-        shown = set(self._base.children(path) if directory is not None and directory.is_dir else ())
-        found = (path + b"/" + entry.name for entry in self._lower.scan(path)[1] if entry.name not in shown)
-        return sorted(each for each in found if self._identities.get(each) is None)
+        is_changed = not self._is_unchanged(change, there)
+        return ApplyConflict(change.path, "was changed by another program") if is_changed else None
 
     def _is_unchanged(self, change: Change, there: os.stat_result) -> bool:
         now = identity(there)

@@ -96,7 +96,8 @@ class OverlayVolume(MemoryVolume):
         max_memory: int | None = None,
     ) -> None:
         self.lower = Lower(root)
-        self._overlay = OverlayState(clock, self.lower, PathFilter(include, exclude))
+        self.path_filter = PathFilter(include, exclude)
+        self._overlay = OverlayState(clock, self.lower, self.path_filter)
         self._lock = self._overlay.lock
         super().__init__(max_bytes, max_inodes, read_only, clock=clock, state=self._overlay, max_memory=max_memory)
         self._bind()
@@ -286,7 +287,7 @@ class OverlayVolume(MemoryVolume):
         self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0, caller: Caller = SUPERUSER
     ) -> None:
         with self._lock:
-            if self._overlay.path_filter:
+            if self.path_filter:
                 self._check_moved(parent, name, new_parent, new_name)
                 if flags & RENAME_EXCHANGE:
                     self._check_moved(new_parent, new_name, parent, name)

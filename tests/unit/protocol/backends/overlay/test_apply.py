@@ -167,6 +167,58 @@ def test_what_others_changed_below_stops_all_of_it_unless_forced(below: Path, wh
     assert (below / "src" / "main.c").read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("becomes", [None, b"file"])
+def test_a_directory_with_entries_that_the_workspace_does_not_remove_is_kept_and_named(
+    below: Path, hidden: bool, becomes: bytes | None
+) -> None:
+    if hidden:
+        (below / "src" / "deep" / "x.env").write_bytes(b"theirs")
+    volume = OverlayVolume(os.fsencode(below), exclude=["*.env"])
+    fs = Driver(volume)
+    volume.write(fs.at(b"README"), 0, b"mine")
+    for path in (b"src/deep/x", b"src/main.c", b"src/README.too"):
+        fs.unlink(path)
+    fs.rmdir(b"src/deep")
+    fs.rmdir(b"src")
+    if becomes is not None:
+        fs.file(b"src", becomes)
+    if not hidden:
+        (below / "src" / "deep" / "x.too").write_bytes(b"theirs")
+    left = below / "src" / "deep" / ("x.env" if hidden else "x.too")
+    reason = "is hidden from the workspace" if hidden else "was created by another program"
+    expected = [(os.fsencode(left.relative_to(below)), f"{reason}, so its directory cannot be removed")]
+    for force in (False, True, True):  # forced again, it succeeds again
+        done = run(volume, force=force)
+        assert [(conflict.path, conflict.reason) for conflict in done.conflicts] == expected
+        assert (below / "README").read_bytes() == (b"mine me" if force else b"read me")
+        assert (below / "src" / "main.c").exists() != force
+    assert done.changes == []
+    assert left.read_bytes() == b"theirs"
+    assert changed(volume) == [b"src", b"src/deep"]
+    left.unlink()
+    assert run(volume).conflicts == []
+    assert difference(volume, below) == []
+
+
+@pytest.mark.parametrize("in_workspace", ["added", "removed"])
+def test_a_directory_that_another_program_made_in_the_place_of_a_file_is_kept(below: Path, in_workspace: str) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    fs.file(b"first", b"1")
+    name = "new" if in_workspace == "added" else "big"
+    if in_workspace == "added":
+        fs.file(b"new", b"mine")
+    else:
+        fs.unlink(b"big")
+        (below / "big").unlink()
+    (below / name / "theirs").mkdir(parents=True)
+    done = run(volume, force=True)
+    assert [change.path for change in done.changes] == [b"first"]
+    assert os.fsencode(name) + b"/theirs" in {conflict.path for conflict in done.conflicts}
+    assert (below / name / "theirs").is_dir()
+
+
 def test_an_apply_that_was_interrupted_anywhere_is_finished_by_the_next(below: Path, tmp_path: Path) -> None:
     for stop in range(30):
         root = tmp_path / f"copy{stop}"
