@@ -20,6 +20,7 @@ from typing import Final
 
 from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import Mount, mount_at, nested_mounts
+from vfsd.machine.runtime import no_socket, read_records
 
 PROBE_TIMEOUT_S: Final = 2.0
 UNMOUNT_TIMEOUT_S: Final = 30.0
@@ -92,7 +93,9 @@ def check_mountpoint(path: str) -> Mount | None:
     if mount is not None:
         if mount.is_vfsd and is_dead(path):
             return mount
-        raise OSError(errno.EBUSY, f"already a mountpoint, of {mount.describe()}", path)
+        is_lost = mount.is_vfsd and all(record.mountpoint != mount.mountpoint for record in read_records())
+        lost = f", which has {no_socket(mount)}" if is_lost else ""
+        raise OSError(errno.EBUSY, f"already a mountpoint, of {mount.describe()}{lost}", path)
     _check_directory(path)
     return None
 

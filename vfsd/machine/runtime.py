@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
@@ -16,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular, write_atomically
-from vfsd.machine.mountinfo import follow_symlinks
+from vfsd.machine.mountinfo import Mount, find_mount, follow_symlinks, vfsd_mounts
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
@@ -233,12 +234,31 @@ def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: s
     is_path = "/" in selector or selector in (".", "..")
     if found is not None and (is_path or found is not _containing(cwd, records)):
         return found
+    if (lost := _lost_mount(selector, os.path.join(cwd, selector) if is_path else None)) is not None:
+        raise WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
     reason = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
     import difflib  # noqa: PLC0415 (start-up: only errors need it)
 
     similar = difflib.get_close_matches(selector, [record.name for record in records])
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
     raise WorkspaceNotFoundError(f"{selector!r}{origin} is {reason}; {hint}{_describe_all(records)}")
+
+
+def _lost_mount(name: str, path: str | None) -> Mount | None:
+    """Return the vfsd mount of that name, or that contains `path`.  No record of the runtime directory names it."""
+    if path is None:
+        return next((mount for mount in vfsd_mounts() if mount.workspace == name), None)
+    try:
+        mount = find_mount(path)
+    except OSError:  # a cycle of symlinks
+        return None
+    return mount if mount is not None and mount.is_vfsd else None
+
+
+def no_socket(mount: Mount) -> str:
+    """Describe a mount without a record: "no control socket in ...", and what to do."""
+    unmount = f"unmount it, without a check for unsaved changes, with `fusermount3 -u {shlex.quote(mount.mountpoint)}`"
+    return f"no control socket in {socket_dir()}: set ${RUNTIME_VARIABLE} as it was set for the mount, or {unmount}"
 
 
 def _describe_all(records: list[WorkspaceRecord]) -> str:

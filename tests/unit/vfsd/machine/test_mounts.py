@@ -16,6 +16,7 @@ import pytest
 from vfsd.machine import mountinfo, mounts
 from vfsd.machine.holders import holders
 from vfsd.machine.mountinfo import parse_mountinfo
+from vfsd.machine.runtime import RUNTIME_VARIABLE, WorkspaceNotFoundError, find_workspace
 
 TINY_FUSE = Path(__file__).with_name("tiny_fuse.py")
 FuseMount = Callable[[Path], subprocess.Popen[str]]
@@ -311,6 +312,23 @@ def test_a_busy_unmount_names_the_holders_and_a_lazy_one_detaches(
     assert mountinfo.mount_at(path) is not None
     mounts.unmount(path, lazy=True)
     assert mountinfo.mount_at(path) is None
+
+
+@pytest.mark.fuse
+def test_a_workspace_without_a_record_is_unmounted_with_fusermount3_say_the_errors(
+    tmp_path: Path, fuse_mount: FuseMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "run"))
+    path = str(tmp_path / "m")
+    fuse_mount(tmp_path / "m")
+    advice = rf"no control socket in {tmp_path}/run/vfsd: set \$VFSD_RUNTIME_DIR .* `fusermount3 -u {path}`"
+    with pytest.raises(OSError, match=f"already a mountpoint, of workspace 'tiny', which has {advice}"):
+        mounts.check_mountpoint(path)
+    for selector in (path, f"{path}/below"):
+        with pytest.raises(WorkspaceNotFoundError, match=f"workspace 'tiny' at {path} has {advice}"):
+            find_workspace(selector, "/")
+    with pytest.raises(WorkspaceNotFoundError, match=r"workspace 'tiny' at /.* has no control socket"):
+        find_workspace("tiny", "/")  # of another test, maybe
 
 
 @pytest.mark.fuse
