@@ -21,8 +21,11 @@ __all__ = [
     "errno_of",
     "only_error",
     "os_error",
+    "shortened",
     "shown",
 ]
+
+_PATH_END_SHOWN: Final = 100  # characters
 
 
 class SnapshotNotFoundError(FileNotFoundError):
@@ -63,6 +66,11 @@ def os_error(code: int, detail: str | None = None) -> OSError:
 def shown(path: bytes) -> str:
     """A path or a name for a message; bytes that are not UTF-8 as "\\xNN"."""
     return path.decode("utf-8", "backslashreplace")
+
+
+def shortened(path: str) -> str:
+    """A path for a message to people, cut in the middle if it is very long."""
+    return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
 
 
 # Cached, because a busy mount constantly answers "No such file" and "No data available".

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 
+from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, effect, interruptible
 
@@ -343,7 +344,7 @@ def _description(error: Exception) -> str:
     if isinstance(error, ControlError) or not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
     path = _path(error)
-    return f"{error.strerror}: {path}" if path else error.strerror
+    return f"{error.strerror}: {shortened(path)}" if path else error.strerror
 
 
 def _is_nowhere() -> bool:

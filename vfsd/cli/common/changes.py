@@ -8,6 +8,7 @@ from typing import Final
 
 import click
 
+from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
 from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ImportResult, ProblemRecord, RestoreResult
@@ -17,7 +18,6 @@ _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "ty
 _GRAPH_COLUMNS: Final = 40
 _REASONS: Final = {"unneeded": "no undo or redo leads to it any more", "memory": "memory was needed"}
 _PROBLEMS_SHOWN: Final = 20
-_PATH_END_SHOWN: Final = 100  # characters
 
 
 def show_changes(changes: Iterable[ChangeRecord]) -> None:
@@ -35,16 +35,11 @@ def plain_change(change: ChangeRecord) -> str:
 def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be restored") -> None:
     """Print problems on standard error; if there are any, the command exits with status 1."""
     for problem in problems[:_PROBLEMS_SHOWN]:
-        output.note(f"{_cut(problem.path)}: {problem.reason}")
+        output.note(f"{shortened(problem.path)}: {problem.reason}")
     if problems:
         more = " (the first of them are above; --json lists all)" if len(problems) > _PROBLEMS_SHOWN else ""
         output.report(f"{counted(len(problems), 'path')} {verb}{more}")
         click.get_current_context().exit(1)
-
-
-def _cut(path: str) -> str:
-    """Shorten a very long path in the middle."""
-    return path if len(path) <= 2 * _PATH_END_SHOWN else f"{path[:_PATH_END_SHOWN]} ... {path[-_PATH_END_SHOWN:]}"
 
 
 def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.errors import errno_of, only_error
+from protocol.errors import errno_of, only_error, shortened
 from vfsd.daemon.control.call_context import CallCancelledError, CallContext, Encoded, Handler
 from vfsd.machine.tracebacks import clear_frames
 from vfsd.wire.messages import (
@@ -130,7 +130,7 @@ def _text_and_path(error: BaseException, code: int | None) -> tuple[str, str | N
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return text, None
     path = wire_path(os.fsencode(error.filename))
-    return f"{text}: {path}", path
+    return f"{text}: {shortened(path)}", path
 
 
 def busy_line(number: RequestId) -> bytes:

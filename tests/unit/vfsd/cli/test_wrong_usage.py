@@ -100,6 +100,13 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
 
 
+def test_an_error_cuts_a_very_long_path_in_its_message_only() -> None:
+    path = "/none/" + "a" * 194 + "/end"
+    answer = json.loads(run("mount", path, "--json").stdout)["error"]
+    assert answer["path"] == path
+    assert answer["message"].endswith(f": {path[:100]} ... {path[-100:]}")
+
+
 @pytest.mark.parametrize("words", WRONG, ids=lambda words: repr(" ".join(words))[:60])
 def test_wrong_use_is_one_line_and_with_json_one_document(words: list[str], daemon: FakeDaemon) -> None:
     before = dict(daemon.live), dict(daemon.snapshots)

@@ -233,6 +233,7 @@ async def test_a_notification_is_carried_out_and_never_answered(path: str) -> No
         (OSError(errno.EIO, "bad", b"a\xff\\b"), "bad: a\\xff\\\\b", ("EIO", "a\\xff\\\\b")),
         (OSError(errno.EIO, "bad", "a\udcff"), "bad: a\\xff", ("EIO", "a\\xff")),
         (OSError(errno.EBADF, "bad", 5), "bad", ("EBADF", None)),
+        (OSError(errno.EIO, "bad", "a" * 6000), f"bad: {'a' * 100} ... {'a' * 100}", ("EIO", "a" * 6000)),
         (OSError("something \udcff"), "something \\udcff", None),
         (NotImplementedError("not yet"), "not yet", ("EOPNOTSUPP", None)),
         (MemoryError(), os.strerror(errno.ENOMEM), ("ENOMEM", None)),
