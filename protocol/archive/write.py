@@ -126,6 +126,11 @@ def export_archive(
             os.replace(temporary, path)
         else:
             _rename_to_new(temporary, path)
+    except OSError as error:
+        # write(2) has only a descriptor.
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT} or error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{error.strerror} for the archive, which was not written", path) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

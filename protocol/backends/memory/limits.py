@@ -17,6 +17,7 @@ figures up to which a complete check has already found room.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,10 @@ _UNCHECKED_METADATA_BYTES: Final = 128 * 1024
 # Pages: of a write within one block, of metadata made without a check, and of rounding both up.
 _FAR_PAGES: Final = 32 + (_UNCHECKED_METADATA_BYTES + SLACK_BYTES) // PAGE_BYTES + 3
 _PAGE_SHIFT: Final = PAGE_BYTES.bit_length() - 1
+
+
+def _full(limit: int | None, unit: str) -> OSError:
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the workspace may hold {limit or 0:,} {unit}")
 
 
 class MemoryLimits:
@@ -96,9 +101,9 @@ class MemoryLimits:
     def check_quota(self, pages: int, inodes: int, memory: int) -> None:
         """Raise ENOSPC if a total of `pages` or `inodes` exceeds the quota, or `memory` more bytes do not fit."""
         if pages > 0 and pages > self.page_room():
-            raise os_error(errno.ENOSPC)
+            raise _full(self.max_bytes, "bytes (--max-bytes)")
         if self.max_inodes is not None and inodes > self.max_inodes:
-            raise os_error(errno.ENOSPC)
+            raise _full(self.max_inodes, "inodes (--max-inodes)")
         if memory:
             self.require(memory)
         self.checked_content = 0
@@ -140,7 +145,7 @@ class MemoryLimits:
         """Raise ENOSPC if there is no memory for `count` more bytes, even after dropping automatic snapshots."""
         ledger = self._ledger
         if ledger.used + count > ledger.ceiling and not self.make_room(count):
-            raise os_error(errno.ENOSPC)
+            raise _full(ledger.bound, "bytes of memory (--max-memory)")
 
     def changeable(self, inode: Inode, extra: int = 0) -> Inode:
         """Return the version of `inode` that may be changed now.

@@ -29,6 +29,7 @@ Threading: any one thread, on immutable trees; no other apply runs at the same t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -264,9 +265,15 @@ class OverlayApply:
         # All changes, not only those that this run writes.
         self._changed = {change.path for change in changes(self._base, self._live)}
         todo = [change for change in found if change.path not in self._done]
-        plan = list(self._plan(todo, begun))
-        self._sync_staged()
-        begun.commit(plan)
+        try:
+            plan = list(self._plan(todo, begun))
+            self._sync_staged()
+            begun.commit(plan)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            reason = f"{error.strerror} for the changes; nothing was applied"
+            raise OSError(error.errno, reason, os.readlink(f"/proc/self/fd/{self._root}")) from error
         for change in todo:
             self._keep(change)
         steps = Steps(self._root, self._touch)

@@ -94,14 +94,7 @@ def unpack(
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        reason = f"No space left: that is more than the workspace may hold ({_limits(stage)})"
-        raise OSError(errno.ENOSPC, reason, origin.name) from None
-
-
-def _limits(stage: ImportStage) -> str:
-    usage = stage.usage()
-    limits = ((usage.max_bytes, "bytes"), (usage.max_inodes, "inodes"), (usage.max_memory, "bytes of memory"))
-    return ", ".join(f"{limit:,} {unit}" for limit, unit in limits if limit)
+        raise OSError(errno.ENOSPC, error.strerror, origin.name) from None
 
 
 class CountedTree:

@@ -182,7 +182,8 @@ class VolumeSnapshots:
 
         # The loop waits for the thread even if this is cancelled: the stage must outlive it.
         read = functools.partial(read_origin, origin, volume, in_bytes(observer), reserve)
-        stage = await trio.to_thread.run_sync(read)
+        with _nothing_changed(origin.name):
+            stage = await trio.to_thread.run_sync(read)
         try:
             with stage.tree() as tree:
                 usage = stage.usage()
@@ -195,11 +196,13 @@ class VolumeSnapshots:
         volume = preparing(self._volume)
         if volume is None:
             change = functools.partial(self._volume.import_tree, staged.tree, replace=replace, paths=paths)
-            return await self._step(change, step, staged.name, observer)
+            with _nothing_changed(staged.name):
+                return await self._step(change, step, staged.name, observer)
         prepared = _PreparedImport(volume, staged, paths, replace=replace)
         try:
             prepare = functools.partial(prepared.prepare, observer)
-            return await self._step(prepared.put, step, staged.name, observer, prepare)
+            with _nothing_changed(staged.name):
+                return await self._step(prepared.put, step, staged.name, observer, prepare)
         finally:
             await prepared.discard()
 
@@ -352,6 +355,17 @@ class VolumeSnapshots:
         await self._mounted.write_back()
         with self._volume.tree() as tree:
             yield tree
+
+
+@contextmanager
+def _nothing_changed(source: str) -> Iterator[None]:
+    """Name in ENOSPC errors the `source` of the content, and that the workspace is as before."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(errno.ENOSPC, f"{error.strerror}; nothing was changed", source) from error
 
 
 class _PreparedImport:

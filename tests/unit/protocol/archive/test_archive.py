@@ -686,3 +686,14 @@ def test_an_export_replaces_regular_files_only(tmp_path: Path, kind: str) -> Non
         export_archive(rich_tree(), tmp_path / "a.zip", overwrite=True)
     assert os.lstat(tmp_path / "a.zip").st_ino == before
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_a_full_disk_is_reported_with_the_path_of_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device for the archive, which was not written") as caught:
+        export_archive(rich_tree(), tmp_path / "a.zip")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a.zip"))
+    assert os.listdir(tmp_path) == []

@@ -257,3 +257,16 @@ def test_without_a_limit_the_machines_memory_counts(tmp_path: Path) -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available_memory(machine(tmp_path, "0::/a\nrubbish\n", {"a/memory.max": "max\n"})) == total
     assert available_memory(str(tmp_path / "nothing")) == total
+
+
+def test_an_import_names_the_limit_that_it_reaches() -> None:
+    full = MemoryVolume()
+    file(full, b"a", bytes(2 * MIB))
+    file(full, b"b")
+    for limits, message in (
+        (MemoryVolume(MIB), r"1,048,576 bytes \(--max-bytes\)"),
+        (MemoryVolume(None, 2), r"2 inodes \(--max-inodes\)"),
+        (MemoryVolume(max_memory=MIB), r"1,048,576 bytes of memory \(--max-memory\)"),
+    ):
+        with full.tree() as tree, pytest.raises(OSError, match=f"may hold {message}"):
+            limits.import_tree(tree, replace=False)

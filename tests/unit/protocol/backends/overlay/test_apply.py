@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -141,6 +142,18 @@ def test_changes_that_came_back_after_a_discard_do_not_replace_what_others_wrote
         (b"src/main.c", "was changed by another program")
     ]
     assert (below / "src" / "main.c").read_bytes() == b"theirs"
+
+
+def test_a_full_disk_is_reported_with_the_directory_before_anything_is_applied(below: Path) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    volume = OverlayVolume(os.fsencode(below))
+    Driver(volume).file(b"new", b"new")
+    with pytest.raises(OSError, match="No space left on device for the changes; nothing was applied") as caught:
+        run(volume, keep_going=full)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(below))
+    assert not (below / "new").exists()
 
 
 @pytest.mark.parametrize("what", ["changed", "removed", "created"])
