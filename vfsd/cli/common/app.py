@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, effect, interruptible
 
@@ -343,6 +342,8 @@ def _description(error: Exception) -> str:
     # The daemon's message is complete, and contains the path as a wire path.
     if isinstance(error, ControlError) or not isinstance(error, OSError) or error.strerror is None:
         return str(error) or type(error).__name__
+    from protocol.errors import shortened  # noqa: PLC0415 this module also reports that `protocol` is a foreign package
+
     path = _path(error)
     return f"{error.strerror}: {shortened(path)}" if path else error.strerror
 
