@@ -319,7 +319,7 @@ def test_reading_an_archive_tells_how_far_it_is(workspace: Workspace, big: Path,
 # -- names --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["", " x", "-x", "a/b", "a\nb", "safety-1", "x" * 129, "\x7f"])
 def test_what_is_no_name_for_a_snapshot_is_refused(workspace: Workspace, name: str) -> None:
-    with pytest.raises((ValueError, OSError), match="not a name"):
+    with pytest.raises((ValueError, OSError), match="is not a snapshot name"):
         workspace.snapshot(name)
     assert workspace.snapshots() == []
 
