@@ -27,7 +27,7 @@ _STATX_BTIME_AT = 80
 _COPY_BYTES = 1024 * 1024
 _CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 _SECOND_NS = 1000000000
-_NOW_NS = _SECOND_NS  # a time that is no further from now means now
+_NOW_NS = _SECOND_NS  # a time within one second of the clock counts as the present time
 _ROOT_INODE = 1
 # Numbers that no file system uses: for inodes of another device, and for inodes whose number is taken.
 _FURTHER_DEVICES = 1 << 56

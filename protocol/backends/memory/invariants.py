@@ -86,7 +86,7 @@ class Invariants:
         for name, number in children.items():
             child = self._inodes.get(number)
             if child is not None:
-                assert (directory.inode, name) in child.links, f"an entry {name!r} that is no link of its inode"
+                assert (directory.inode, name) in child.links, f"entry {name!r}: its inode lists no such link"
         if directory.nlink:
             subdirectories = sum(map(stat.S_ISDIR, self._state.modes(list(children.values()))))
             assert directory.nlink == 2 + subdirectories, f"inode {directory.inode}: nlink of a directory"

@@ -53,7 +53,7 @@ class Scanned(NamedTuple):
 
 
 def identity(seen: os.stat_result) -> Identity:
-    """Return the values of which one changes if the file is replaced or modified."""
+    """Return the values that identify a state of the file: replacing or modifying it changes at least one of them."""
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 

@@ -169,7 +169,7 @@ class OverlayVolume(MemoryVolume):
             base = state.open_epoch(None)
             restore_epoch(state, live)
             state.forget_revived()
-            # The kernel was not told of these changes, so its inodes keep their generation.
+            # These changes invalidate nothing in the kernel, so the inodes keep their generation.
             for number, generation in generations.items():
                 inode = state.table.loaded(number)
                 if inode is not None:
