@@ -20,6 +20,7 @@ from tests.differential.calls import OPERATIONS, WORKERS, Call, random_calls
 from tests.differential.campaign import Campaign, reduced
 from tests.differential.compare import Bench, mount_flags
 from tests.differential.script import parse, reduce, script
+from tests.support.seeds import campaign_seed
 
 pytestmark = [
     pytest.mark.fuse,
@@ -48,7 +49,7 @@ def test_both_are_mounted_alike(bench: Bench) -> None:
 
 
 def campaign(bench: Bench, calls: int) -> None:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = campaign_seed()
     for finding in Campaign(bench, seed).run(calls):
         if finding is not None:
             raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")

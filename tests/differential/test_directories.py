@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.differential.calls import Call
 from tests.differential.campaign import Campaign
 from tests.differential.compare import Bench
 from tests.differential.script import parse, script
+from tests.support.seeds import campaign_seed
 
 pytestmark = [
     pytest.mark.fuse,
@@ -43,7 +43,7 @@ def bench(
 
 
 def test_random_calls_of_several_users_are_answered_as_tmpfs_answers_them(bench: Bench, runs_long: bool) -> None:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = campaign_seed()
     for finding in Campaign(bench, seed).run(LONG_CALLS if runs_long else CALLS):
         if finding is not None:
             raise AssertionError(f"seed {seed}, {finding.difference}\n{script(finding.calls)}")
