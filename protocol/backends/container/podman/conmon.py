@@ -16,13 +16,16 @@ import time
 from typing import Final
 
 _PROGRAM: Final = b"conmon"
-# conmon reports the command's end before it begins to wait.
-_TRIES: Final = 10
-_PAUSE_S: Final = 0.01
+# conmon reports the command's end before it begins to wait; on a busy machine the gap is seconds. The pauses between the
+# tries double from the first to the longest, and add up to about ten seconds.
+_TRIES: Final = 17
+_FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 1.0
 
 
 def release_monitor(exec_id: str) -> None:
     """End the wait for the ended command `exec_id`, whose exit status nobody will read (again); else a no-op."""
+    pause_s = _FIRST_PAUSE_S
     for _ in range(_TRIES):
         monitors = _monitors(exec_id.encode())
         # There are two; the waiting one is the child of the other.
@@ -32,7 +35,8 @@ def release_monitor(exec_id: str) -> None:
                 os.kill(pid, signal.SIGTERM)
         if waiting or not monitors:
             return
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _monitors(exec_id: bytes) -> dict[int, int]:
