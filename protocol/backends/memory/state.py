@@ -279,13 +279,17 @@ class MemoryState:
             self.ledger.leave(orphan)
         self.revived.clear()
 
-    def undo_revive(self, orphan: Inode) -> None:
-        """Undo `revive`: an inode that lost its links again gets its earlier version back."""
-        live = self.inodes[orphan.inode]
-        assert live.nlink == 0
-        self.ledger.leave(live)
-        self.pages += orphan.pages - live.pages
-        self.inodes[orphan.inode] = orphan
+    def undo_revived(self) -> None:
+        """Give each revived inode that has lost its links again its earlier version back, and forget the others'."""
+        for number, orphan in self.revived.items():
+            live = self.inodes[number]
+            if live.nlink:
+                self.ledger.leave(orphan)
+                continue
+            self.ledger.leave(live)
+            self.pages += orphan.pages - live.pages
+            self.inodes[number] = orphan
+        self.revived.clear()
 
     def orphan(self, inode: Inode) -> Inode:
         """Take all links from an inode; the caller removes the entries."""

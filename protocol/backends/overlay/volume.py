@@ -168,7 +168,7 @@ class OverlayVolume(MemoryVolume):
             Converger(state, tree, present, replace=True, check_quota=lambda _pages, _inodes, _memory: None).run()
             base = state.open_epoch(None)
             restore_epoch(state, live)
-            state.forget_revived()
+            state.undo_revived()  # files that were unlinked while open keep their content
             # These changes invalidate nothing in the kernel, so the inodes keep their generation.
             for number, generation in generations.items():
                 inode = state.table.loaded(number)

@@ -254,11 +254,8 @@ class SnapshotHistory:
             try:
                 yield epoch
             except BaseException:
-                revived = state.revived.copy()
                 restore_epoch(state, epoch)
-                for orphan in revived.values():
-                    state.undo_revive(orphan)
-                state.revived.clear()
+                state.undo_revived()
                 raise
             finally:
                 state.forget_revived()

@@ -103,6 +103,20 @@ def test_the_workspace_goes_on_as_it_was_and_can_be_applied_again(below: Path) -
     assert difference(volume, below) == []
 
 
+def test_files_that_were_unlinked_while_open_keep_what_was_written_to_them(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    held = fs.hold(b"big")
+    volume.write(held, 0, b"changed")
+    fs.unlink(b"big")
+    fs.file(b"new", b"n")
+    run(volume)
+    assert fs.read(held, 0, 10) == b"changedbbb"
+    volume.write(held, 0, b"again")
+    run(volume)
+    assert fs.read(held, 0, 10) == b"againedbbb"
+
+
 def test_only_the_paths_that_are_named_are_written(below: Path) -> None:
     volume = OverlayVolume(os.fsencode(below))
     some_work(Driver(volume), volume)
