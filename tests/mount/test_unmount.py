@@ -370,6 +370,22 @@ def test_a_busy_workspace_is_exported_and_stays(workspace: Workspace, root: Path
     assert zipfile.ZipFile(workdir / "a.zip").read("files/file") == b"work"
 
 
+def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_mount(engine: str, workdir: Path) -> None:
+    workspace = Workspace.mount(workdir, engine=engine)
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == b"ready\n"
+        succeeded(unmount(workspace))  # returns when the daemon has ended
+        assert not os.path.exists(socket_of(workspace))
+        assert [line.count("another mount namespace") for line in complaints(workspace.name)] == [1]
+        other.stdin.close()
+
+
 # -- what does not ask ------------------------------------------------------------------------------------
 @both_engines
 def test_python_discards(engine: str, workdir: Path) -> None:

@@ -34,6 +34,7 @@ from vfsd.wire.options import WorkspaceOptions
 
 _logger = logging.getLogger(__name__)
 _COUNTED: Final = 10_000  # changes of an overlay; beyond it the answer says "at least"
+_COPIES_S: Final = 1.0  # how long the kernel may take to close the connection after an unmount
 _ATTEMPTS: Final = 5  # to find a state without unsaved changes while programs change the workspace and change it back
 
 
@@ -139,8 +140,23 @@ class UnmountMethods:
         named = () if volume is None else _named(volume)
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
         changed_late = checked is not None and checked.changed_since(mark)
+        if not params.lazy and not held:
+            self._mounted.in_background(self._end_serving)
         still_held = held if params.lazy else []  # the kernel does not unmount a mount that is held
         return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, still_held, len(named), changed_late)
+
+    async def _end_serving(self) -> None:
+        """End the engine if it still serves shortly after the unmount.
+
+        The kernel keeps the connection open while another mount namespace (of a service, a sandbox) has a copy of the
+        mount. Nobody can reach the workspace by its name any more, so the daemon would never end.
+        """
+        await trio.sleep(_COPIES_S)  # cancelled when the engine ends by itself
+        _logger.warning(
+            "the mount still exists in another mount namespace; accesses there fail from now on",
+            extra={"operation": "unmount", "path": self._options.mountpoint},
+        )
+        self._mounted.engine.stop()
 
     async def _holders(self) -> list[str]:
         """Describe the other processes that hold the mount."""

@@ -16,7 +16,7 @@ import time
 from typing import Final
 
 _PROGRAM: Final = b"conmon"
-# conmon reports the command's end before it begins to wait; on a busy machine the gap is seconds. The pauses between the
+# conmon reports the command's end before it begins to wait; the gap can be seconds. The pauses between the
 # tries double from the first to the longest, and add up to about ten seconds.
 _TRIES: Final = 17
 _FIRST_PAUSE_S: Final = 0.01
