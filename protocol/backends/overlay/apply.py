@@ -65,6 +65,7 @@ class Applied:
     """
 
     changes: list[Change] = field(default_factory=list)
+    parents: set[bytes] = field(default_factory=set)  # new directories that are written without everything below them
     conflicts: list[ApplyConflict] = field(default_factory=list)
     identities: _Identities = field(default_factory=dict)  # by path, of the paths that were written
     error: BaseException | None = None
@@ -120,6 +121,8 @@ class OverlayApply:
         self._keep_going = keep_going
         found = list(changes(self._base, self._live, paths=self._paths))
         result = Applied(found)
+        if self._paths:
+            result.changes = found = self._completed(found, result)
         if self._dry_run:
             self._check(result)
         elif found or has_journal(self._root):
@@ -129,6 +132,37 @@ class OverlayApply:
                 if not result.conflicts or self._force:
                     self._write(result.changes, begun, result)
         return result
+
+    def _completed(self, found: Sequence[Change], result: Applied) -> list[Change]:
+        """Add the changes that those of the named paths need: new directories above them, and other names of a file.
+
+        A hard-linked file that was written under one of its names only would be two files below, and the base, which
+        has one inode, could not represent that.  NotADirectoryError if a file below must be replaced by a directory
+        that is not named.
+        """
+        every = {change.path: change for change in changes(self._base, self._live)}
+        chosen = {change.path for change in found}
+        todo = list(found)
+        while todo:
+            change = todo.pop()
+            if change.new is None:
+                continue
+            needed = set() if change.new.is_dir else set(self._live.paths(self._live.find(change.path)))
+            parts = change.path.split(b"/")
+            for above in (b"/".join(parts[:end]) for end in range(1, len(parts))):
+                if above not in every or above in chosen:
+                    continue
+                old = every[above].old
+                if old is None:
+                    needed.add(above)
+                    result.parents.add(above)
+                elif not old.is_dir:
+                    reason = f"not a directory below the overlay; apply it together with {os.fsdecode(change.path)!r}"
+                    raise NotADirectoryError(errno.ENOTDIR, reason, os.fsdecode(above))
+            for path in (needed & every.keys()) - chosen:
+                chosen.add(path)
+                todo.append(every[path])
+        return [change for change in every.values() if change.path in chosen]
 
     def finish(self, result: Applied) -> None:
         self._volume.applied(self._live, result)

@@ -151,7 +151,7 @@ class OverlayVolume(MemoryVolume):
     def applied(self, tree: SnapshotTree, done: Applied) -> None:
         """Make the base equal to `tree` at the paths that an apply wrote.  The live state is the same afterwards."""
         state = self._overlay
-        paths = [change.path for change in done.changes]
+        paths = [change.path for change in done.changes if change.path not in done.parents]  # it makes these itself
         with self._lock:
             self.identities.update(done.identities)
             state.renew(done.renewed)

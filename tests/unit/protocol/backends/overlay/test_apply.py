@@ -311,3 +311,54 @@ def test_random_work_is_applied_as_it_is_shown(below: Path, seed: int) -> None:
         assert done.conflicts == []
         assert difference(volume, below) == []
         assert changed(volume) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_parts_of_random_work_are_applied_one_after_the_other(below: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    for _ in range(6):
+        for _ in range(8):
+            random_step(chance, volume, fs)
+        found = changed(volume)
+        if found:
+            assert run(volume, chance.sample(found, chance.randrange(1, len(found) + 1))).conflicts == []
+    assert run(volume).conflicts == []
+    assert difference(volume, below) == []
+    assert changed(volume) == []
+
+
+def test_a_new_file_is_applied_with_its_directories_and_without_what_else_is_in_them(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    fs.directory(b"new")
+    fs.directory(b"new/deep")
+    fs.file(b"new/deep/one", b"1")
+    fs.file(b"new/deep/two", b"2")
+    run(volume, [b"new/deep/one"])
+    assert os.listdir(below / "new" / "deep") == ["one"]
+    assert changed(volume) == [b"new/deep/two"]
+
+
+def test_a_file_is_applied_under_all_of_its_names(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    volume.write(fs.at(b"README"), 0, b"changed")
+    run(volume, [b"README"])
+    assert (below / "src" / "README.too").read_bytes() == b"changed"
+    assert (below / "README").stat().st_nlink == 2
+    assert changed(volume) == []
+
+
+def test_a_file_that_a_directory_replaces_has_to_be_named(below: Path) -> None:
+    volume = OverlayVolume(os.fsencode(below))
+    fs = Driver(volume)
+    fs.unlink(b"big")
+    fs.directory(b"big")
+    fs.file(b"big/inside", b"1")
+    with pytest.raises(NotADirectoryError, match="apply it together with 'big/inside'"):
+        run(volume, [b"big/inside"])
+    assert (below / "big").read_bytes()[:1] == b"b"
+    assert run(volume, [b"big"]).conflicts == []
+    assert changed(volume) == []
