@@ -313,7 +313,8 @@ class OverlayState(MemoryState):
     def renew(self, renewed: Mapping[tuple[int, int], Identity]) -> None:
         """Take over the identities of inodes whose ctime an apply changed, by (st_dev, st_ino)."""
         with self.lock:
-            for number in list(self.table) if renewed else ():
+            numbers = set(self.table).union(*(epoch.inodes for epoch in self.log.epochs())) if renewed else ()
+            for number in numbers:
                 for version in self.versions(number):
                     if isinstance(version, OverlayInode):
                         now = renewed.get(version.lower.identity[:2])
