@@ -11,8 +11,11 @@ from __future__ import annotations
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from protocol.values import Value
 
 __all__ = [
     "CHUNK_BYTES",
@@ -58,8 +61,7 @@ class HasMode:
         return stat.S_ISLNK(self.mode)
 
 
-@dataclass(frozen=True, slots=True)
-class TreeEntry(HasMode):
+class TreeEntry(HasMode, Value):
     """One file, directory, symlink or special file of a tree.
 
     `inode` identifies hard links: entries of one tree with the same non-zero `inode` are one file.  `size` is in bytes
@@ -76,7 +78,7 @@ class TreeEntry(HasMode):
     inode: int = 0
     rdev: int = 0
     target: bytes = b""
-    xattrs: Mapping[bytes, bytes] = field(default_factory=dict)
+    xattrs: Mapping[bytes, bytes] = msgspec.field(default_factory=dict)
 
     @property
     def name(self) -> bytes:

@@ -6,9 +6,10 @@ escapes (PEP 383), and such a path is a valid argument.  Sizes are in bytes, tim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, TypeAlias
+
+from protocol.values import Value
 
 __all__ = [
     "DEFAULT_READ_LINES",
@@ -32,8 +33,7 @@ READ_ENTIRE_FILE: Final = -1  # as the limit of `read`: all lines
 WriteMode: TypeAlias = Literal["create", "overwrite", "append"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeCounts:
+class ChangeCounts(Value):
     """The numbers of paths that were added, modified (content, type or metadata) and removed; directories count."""
 
     added: int = 0
@@ -45,8 +45,7 @@ class ChangeCounts:
         return self.added + self.modified + self.removed
 
 
-@dataclass(frozen=True, slots=True)
-class FileStat:
+class FileStat(Value):
     """The attributes of the file at a path.  Symlinks are followed; `is_symlink` says whether the path itself is one.
 
     `mode` has the type and permission bits.  `size_bytes` of a directory is 0.  An entry that is neither a file nor a
@@ -63,8 +62,7 @@ class FileStat:
     is_symlink: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Value):
     """One entry of a directory.  A symlink has the type of its target; a broken one is neither file nor directory."""
 
     name: str
@@ -74,8 +72,7 @@ class FileEntry:
     is_symlink: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
+class ReadResult(Value):
     """A page of a text file: `limit` lines from line `offset` (counted from 0), unaltered.
 
     Only "\\n" ends a line.  `truncated` says whether lines follow the page.  `offset` is at most the number of lines,
@@ -90,8 +87,7 @@ class ReadResult:
     truncated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBytesResult:
+class ReadBytesResult(Value):
     """A page of a file: `limit` bytes from byte `offset`; `size_bytes` is the whole file's size."""
 
     content: bytes
@@ -102,8 +98,7 @@ class ReadBytesResult:
     truncated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WriteResult:
+class WriteResult(Value):
     """The result of a write."""
 
     path: str
@@ -111,16 +106,14 @@ class WriteResult:
     mode: WriteMode
 
 
-@dataclass(frozen=True, slots=True)
-class GlobMatch:
+class GlobMatch(Value):
     """A file whose path matches."""
 
     path: str
     is_file: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class GrepMatch:
+class GrepMatch(Value):
     """The first match in a line.
 
     `line_number` counts from 1; `line_content` has no "\\n"; `match_start` and `match_end` are character offsets in it.
@@ -133,8 +126,7 @@ class GrepMatch:
     match_end: int
 
 
-@dataclass(frozen=True, slots=True)
-class FilesystemSnapshot:
+class FilesystemSnapshot(Value):
     """A state that can be restored.
 
     `commit_ref` identifies it for the backend: a name in the backend, or the path of an archive.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -32,6 +31,10 @@ from typing import (
     cast,
     runtime_checkable,
 )
+
+import msgspec
+
+from protocol.values import Value
 
 if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
@@ -186,8 +189,7 @@ class DirectoryEntry(NamedTuple):
     cookie: int
 
 
-@dataclass(frozen=True, slots=True)
-class StatFs:
+class StatFs(Value):
     """The result of statvfs(3).  A block has `block_size` bytes."""
 
     block_size: int
@@ -198,8 +200,7 @@ class StatFs:
     name_max: int = NAME_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class VolumeCapabilities:
+class VolumeCapabilities(Value):
     """What a volume can do beyond `Volume`.  Engines and the daemon read this; they never test for a class.
 
     A capability that names a protocol promises its methods.  The defaults are those of a plain volume that may store
@@ -402,8 +403,7 @@ SnapshotKind: TypeAlias = Literal["user", "safety", "automatic"]
 TAG_MAX_BYTES: Final = 1024  # of a snapshot's tag in UTF-8
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotInfo:
+class SnapshotInfo(Value):
     """An immutable, named state of a volume.
 
     `serial` increases with every snapshot of the volume and is never given again.  `kind` is "safety" for one that
@@ -439,8 +439,7 @@ class InodeChange(NamedTuple):
     content: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CacheInvalidation:
+class CacheInvalidation(Value):
     """Changes that did not come through the mount, for which the kernel's caches have to be invalidated.
 
     `paths` maps every directory that is a parent in `entries`, and every inode in `inodes` that has a name, to one of
@@ -450,12 +449,11 @@ class CacheInvalidation:
 
     entries: Sequence[EntryChange] = ()
     inodes: Sequence[InodeChange] = ()
-    paths: Mapping[int, bytes] = field(default_factory=dict)
-    modes: Mapping[int, int] = field(default_factory=dict)
+    paths: Mapping[int, bytes] = msgspec.field(default_factory=dict)
+    modes: Mapping[int, int] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class VolumeUsage:
+class VolumeUsage(Value):
     """Size, memory use and limits of a volume.  None: not known, or no limit."""
 
     files: int | None = None  # live inodes that are no directories
@@ -653,8 +651,7 @@ class PreparingVolume(StagingVolume, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyConflict:
+class ApplyConflict(Value):
     """A path of the lower layer that another program changed, or that prevents the removal of its directory."""
 
     path: bytes

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import chain, islice
 from stat import S_IFMT
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -20,13 +19,13 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from protocol.errors import os_error
 from protocol.tree import Tree, TreeEntry, unfiltered
 from protocol.types import ChangeCounts
+from protocol.values import Value
 
 ChangeKind: TypeAlias = Literal["added", "modified", "removed", "type", "metadata"]
 Pair: TypeAlias = tuple[TreeEntry | None, TreeEntry | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value):
     """One path that differs; `old` is None if it was added, `new` if it was removed.
 
     `kind` is the first of these that applies: "added", "removed"; "type" (a file became a directory, ...); "modified"
@@ -54,8 +53,7 @@ class ComparesContent(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Value):
     """One path of either tree; `kind` as in `Change`, None if nothing differs."""
 
     path: bytes

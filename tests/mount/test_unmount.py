@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.mount.conftest import ENGINES, check_invariants, complaints, socket_of
+from tests.mount.conftest import ANOTHER_NAMESPACE, ENGINES, check_invariants, complaints, socket_of, warnings
 from tests.mount.programs import failed, succeeded, vfsd
 from tests.support.host_directories import mounted_tmpfs
 from tests.support.leaks import mounts
@@ -382,7 +382,7 @@ def test_the_daemon_ends_although_another_mount_namespace_has_a_copy_of_the_moun
         assert other.stdout.readline() == b"ready\n"
         succeeded(unmount(workspace))  # returns when the daemon has ended
         assert not os.path.exists(socket_of(workspace))
-        assert [line.count("another mount namespace") for line in complaints(workspace.name)] == [1]
+        assert [line.count(ANOTHER_NAMESPACE) for line in warnings(workspace.name)] == [1]
         other.stdin.close()
 
 

@@ -244,11 +244,11 @@ def _serve(channel: socket.socket) -> None:
 
 def _load() -> None:
     """Load what commands and daemons import when they run."""
-    import protocol.backends.host  # noqa: F401
-    import vfsd.daemon.daemon
-    import vfsd.kernel.engines.pyfuse3  # noqa: F401
     from vfsd.cli.main import COMMANDS
+    from vfsd.daemon import preload
 
+    preload.preload(("memory", "overlay", "host", "container"), ("native", "pyfuse3"))
+    preload.import_rest()
     for module, _ in COMMANDS.values():
         importlib.import_module(f"vfsd.cli.{module}")
     for name in ("vfsd.cli.main", "vfsd.daemon.main"):

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 # unless that is named itself.
 LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "protocol": (
-        ("protocol.errors",),
+        ("protocol.errors", "protocol.values"),
         ("protocol.types", "protocol.paths", "protocol.directory_cookies"),
         ("protocol.tree",),
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),

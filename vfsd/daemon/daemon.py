@@ -27,6 +27,7 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
+from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
@@ -105,6 +106,7 @@ class _Daemon:
         self._notifier = Notifier.from_environment()
         self._commands = Commands(options.workspace.name)
         self._engine_ended = trio.Event()
+        self._imported = trio.Event()
         self._answers = False
         self._unmounted = False
 
@@ -128,7 +130,7 @@ class _Daemon:
                 mounted = MountedVolume(volume, engine, self._replay, mountpoint, nursery, container)
                 snapshots = open_snapshots(mounted, self._backend.stored)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
-                methods = Methods(mounted, snapshots, options.workspace, started_at, commands)
+                methods = Methods(mounted, snapshots, options.workspace, started_at, commands, self._imported.wait)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
@@ -151,6 +153,7 @@ class _Daemon:
                     )
                 )
                 self._answers = True
+                nursery.start_soon(self._import_rest)
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(
                     "mounted, served by the %s engine", self._engine.name,
@@ -161,6 +164,12 @@ class _Daemon:
                 await self._leave()
             if record is not None and not self.crashed:
                 runtime.remove_record(record)
+
+    async def _import_rest(self) -> None:
+        """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
+        # The daemon's end waits for the thread: an interpreter that ends within an import of C++ code can abort.
+        await trio.to_thread.run_sync(preload.import_rest)
+        self._imported.set()
 
     async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
         """Serve until the file system is unmounted; then cancel everything else."""

@@ -41,14 +41,17 @@ def run(
     logs.configure(options.log.log_level, options.log.log_format)
 
     async def body() -> None:
+        failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
                 if starter is not None:
                     nursery.start_soon(starter.watch, nursery.cancel_scope)
                 await run_daemon(options, ready=ready)
                 nursery.cancel_scope.cancel()
-        except* Exception as group:  # noqa: BLE001 (raised again)
-            raise _first(group) from None
+        except* Exception as group:  # noqa: BLE001 (raised below: Python 3.11.2 puts what is raised here into a group)
+            failure = _first(group)
+        if failure is not None:
+            raise failure from None
         if starter is not None and starter.is_gone:
             raise BrokenPipeError(errno.EPIPE, "the process that started this daemon has ended: nothing is mounted")
 

@@ -12,13 +12,13 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from protocol.values import Value
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Notifier:
+class Notifier(Value):
     """Sends notifications to `address`; without an address (not started by systemd) every method does nothing.
 
     `watchdog_interval_s` is how often to call `watchdog`, half of systemd's timeout; None without a watchdog.

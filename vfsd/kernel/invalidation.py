@@ -26,10 +26,10 @@ import errno
 import logging
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final, ParamSpec
 
 import trio
+from msgspec.structs import replace
 
 from protocol.volume import CacheInvalidation
 from vfsd.kernel.engines.base import Engine

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from vfsd.machine.mountinfo import mount_at, mounts
 
@@ -22,8 +21,7 @@ _MOUNT_ID: Final = re.compile(rb"^mnt_id:\s*(\d+)", re.MULTILINE)
 _MAPPING: Final = re.compile(rb"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) \d+ *(.*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A process that keeps a mount busy, and `what` it has there: "current directory", "open file /x/y", ..."""
 
     pid: int

@@ -11,8 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 VFSD_TYPE: Final = "fuse.vfsd"
 SOURCE_PREFIX: Final = "vfsd:"
@@ -20,8 +19,7 @@ _SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """One line of mountinfo.  Paths are decoded with `os.fsdecode`; `options` are those of the superblock."""
 
     mount_id: int

@@ -5,9 +5,9 @@ Packages add a kind with an entry point in the group `vfsd.backends`; `vfsd.daem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from protocol.values import Value
 from vfsd.wire.entry_points import BACKENDS_GROUP, entry_point_names
 
 # The built-in kinds, and how a user writes each of them.
@@ -26,8 +26,7 @@ _ARGUMENTS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSpec:
+class BackendSpec(Value):
     """A parsed backend string: `kind`, and the text after the colon.  `str()` gives the string again."""
 
     kind: str

@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno as errnos
 import json
 import os
-from dataclasses import asdict, dataclass
 
 import msgspec
 
 from protocol.errors import errno_of
+from protocol.values import Value
 from vfsd.wire.options import MountOptions
 
 
@@ -28,8 +28,7 @@ class Ready(msgspec.Struct, frozen=True):
     recovered: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Value):
     """The start failed.  `message` is one line; `errno` is EIO for an exception without an errno."""
 
     message: str
@@ -60,7 +59,7 @@ def _line(text: str) -> str:
 
 def encode_options(options: MountOptions) -> bytes:
     """Encode the options of a mount for the daemon."""
-    return json.dumps(asdict(options)).encode()
+    return json.dumps(msgspec.to_builtins(options)).encode()
 
 
 def decode_options(data: bytes) -> MountOptions:

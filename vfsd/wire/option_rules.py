@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from protocol.values import Value
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
 from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, MountOptions
@@ -45,8 +45,7 @@ class _OptionNames(dict[str, object]):
         return name
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Value):
     """Where an option applies: to one of the `backends`, or together with one of the other `options`.
 
     `why` is the reason that it does not apply elsewhere.  Every option applies to a backend that is not built in; the

@@ -8,9 +8,13 @@ Paths are absolute, sizes are in bytes, and None means no limit unless stated.
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Final, Literal, get_type_hints
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Final, Literal
 
+import msgspec
+
+from protocol.values import Value
 from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
@@ -19,8 +23,7 @@ TRANSPORTS: Final = ("auto", "rootfs", "agent")
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkspaceOptions:
+class WorkspaceOptions(Value):
     """What identifies a workspace.  `store`: the directory of snapshots that are not in memory; None for the user's."""
 
     mountpoint: str
@@ -30,8 +33,7 @@ class WorkspaceOptions:
     store: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KernelOptions:
+class KernelOptions(Value):
     """How the engine mounts the volume.
 
     `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
@@ -45,8 +47,7 @@ class KernelOptions:
     xattrs: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
+class LimitOptions(Value):
     """Limits of a volume in memory.
 
     `max_memory` bounds content, metadata and snapshots together; None for half of the memory that the daemon may use.
@@ -57,8 +58,7 @@ class LimitOptions:
     max_inodes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ContentOptions:
+class ContentOptions(Value):
     """The initial content: an `archive` to read (--from), and gitignore patterns for what an overlay shows."""
 
     archive: str | None = None
@@ -66,8 +66,7 @@ class ContentOptions:
     exclude: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CommandOptions:
+class CommandOptions(Value):
     """Where `vfsd exec` runs commands: on this host as the daemon's user, or in a new container of `sandbox`."""
 
     exec_on_host: bool = False
@@ -75,8 +74,7 @@ class CommandOptions:
     snapshot_each: bool = False  # take a snapshot after each command
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerOptions:
+class ContainerOptions(Value):
     """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates."""
 
     podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
@@ -87,33 +85,31 @@ class ContainerOptions:
     memory_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LogOptions:
+class LogOptions(Value):
     """The daemon's log: "text" for people, "json" for one object per line, "journal" with sd-daemon's priorities."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json", "journal"] = "text"
 
 
-@dataclass(frozen=True, slots=True)
-class MountOptions:
+class MountOptions(Value):
     """All options of one mount."""
 
     workspace: WorkspaceOptions
-    kernel: KernelOptions = field(default_factory=KernelOptions)
-    limits: LimitOptions = field(default_factory=LimitOptions)
-    content: ContentOptions = field(default_factory=ContentOptions)
-    commands: CommandOptions = field(default_factory=CommandOptions)
-    container: ContainerOptions = field(default_factory=ContainerOptions)
-    log: LogOptions = field(default_factory=LogOptions)
+    kernel: KernelOptions = msgspec.field(default_factory=KernelOptions)
+    limits: LimitOptions = msgspec.field(default_factory=LimitOptions)
+    content: ContentOptions = msgspec.field(default_factory=ContentOptions)
+    commands: CommandOptions = msgspec.field(default_factory=CommandOptions)
+    container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
+    log: LogOptions = msgspec.field(default_factory=LogOptions)
 
     @classmethod
     def of(cls, mountpoint: str, name: str, **values: Any) -> MountOptions:
         """Sort flat options into their groups.  TypeError for an unknown name."""
         values |= {"mountpoint": mountpoint, "name": name}
-        groups = {}
+        groups: dict[str, Any] = {}
         for group, group_type in _GROUPS.items():
-            names = [each.name for each in fields(group_type) if each.name in values]
+            names = [each for each in group_type.__struct_fields__ if each in values]
             groups[group] = group_type(**{name: values.pop(name) for name in names})
         if values:
             raise _unknown_option(next(iter(values)))
@@ -122,9 +118,9 @@ class MountOptions:
     def values(self) -> dict[str, Any]:
         """Return all options under their flat names."""
         return {
-            each.name: getattr(getattr(self, group), each.name)
+            each: getattr(getattr(self, group), each)
             for group, group_type in _GROUPS.items()
-            for each in fields(group_type)
+            for each in group_type.__struct_fields__
         }
 
 
@@ -132,7 +128,7 @@ def _unknown_option(name: str) -> TypeError:
     """TypeError that suggests option names which are spelled like `name`, or contain it or its last word."""
     import difflib  # noqa: PLC0415 start-up: an error has time
 
-    known = [each.name for group_type in _GROUPS.values() for each in fields(group_type)]
+    known = [each for group_type in _GROUPS.values() for each in group_type.__struct_fields__]
     last_word = name.rpartition("_")[2]
     close = [each for each in known if name in each or last_word == each.rpartition("_")[2]]
     close = close or difflib.get_close_matches(name, known, n=3)
@@ -140,11 +136,22 @@ def _unknown_option(name: str) -> TypeError:
     return TypeError(f"there is no mount option {name}{similar}")
 
 
-_GROUPS: Final = get_type_hints(MountOptions)  # name of the group -> its type
-# The default of every option that has one, by its flat name.
-DEFAULTS: Final = {
-    each.name: each.default
-    for group_type in _GROUPS.values()
-    for each in fields(group_type)
-    if each.default is not MISSING
+# Name of the group -> its type.
+_GROUPS: Final[Mapping[str, type[Value]]] = {
+    "workspace": WorkspaceOptions,
+    "kernel": KernelOptions,
+    "limits": LimitOptions,
+    "content": ContentOptions,
+    "commands": CommandOptions,
+    "container": ContainerOptions,
+    "log": LogOptions,
 }
+
+
+def _defaults(group_type: type[Value]) -> Iterator[tuple[str, Any]]:
+    defaults = group_type.__struct_defaults__  # those of the last fields
+    return zip(group_type.__struct_fields__[-len(defaults) :], defaults, strict=True)
+
+
+# The default of every option that has one, by its flat name.
+DEFAULTS: Final = dict(chain.from_iterable(map(_defaults, _GROUPS.values())))

@@ -19,8 +19,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 _SUN_PATH_BYTES: Final = 108  # linux/un.h UNIX_PATH_MAX, the closing NUL included
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -28,8 +27,7 @@ _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _BACKLOG: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCredentials:
+class PeerCredentials(NamedTuple):
     """The peer's process and user at the time of connect(2)."""
 
     pid: int
@@ -92,8 +90,7 @@ def is_closed_by_peer(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-@dataclass(frozen=True, slots=True)
-class BoundSocket:
+class BoundSocket(NamedTuple):
     """A listening socket, and the inode of its path."""
 
     path: str

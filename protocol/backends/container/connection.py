@@ -113,6 +113,7 @@ class ContainerConnection:
     ) -> None:
         """Serve one run of the container until the transport is lost.  OSError if connecting fails."""
         reason = "its transport failed"
+        failure: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
                 volume = await self.transport.open(state, nursery)
@@ -120,13 +121,16 @@ class ContainerConnection:
                 reason = await self.transport.wait_lost()
                 nursery.cancel_scope.cancel()
         except* Exception as group:
-            if not self.volume.connected:
-                raise _first(group) from None
-            _logger.exception("the %s transport failed", self.transport.name, exc_info=_first(group))
+            if self.volume.connected:
+                _logger.exception("the %s transport failed", self.transport.name, exc_info=_first(group))
+            else:  # raised below: Python 3.11.2 puts what is raised here into a group
+                failure = _first(group)
         finally:
             stale = self.volume.disconnect() if self.volume.connected else CacheInvalidation()
             with trio.CancelScope(shield=True):
                 await self.transport.close()
+        if failure is not None:
+            raise failure from None
         _logger.warning(
             "container %s: %s; every request fails with EIO until it is running again", state.name, reason,
             extra={"operation": "container"},

@@ -12,12 +12,12 @@ import logging
 import os
 import select
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import trio
 
+from protocol.values import Value
 from vfsd.daemon.control.answers import answer, busy_line, decode_request, error_line, request_id, result_line
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.descriptors import SpareDescriptors
@@ -43,8 +43,7 @@ _logger = logging.getLogger(__name__)
 _SMALL_BYTES: Final = 16 * 1024  # a request of this size always fits in the budget
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
+class ConnectionLimits(Value):
     """Limits of one client, and of all of them together."""
 
     connections: int = 256  # when one more client connects, the connection that is idle for longest is closed
@@ -77,8 +76,7 @@ class Budget:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(Value):
     pieces: Sequence[bytes]
     sent: Callable[[], None] | None = None
 

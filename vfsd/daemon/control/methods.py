@@ -6,28 +6,32 @@ immutable tree; `vfsd.daemon.snapshots` makes the changes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
 
 import vfsd
 from protocol.volume import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.exec_methods import ExecMethods
-from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.lost_container import with_advice
-from vfsd.daemon.control.snapshot_methods import SnapshotMethods
-from vfsd.daemon.control.tree_methods import TreeMethods
-from vfsd.daemon.control.unmount_methods import UnmountMethods
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
-from vfsd.wire.messages import Empty, StatusResult, wire_path
+from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path
 from vfsd.wire.options import WorkspaceOptions
+
+if TYPE_CHECKING:
+    from vfsd.daemon.control.method_groups import MethodGroups
 
 
 class Methods:
-    """All methods of one workspace.  `snapshots` is None if its backend has none."""
+    """All methods of one workspace.  `snapshots` is None if its backend has none.
+
+    `wait_imported` returns when the modules that only these methods need are imported.  Until then the serving loop
+    imports none of them itself: another thread does.
+    """
 
     def __init__(
         self,
@@ -36,34 +40,44 @@ class Methods:
         options: WorkspaceOptions,
         started_at: str,
         commands: Commands,
+        wait_imported: Callable[[], Awaitable[None]],
     ) -> None:
         self._mounted = mounted
         self._commands = commands
         self._snapshots = snapshots
         self._options = options
         self._started_at = started_at
-        self._unmount = UnmountMethods(mounted, options, commands)
+        self._wait_imported = wait_imported
+        self._groups: MethodGroups | None = None
 
     @property
     def unmounts_to_answer(self) -> int:
         """Unmounts that were made and whose answers are not sent yet."""
-        return self._unmount.to_answer
+        return 0 if self._groups is None else self._groups.unmounts_to_answer
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each method of `messages.METHODS`."""
-        mounted, options = self._mounted, self._options
-        handlers: dict[str, Handler] = {
-            "ping": self._ping,
-            "status": self._status,
-            "check": self._check,
-            "unsaved": self._unmount.unsaved,
-            "unmount": self._unmount.unmount,
-            **SnapshotMethods(self._snapshots, options).handlers(),
-            **TreeMethods(mounted, self._snapshots, options).handlers(),
-            **FsMethods(mounted, options, self._commands).handlers(),
-            **ExecMethods(self._commands).handlers(),
-        }
-        return with_advice(handlers, mounted)
+        here: dict[str, Handler] = {"ping": self._ping, "status": self._status, "check": self._check}
+        handlers = {name: here.get(name) or self._in_group(name) for name in METHODS}
+        return with_advice(handlers, self._mounted)
+
+    def _in_group(self, name: str) -> Handler:
+        """Return a handler that finds the handler of `name` when it is called."""
+
+        async def answer(params: Any, call: CallContext) -> Any:
+            groups = self._groups or await self._import_groups()
+            return await groups.handlers[name](params, call)
+
+        return answer
+
+    async def _import_groups(self) -> MethodGroups:
+        await self._wait_imported()
+        # Start-up: the mount answers before this is imported.
+        from vfsd.daemon.control.method_groups import MethodGroups  # noqa: PLC0415
+
+        if self._groups is None:  # several calls may have waited
+            self._groups = MethodGroups(self._mounted, self._snapshots, self._options, self._commands)
+        return self._groups
 
     async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
         return Empty()
@@ -96,5 +110,5 @@ class Methods:
             container=None if container is None else await container.describe(),
             transport=None if container is None else container.transport_name,
             connected=None if container is None else container.is_connected,
-            **dataclasses.asdict(usage),
+            **asdict(usage),
         )

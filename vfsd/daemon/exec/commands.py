@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import trio
 
 from protocol.errors import SnapshotExistsError
-from protocol.execution.executor import Command
-from protocol.execution.host import HostCommandRunner
-from protocol.execution.runner import CommandLimits, CommandRun, CommandRunner, Feed, OnOutput
 from vfsd.daemon.snapshots.base import UNOBSERVED, SnapshotService, free_name
 from vfsd.machine.logs import log_failure
 from vfsd.machine.optional_dependencies import missing_package
@@ -26,6 +23,8 @@ from vfsd.wire.exec_messages import ExecEnded
 
 if TYPE_CHECKING:
     from protocol.backends.container.workspace import ContainerWorkspace
+    from protocol.execution.executor import Command
+    from protocol.execution.runner import CommandLimits, CommandRunner, Feed, OnOutput
     from vfsd.daemon.exec.sandbox import Sandbox
     from vfsd.wire.options import MountOptions
 
@@ -47,6 +46,9 @@ def choose_commands(
     take_snapshot = _SnapshotEach(snapshots) if options.commands.snapshot_each and snapshots is not None else None
     run_with = functools.partial(Commands, name, take_snapshot=take_snapshot)
     if options.commands.exec_on_host:
+        # Start-up: most workspaces run no commands.
+        from protocol.execution.host import HostCommandRunner  # noqa: PLC0415
+
         return run_with(runner=HostCommandRunner(options.workspace.mountpoint, {"VFSD_WORKSPACE": name}))
     # Imported here because Podman's client takes longer to import than everything else together.
     if container is not None:
@@ -90,6 +92,8 @@ class Commands:
         """
         if self._runner is None:
             raise self._unsupported()
+        from protocol.execution.runner import CommandRun  # noqa: PLC0415 (start-up: the first command has time)
+
         run = CommandRun(command, limits, on_output=on_output, feed=feed)
         try:
             exit_status = await run.execute(self._runner)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from protocol.volume import externally_changed, snapshotable
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
-from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots
-from vfsd.daemon.snapshots.volume import VolumeSnapshots
+
+if TYPE_CHECKING:
+    from vfsd.daemon.snapshots.stored import Stored
 
 __all__ = ["open_snapshots"]
 
 
 def open_snapshots(mounted: MountedVolume, stored: Stored | None) -> SnapshotService | None:
     """Return the volume's own snapshots, or those in `stored`; None if the backend has neither."""
+    # Start-up: only one of the two is needed.
     volume = snapshotable(mounted.volume)
     if volume is not None:
+        from vfsd.daemon.snapshots.volume import VolumeSnapshots  # noqa: PLC0415
+
         return VolumeSnapshots(mounted, volume)
     changed = externally_changed(mounted.volume)
     if stored is not None and changed is not None:
+        from vfsd.daemon.snapshots.stored import StoreSnapshots  # noqa: PLC0415
+
         return StoreSnapshots(mounted, changed, stored)
     return None

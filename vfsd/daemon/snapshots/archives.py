@@ -6,13 +6,14 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from protocol.archive import ByteProgress, no_progress, open_archive
-from protocol.store import Store
-from protocol.tree import CHUNK_BYTES, Tree, TreeEntry
+from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
+from protocol.values import Value
 from protocol.volume import ImportStage, StagingVolume
+
+if TYPE_CHECKING:
+    from protocol.store import Store
 
 Reserve: TypeAlias = Callable[[int], None]
 
@@ -25,8 +26,7 @@ def unlimited(_size_bytes: int) -> None:
     """A `Reserve` of a workspace without a memory limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Value):
     """A source of content; `name` is used in messages, the shorter `label` in the undo history.
 
     `opened(progress, check_content, reserve)` opens it as a tree, checked on entry; `progress` reports the check in
@@ -41,11 +41,14 @@ class Origin:
 
 def archive(path: str) -> Origin:
     """The content of the ZIP file `path`.  ArchiveError, OSError."""
-    return Origin(
-        path,
-        os.path.basename(path),
-        lambda progress, check, reserve: open_archive(path, progress=progress, check_content=check, reserve=reserve),
-    )
+
+    def opened(progress: ByteProgress, check_content: bool, reserve: Reserve) -> AbstractContextManager[Tree]:
+        # Start-up: the mount answers before the archive code is imported.
+        from protocol.archive import open_archive  # noqa: PLC0415
+
+        return open_archive(path, progress=progress, check_content=check_content, reserve=reserve)
+
+    return Origin(path, os.path.basename(path), opened)
 
 
 def snapshot_of(store: Store, key: str, name: str, shown: str) -> Origin:

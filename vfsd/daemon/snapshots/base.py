@@ -25,14 +25,15 @@ import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
-from protocol.archive import ByteProgress
+import msgspec
+
 from protocol.diff.tree_diff import Change
 from protocol.errors import SnapshotNotFoundError
-from protocol.tree import Tree
+from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
+from protocol.values import Value
 from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
@@ -46,8 +47,7 @@ _NO_CHANGES: Final = ChangeCounts()
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(Value):
     """Checked content of an archive or of another workspace, ready to be put in place.
 
     `name` is used in messages, `label` in the undo history; `total_bytes` is the size of the regular files.
@@ -64,8 +64,7 @@ class Staged:
         return f"{'restore' if replace else 'import'} {self.label}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Value):
     """The result of a restore or an import.
 
     `source`: the snapshot that the live state was made from.  `safety`: the snapshot of the state before; None if
@@ -78,7 +77,7 @@ class Outcome:
     safety: str | None
     counts: ChangeCounts = _NO_CHANGES
     changes: Sequence[Change] = ()
-    problems: Mapping[bytes, str] = field(default_factory=dict)
+    problems: Mapping[bytes, str] = msgspec.field(default_factory=dict)
     step: str | None = None
     expired: Sequence[SnapshotInfo] = ()
     undo_steps: int = 0
@@ -90,8 +89,7 @@ class Outcome:
         return self.counts.total > len(self.changes)
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Value):
     """The effect of dropping snapshots on the undo history.
 
     `steps`: for each dropped snapshot that was a state of the history, the number of redos (positive) or undos
@@ -102,8 +100,7 @@ class Dropped:
     history: UndoHistory
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(Value):
     """A restore that a daemon began and did not complete.
 
     `source`: the snapshot to restore, below `paths` if there are any.  `safety`: the snapshot of the state before.

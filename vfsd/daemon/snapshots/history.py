@@ -30,11 +30,12 @@ the history too, so that no undo or redo skips a step.  Their snapshots become l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
+from protocol.values import Value
 from protocol.volume import SnapshotInfo
 
 STEPS_KEPT: Final = 50
@@ -43,16 +44,14 @@ LOOSE_KEPT_DAYS: Final = 30
 _DAY_NS: Final = 24 * 3600 * 10**9
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryState:
+class HistoryState(Value):
     """One state: the serial of its snapshot, if it has one, and the step that led away from it ("restore r1")."""
 
     serial: int | None = None
     step: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UndoHistory:
+class UndoHistory(Value):
     """See the module's docstring."""
 
     states: tuple[HistoryState, ...] = (HistoryState(),)

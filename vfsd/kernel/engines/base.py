@@ -10,16 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
+from protocol.values import Value
 from protocol.volume import Volume
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineSettings(Value):
     """How to mount.  `cache_timeout_s` is how long the kernel may use cached names and attributes.
 
     Without `xattrs` the mount has no extended attributes and no ACLs (EOPNOTSUPP), and the kernel does not ask for

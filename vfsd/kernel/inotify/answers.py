@@ -9,8 +9,9 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from protocol.errors import os_error
 from protocol.volume import (
@@ -30,8 +31,7 @@ _FIRST_GHOST: Final = 1 << 62  # ghosts are numbered from here; a volume numbers
 Ghost = PlainAttributes  # the attributes of an inode that does not exist
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """The change that the thread is repeating: it removes `ghost`, or creates what exists if `ghost` is None.
 
     `ghosts` are all ghosts that this step has shown, by inode number.  `detour` is the name of a detour (see
@@ -42,7 +42,7 @@ class Step:
     ghost: Ghost | None
     detour: bytes = b""
     detours: int = 0
-    ghosts: dict[int, Ghost] = field(default_factory=dict)
+    ghosts: dict[int, Ghost] = msgspec.field(default_factory=dict)
     was_looked_up: bool = False  # the kernel has looked the name up during this system call
     is_outdated: bool = False  # another process has changed the name since the restore
 

@@ -13,8 +13,9 @@ import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from protocol.backends.memory.history.converge import Converger
 from protocol.backends.memory.history.fill import Filler
@@ -23,6 +24,7 @@ from protocol.backends.memory.history.undo import Epoch, PreInodes, PreNames, me
 from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
+from protocol.values import Value
 from protocol.volume import TAG_MAX_BYTES, CacheInvalidation, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
 
 if TYPE_CHECKING:
@@ -32,15 +34,13 @@ if TYPE_CHECKING:
     from protocol.tree import Tree
 
 
-@dataclass(slots=True)
-class Changes:
+class Changes(msgspec.Struct):
     """The result of a `SnapshotHistory.changes` context; complete when the context has ended."""
 
-    invalidation: CacheInvalidation = field(default_factory=CacheInvalidation)
+    invalidation: CacheInvalidation = msgspec.field(default_factory=CacheInvalidation)
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedInodes:
+class ReservedInodes(Value):
     """Inode numbers of `state`, from `first` on, that are reserved for inodes made elsewhere."""
 
     state: MemoryState

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import subprocess
@@ -259,7 +258,7 @@ def test_every_exported_name_is_there_and_results_are_frozen() -> None:
         assert name in dir(vfsd)
     with pytest.raises(AttributeError):
         vfsd.no_such_name  # noqa: B018
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         vfsd.Counts().added = 1  # type: ignore[misc]
 
 

@@ -12,17 +12,16 @@ import errno
 import os
 import socket
 import subprocess
-from dataclasses import dataclass
 from typing import Final
 
+from protocol.values import Value
 from vfsd.kernel.engines.base import EngineSettings, mount_options
 from vfsd.machine.mountinfo import mounts
 
 _FUSERMOUNT: Final = "fusermount3"
 
 
-@dataclass(frozen=True, slots=True)
-class FuseMount:
+class FuseMount(Value):
     """A mount of this process: its mountpoint (absolute, without symlinks), and its device number as in st_dev."""
 
     mountpoint: str

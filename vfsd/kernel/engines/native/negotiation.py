@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import math
-from dataclasses import dataclass
 from typing import Final
 
+from protocol.values import Value
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode
 
@@ -37,8 +37,7 @@ _WANTED: Final = (
 _REQUIRED: Final = InitFlag.NO_OPEN_SUPPORT | InitFlag.NO_OPENDIR_SUPPORT | InitFlag.MAX_PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Value):
     """The negotiated protocol."""
 
     minor: int

@@ -1,0 +1,48 @@
+"""What a daemon imports before its mount answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import mounted
+from tests.support.zygote import starting_interpreters
+from vfsd.client.launch import log_path
+
+# What only calls on the control socket, other backends or rare options need.
+LATER = (
+    "asyncio", "click", "hypothesis", "logging.handlers", "pathspec",
+    "podman", "protocol.archive", "protocol.backends.container", "protocol.backends.host",
+    "protocol.backends.overlay", "protocol.diff.patch", "protocol.execution", "protocol.search", "protocol.store",
+    "protocol.testing", "protocol.tools", "pyfuse3", "re2", "rich", "vfsd.cli", "vfsd.client",
+    "vfsd.daemon.control.fs_methods", "vfsd.daemon.control.tree_methods", "vfsd.kernel.engines.pyfuse3", "zlib_ng",
+)  # fmt: skip
+# What preload() is for: a process that forks daemons imports it once.
+PRELOADED = "import sys; from vfsd.daemon.preload import preload; preload(); print(*sys.modules)"
+
+
+def within(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def test_a_daemon_imports_what_its_mount_needs_and_preload_imports_all_of_it(workdir: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, starting_interpreters():
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        with mounted(workdir / "m") as workspace:
+            workspace.snapshot("s")  # answered after everything is imported
+            log = Path(log_path(workspace.name)).read_text()
+    before, _, after = log.partition(": mounted, served by")
+    imported, rest = (
+        [line.rsplit("|", 1)[1].strip() for line in part.splitlines() if line.startswith("import time:")]
+        for part in (before, after)
+    )
+    assert "protocol.backends.memory.volume" in imported
+    assert [module for module in imported if within(module, LATER)] == []
+    assert "vfsd.daemon.control.fs_methods" in rest
+
+    loaded = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, check=True)
+    ours = {module for module in imported if within(module, ("protocol", "vfsd"))}
+    assert ours - set(loaded.stdout.split()) <= {"vfsd.daemon.main"}

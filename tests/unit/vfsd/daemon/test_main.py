@@ -1,0 +1,31 @@
+"""The daemon as a process: which error its start raises."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from vfsd.daemon.main import run
+from vfsd.wire.handshake import Ready
+from vfsd.wire.options import MountOptions
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vfsd.machine.logs.configure", lambda *_: None)
+
+
+async def _fails(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        raise PermissionError(errno.EACCES, "no", options.workspace.mountpoint)
+
+
+def test_a_failed_start_raises_the_error_itself_not_a_group() -> None:
+    with pytest.raises(PermissionError) as caught:
+        run(MountOptions.of("/m", "m"), lambda _: None, _fails)
+    assert caught.value.filename == "/m"
+    assert caught.value.__cause__ is None

@@ -1,0 +1,9 @@
+"""Backends: opens the volume that a backend string names.
+
+`registry` finds the opener of a kind; each built-in one is a module, which is imported when it is used.
+"""
+
+from vfsd.daemon.backends.base import Backend, BackendOpener
+from vfsd.daemon.backends.registry import open_backend
+
+__all__ = ["Backend", "BackendOpener", "open_backend"]

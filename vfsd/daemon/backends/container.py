@@ -1,0 +1,78 @@
+"""The opener of `container` and `image`: a directory in a Podman container, whose snapshots are in a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.store import Store
+from protocol.tree import ByteProgress
+from vfsd.daemon.backends.base import Backend
+from vfsd.daemon.backends.shared import allow_open_files, cache_timeout_s, check_outside, describe_interrupted
+from vfsd.daemon.snapshots.stored import Stored
+from vfsd.machine.optional_dependencies import missing_package
+
+if TYPE_CHECKING:
+    from protocol.backends.container.workspace import ContainerWorkspace
+    from vfsd.wire.options import MountOptions
+
+
+def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
+    """A `BackendOpener`."""
+    try:
+        # Deferred: Podman's client is an optional dependency, and imports more slowly than everything else together.
+        from protocol.backends.container import workspace as containers  # noqa: PLC0415
+        from protocol.backends.container.podman.target import DEFAULT_WORKDIR  # noqa: PLC0415
+    except ImportError as error:
+        raise missing_package("the container backend", error) from None
+    allow_open_files()
+    workdir = options.container.workdir or DEFAULT_WORKDIR
+    if options.workspace.backend.kind == "container":
+        workspace = containers.open_container(
+            options.workspace.backend.argument,
+            podman_url=options.container.podman_url,
+            workdir=workdir,
+            transport=options.container.transport,
+            read_only=options.workspace.read_only,
+        )
+    else:
+        workspace = containers.open_image(
+            options.workspace.backend.argument,
+            options.workspace.name,
+            podman_url=options.container.podman_url,
+            workdir=workdir,
+            transport=options.container.transport,
+            network=options.container.network or "none",
+            pids_limit=options.container.pids_limit,
+            memory_bytes=options.container.memory_bytes,
+            read_only=options.workspace.read_only,
+        )
+    try:
+        stored = _stored_container(options, workspace)
+    except BaseException:
+        workspace.close()
+        raise
+    return Backend(
+        workspace.connection.volume,
+        cache_timeout_s(options),
+        close=workspace.close,
+        container=workspace,
+        recovered=describe_interrupted(stored),
+        stored=stored,
+    )
+
+
+def _stored_container(options: MountOptions, workspace: ContainerWorkspace) -> Stored:
+    """Return the stored snapshots of a directory in a container.
+
+    Their key contains the container's name, or the workspace's name if vfsd created the container.
+    """
+    from protocol.backends.container.snapshot_files import ContainerSource, MountTarget  # noqa: PLC0415 (as above)
+
+    target = workspace.target
+    kind = options.workspace.backend.kind
+    name = options.workspace.backend.argument if kind == "container" else options.workspace.name
+    key = f"{kind}:{target.service.address}:{name}:{target.workdir}"
+    store = Store(options.workspace.store)
+    check_outside(options, store)
+    source = ContainerSource(workspace.connection, options.workspace.mountpoint)
+    return Stored(store, key, source, MountTarget(options.workspace.mountpoint, source))

@@ -1,0 +1,25 @@
+"""The opener of `memory`: a volume in the daemon's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol.backends.memory import MemoryVolume
+from protocol.tree import ByteProgress
+from vfsd.daemon.backends.base import Backend
+from vfsd.daemon.snapshots.archives import archive, unpack
+from vfsd.machine.memory_limits import default_max_memory
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+
+def open_memory(options: MountOptions, progress: ByteProgress) -> Backend:
+    """A `BackendOpener`."""
+    limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
+    volume = MemoryVolume(options.limits.max_bytes or limit, options.limits.max_inodes, max_memory=limit)
+    if options.content.archive is not None:
+        unpack(archive(options.content.archive), volume, progress)
+    volume.mark_saved()
+    volume.read_only = options.workspace.read_only
+    return Backend(volume)

@@ -1,0 +1,37 @@
+"""The opener of `overlay`: a volume in memory on top of a directory of this host."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from protocol.backends.overlay import OverlayVolume
+from protocol.tree import ByteProgress
+from vfsd.daemon.backends.base import Backend
+from vfsd.daemon.backends.recovery import recover_apply
+from vfsd.daemon.snapshots.archives import archive, read_origin
+from vfsd.machine.memory_limits import default_max_memory
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+
+def open_overlay(options: MountOptions, progress: ByteProgress) -> Backend:
+    """A `BackendOpener`."""
+    directory = options.workspace.backend.argument
+    recovered = recover_apply(options, directory)
+    limit = options.limits.max_memory or default_max_memory(options.limits.max_bytes)
+    volume = OverlayVolume(
+        os.fsencode(directory),
+        options.limits.max_bytes or limit,
+        options.limits.max_inodes,
+        include=options.content.include,
+        exclude=options.content.exclude,
+        max_memory=limit,
+    )
+    if options.content.archive is not None:
+        with read_origin(archive(options.content.archive), volume, progress).tree() as tree:
+            volume.import_tree(tree, replace=False)
+    volume.mark_saved()
+    volume.read_only = options.workspace.read_only
+    return Backend(volume, tidy=volume.tidy, close=volume.lower.close, recovered=recovered)

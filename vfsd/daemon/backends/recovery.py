@@ -1,0 +1,32 @@
+"""Recovery of an `apply` into a directory that was killed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from protocol.backends.overlay.journal import recover
+from vfsd.machine.logs import log_failure
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+
+
+def recover_apply(options: MountOptions, directory: str) -> str | None:
+    """Finish or undo an `apply` into the directory that was killed; return a sentence about it, if there was one."""
+    try:
+        found = recover(os.fsencode(directory))
+    except OSError as error:
+        # EBUSY: that apply is still running.  No other failure here prevents the mount.
+        if error.errno == errno.EBUSY:
+            return None
+        log_failure(_logger, "finishing an interrupted apply", error, path=directory, level=logging.WARNING)
+        return f"{directory}: an interrupted apply could not be finished: {error.filename or ''}: {error.strerror}"
+    if found is None:
+        return None
+    _logger.warning("%s", found, extra={"path": directory, "workspace": options.workspace.name})
+    return f"{directory}: {found}"

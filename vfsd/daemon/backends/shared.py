@@ -1,0 +1,50 @@
+"""What the openers of host directories and containers share: limits, cache timeouts and the store of snapshots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from typing import TYPE_CHECKING, Final
+
+from protocol.store import Store
+from vfsd.daemon.snapshots.stored import Stored, interrupted
+
+if TYPE_CHECKING:
+    from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+_HOST_CACHE_TIMEOUT_S: Final = 1.0
+
+
+def cache_timeout_s(options: MountOptions) -> float:
+    """Return how long the kernel may cache what other programs can change."""
+    timeout_s = options.kernel.cache_timeout_s
+    return _HOST_CACHE_TIMEOUT_S if timeout_s is None else timeout_s
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to the hard limit; a host volume keeps up to half as many open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_outside(options: MountOptions, store: Store) -> None:
+    """Raise ValueError for a store that the mount would hide."""
+    mountpoint = os.path.realpath(options.workspace.mountpoint)
+    if os.path.commonpath((os.path.realpath(store.directory), mountpoint)) == mountpoint:
+        raise ValueError(f"the store {store.directory} is inside the mountpoint {options.workspace.mountpoint}")
+
+
+def describe_interrupted(stored: Stored) -> str | None:
+    """Describe a restore that was interrupted, and how to finish or undo it; None if there is none."""
+    try:
+        found = interrupted(stored)
+    except (OSError, ValueError) as error:
+        # An unreadable store prevents snapshots, not the mount.
+        _logger.warning("the snapshot store cannot be read: %s", error, extra={"path": stored.store.directory})
+        return None
+    if found is None:
+        return None
+    _logger.warning("%s", found.describe(), extra={"operation": "mount"})
+    return found.describe()

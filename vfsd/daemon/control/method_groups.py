@@ -1,0 +1,42 @@
+"""The methods of the control socket that work on content: snapshots, diffs, files, commands, and the unmount.
+
+They import the archive, store, search and diff code, so the daemon imports this module after the mount answers
+(`vfsd.daemon.preload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vfsd.daemon.control.call_context import Handler
+from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.fs_methods import FsMethods
+from vfsd.daemon.control.snapshot_methods import SnapshotMethods
+from vfsd.daemon.control.tree_methods import TreeMethods
+from vfsd.daemon.control.unmount_methods import UnmountMethods
+from vfsd.daemon.exec.commands import Commands
+from vfsd.daemon.mounted_volume import MountedVolume
+from vfsd.daemon.snapshots.base import SnapshotService
+from vfsd.wire.options import WorkspaceOptions
+
+
+class MethodGroups:
+    """The groups of methods of one workspace.  `snapshots` is None if its backend has none."""
+
+    def __init__(
+        self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions, commands: Commands
+    ) -> None:
+        self._unmount = UnmountMethods(mounted, options, commands)
+        self.handlers: Mapping[str, Handler] = {
+            "unsaved": self._unmount.unsaved,
+            "unmount": self._unmount.unmount,
+            **SnapshotMethods(snapshots, options).handlers(),
+            **TreeMethods(mounted, snapshots, options).handlers(),
+            **FsMethods(mounted, options, commands).handlers(),
+            **ExecMethods(commands).handlers(),
+        }
+
+    @property
+    def unmounts_to_answer(self) -> int:
+        """Unmounts that were made and whose answers are not sent yet."""
+        return self._unmount.to_answer
