@@ -30,19 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.fuse)
 
 
-ANOTHER_NAMESPACE = "the mount still exists in another mount namespace"
-
-
 def complaints(name: str) -> list[str]:
-    """The lines of a daemon's log that a test must account for.
-
-    Not ANOTHER_NAMESPACE: a mount namespace that another test makes at that moment has copies of this test's mounts.
-    """
-    return [line for line in warnings(name) if ANOTHER_NAMESPACE not in line]
-
-
-def warnings(name: str) -> list[str]:
-    """The lines of a daemon's log from the level "warning" up."""
+    """The lines of a daemon's log that a test must account for."""
     try:
         text = Path(log_path(name)).read_text(encoding="utf-8")
     except FileNotFoundError:

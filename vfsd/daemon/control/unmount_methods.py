@@ -149,10 +149,11 @@ class UnmountMethods:
         """End the engine if it still serves shortly after the unmount.
 
         The kernel keeps the connection open while another mount namespace (of a service, a sandbox) has a copy of the
-        mount. Nobody can reach the workspace by its name any more, so the daemon would never end.
+        mount. Nobody can reach the workspace by its name any more, so the daemon would never end. This is common while
+        containers start: each start copies all mounts for a moment.
         """
         await trio.sleep(_COPIES_S)  # cancelled when the engine ends by itself
-        _logger.warning(
+        _logger.info(
             "the mount still exists in another mount namespace; accesses there fail from now on",
             extra={"operation": "unmount", "path": self._options.mountpoint},
         )
