@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
+from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
 from vfsd.daemon.snapshots import open_snapshots
@@ -169,6 +171,7 @@ class _Daemon:
         """Import in a thread what the mount did not need to answer; the methods of the control socket wait for it."""
         # The daemon's end waits for the thread: an interpreter that ends within an import of C++ code can abort.
         await trio.to_thread.run_sync(preload.import_rest)
+        gc.freeze()  # as `interpreter.set_up` does with the modules that were imported before the mount
         self._imported.set()
 
     async def _serve(self, methods: Methods, nursery: trio.Nursery) -> None:
@@ -256,10 +259,12 @@ class _Daemon:
             _logger.info("detached lazily", extra={"operation": "unmount", "path": mountpoint})
 
     async def _tidy(self) -> None:
-        """Call the backend's upkeep about once a second."""
+        """Call the backend's upkeep about once a second, and return freed memory."""
+        memory = MemoryTrim(self._backend.volume)
         while True:
             await trio.sleep(_TIDY_S)
             self._backend.tidy()
+            await memory.check()
 
     async def _feed_watchdog(self) -> None:
         """Notify systemd's watchdog that the loop runs."""

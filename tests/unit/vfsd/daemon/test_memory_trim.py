@@ -1,0 +1,118 @@
+"""MemoryTrim: when freed memory is returned to the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import trio
+
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import SUPERUSER
+from vfsd.daemon.memory_trim import MemoryTrim
+
+MIB = 1 << 20
+
+
+class Machine:
+    """A clock and resident memory that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.resident_mib = 40
+        self.after_trim_mib = 0
+        self.trims = 0
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.resident_mib = self.after_trim_mib
+
+    def checks(self, volume: Any) -> MemoryTrim:
+        return MemoryTrim(
+            volume, resident_bytes=lambda: self.resident_mib * MIB, trim=self.trim, clock=lambda: self.now_s
+        )
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def filled(mib: int) -> MemoryVolume:
+    volume = MemoryVolume()
+    inode = volume.mknod(1, b"f", 0o100644, 0, SUPERUSER).inode
+    for number in range(mib):
+        volume.write(inode, number * MIB, bytes([1]) * MIB)
+    return volume
+
+
+def test_memory_that_content_uses_is_not_trimmed(machine: Machine) -> None:
+    trim = machine.checks(filled(64))
+    machine.resident_mib = 40 + 64 + 10
+    assert not trim.is_due()
+
+
+def test_freed_memory_is_trimmed_once(machine: Machine) -> None:
+    trim = machine.checks(filled(8))
+    machine.resident_mib, machine.after_trim_mib = 1000, 60
+    trio.run(trim.check)
+    assert machine.trims == 1
+    machine.now_s += 100
+    trio.run(trim.check)
+    assert machine.trims == 1
+
+
+def test_a_trim_that_returned_nothing_is_not_repeated(machine: Machine) -> None:
+    trim = machine.checks(filled(8))
+    machine.resident_mib = machine.after_trim_mib = 1000
+    for _ in range(3):
+        trio.run(trim.check)
+        machine.now_s += 100
+    assert machine.trims == 1
+    machine.resident_mib += 40
+    trio.run(trim.check)
+    assert machine.trims == 2
+
+
+def test_there_is_a_pause_between_two_trims(machine: Machine) -> None:
+    trim = machine.checks(filled(8))
+    machine.resident_mib, machine.after_trim_mib = 1000, 60
+    trio.run(trim.check)
+    machine.resident_mib = 1000
+    trio.run(trim.check)
+    assert machine.trims == 1
+    machine.now_s += 10
+    trio.run(trim.check)
+    assert machine.trims == 2
+
+
+def test_a_volume_without_snapshots_is_never_trimmed(machine: Machine) -> None:
+    class Plain:
+        capabilities = type("None", (), {"snapshots": False})
+
+    trim = machine.checks(Plain())
+    machine.resident_mib = 1000
+    assert not trim.is_due()
+
+
+_FREE = """
+import platform
+from vfsd.daemon.memory_trim import _resident_bytes
+from vfsd.machine import interpreter
+interpreter.set_up()
+blocks = [bytes(1) + bytes([1]) * (128 * 1024 - 1) for _ in range(1024)]
+del blocks[: -1]  # the last one keeps the heap from shrinking by itself
+before = _resident_bytes()
+interpreter.trim_heap()
+print(platform.libc_ver()[0], (before - _resident_bytes()) >> 20)
+"""
+
+
+def test_a_trim_returns_free_memory_below_blocks_in_use() -> None:
+    result = subprocess.run([sys.executable, "-c", _FREE], capture_output=True, text=True, check=True)
+    libc, _, returned_mib = result.stdout.rpartition(" ")
+    if libc != "glibc":
+        pytest.skip(f"the C library is {libc or 'not glibc'}: it has no malloc_trim")
+    assert int(returned_mib) > 64
