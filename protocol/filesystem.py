@@ -2,9 +2,12 @@
 
 Paths are relative to the root: "/x" means "x", and ".." cannot leave the root.  Symlinks are followed within the root;
 one that leads outside raises PermissionError.  Errors are the built-in exceptions; each `OSError` has `errno` and
-`filename`.  Every method that takes a path also raises ValueError if the path has a NUL, NotADirectoryError if it leads
-below a file, and PermissionError if access is denied.  Calls that change anything raise PermissionError (EROFS) on a
-read-only filesystem.
+`filename`.  Every method that takes a path also raises ValueError if the path has a NUL or a name of more than 255
+bytes, NotADirectoryError if it leads below a file, and PermissionError if access is denied.  Calls that change anything
+raise PermissionError (EROFS) on a read-only filesystem.
+
+Text is UTF-8: `read` refuses a file that is not, unless its encoding is named, and `write` refuses text that UTF-8
+cannot encode (lone surrogates).  Nothing is replaced or guessed.
 
 Threading: one thread at a time, unless an implementation says otherwise.
 """

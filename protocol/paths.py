@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from protocol.errors import shortened
+
 __all__ = ["DEFAULT_LIMITS", "ROOT", "CallLimitError", "CallLimits", "decode", "encode", "located", "normalise"]
 
 ROOT: Final = "."
+_NAME_MAX_BYTES: Final = 255  # NAME_MAX, linux/limits.h
 
 
 class CallLimitError(ValueError):
@@ -52,7 +55,7 @@ DEFAULT_LIMITS: Final = CallLimits()
 def normalise(path: str) -> str:
     """Return the path without empty, "." and ".." parts; "." for the root.
 
-    TypeError if it is not a `str`; ValueError if it has a NUL or cannot be encoded.
+    TypeError if it is not a `str`; ValueError if it has a NUL or a name of more than 255 bytes, or cannot be encoded.
     """
     if not isinstance(path, str):
         raise TypeError(f"a path must be a str, not {type(path).__name__}")
@@ -65,7 +68,10 @@ def normalise(path: str) -> str:
         elif part not in {"", "."}:
             parts.append(part)
     normal = "/".join(parts) or ROOT
-    encode(normal)
+    longest = max(map(len, encode(normal).split(b"/")))
+    if longest > _NAME_MAX_BYTES:
+        limit = f"the limit is {_NAME_MAX_BYTES}: use a shorter name"
+        raise ValueError(f"a name in a path has {longest} bytes ({shortened(normal)!r}), {limit}")
     return normal
 
 

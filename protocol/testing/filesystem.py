@@ -34,6 +34,21 @@ _ANY_FILE_CALL: Final = pytest.mark.parametrize(
     ],
     ids=["read", "read_bytes", "open_read", "open_text", "stat", "list", "delete", "glob", "grep"],
 )
+_PATH_CALLS: Final[list[Callable[[Filesystem, str], Any]]] = [
+    *_READS,
+    lambda filesystem, path: filesystem.exists(path),
+    lambda filesystem, path: filesystem.is_file(path),
+    lambda filesystem, path: filesystem.is_dir(path),
+    lambda filesystem, path: filesystem.stat(path),
+    lambda filesystem, path: filesystem.list(path),
+    lambda filesystem, path: filesystem.delete(path, recursive=True),
+    lambda filesystem, path: filesystem.glob("*", path=path),
+    lambda filesystem, path: filesystem.grep("x", path=path),
+    lambda filesystem, path: filesystem.write(path, "x"),
+    lambda filesystem, path: filesystem.write_bytes(path, b"x", mode="append"),
+    lambda filesystem, path: filesystem.open_write(path, mode="create"),
+    lambda filesystem, path: filesystem.mkdir(path),
+]
 _READING: Final = pytest.mark.parametrize("call", _READS, ids=["read", "read_bytes", "open_read", "open_text"])
 
 
@@ -289,6 +304,24 @@ class _Errors:
 
         with raises_os_error(NotADirectoryError, "file"):
             filesystem.list("file")
+
+    @pytest.mark.parametrize("name", ["n" * 256, "\U0001f600" * 64], ids=["256 characters", "64 characters of 4 bytes"])
+    def test_a_name_over_255_bytes_is_refused_by_every_call(self, filesystem: Filesystem, name: str) -> None:
+        for call in _PATH_CALLS:
+            for path in (name, f"above/{name}/below"):
+                with pytest.raises(ValueError, match="255"):
+                    call(filesystem, path)
+
+        assert contents(filesystem) == {}
+
+    def test_a_name_of_255_bytes_is_a_name(self, filesystem: Filesystem) -> None:
+        name = "\U0001f600" * 63 + "abc"
+        filesystem.write(name, "x")
+
+        assert filesystem.read(name).content == "x"
+        assert not filesystem.exists("n" * 255)
+        with raises_os_error(FileNotFoundError, "n" * 255):
+            filesystem.stat("n" * 255)
 
     def test_a_directory_with_entries_is_deleted_only_with_recursive(self, filesystem: Filesystem) -> None:
         filesystem.write("directory/file", "x")

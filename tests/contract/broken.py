@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,14 @@ class RaisesWithoutErrno(InMemoryFilesystem):
             return super().stat(path)
         except FileNotFoundError:
             raise FileNotFoundError(path) from None
+
+
+class ReportsLongNamesAsTheSystemDoes(InMemoryFilesystem):
+    def stat(self, path: str) -> FileStat:
+        try:
+            return super().stat(path)
+        except ValueError as error:
+            raise OSError(errno.ENAMETOOLONG, str(error), path) from None
 
 
 class CreatesOverWhatIsThere(InMemoryFilesystem):
@@ -216,6 +225,7 @@ BROKEN: Mapping[str, Sequence[Callable[..., InMemoryFilesystem]]] = {
         NeverSaysTruncated,
         ReplacesWhatItCannotDecode,
         RaisesWithoutErrno,
+        ReportsLongNamesAsTheSystemDoes,
         CreatesOverWhatIsThere,
         AlwaysMakesParents,
         DeletesWithoutAsking,

@@ -21,6 +21,7 @@ from vfsd.wire.messages import (
     CANCEL_METHOD,
     CLOSING_METHOD,
     INTERNAL_ERROR,
+    INVALID_PARAMS,
     METHODS,
     OUTPUT_METHOD,
     PROGRESS_METHOD,
@@ -43,7 +44,8 @@ class ControlError(OSError):
     """An error that the daemon answered; `str()` is the message for the user.
 
     `code` is the JSON-RPC error code.  If the daemon sent an errno, `errno` is its number, `filename` the path that it
-    is about, and the exception is also an instance of Python's class for it (FileNotFoundError, ...).
+    is about, and the exception is also an instance of Python's class for it (FileNotFoundError, ...).  If the daemon
+    refused an argument (INVALID_PARAMS), the exception is also a ValueError, and `errno` is EINVAL.
     """
 
     code: int
@@ -65,14 +67,19 @@ class ControlError(OSError):
 
 
 @functools.cache
-def _error_class(builtin: type[OSError]) -> type[ControlError]:
+def _error_class(builtin: type[OSError] | type[ValueError]) -> type[ControlError]:
     if builtin is OSError:
         return ControlError
     return type("ControlError", (ControlError, builtin), {"__doc__": ControlError.__doc__})
 
 
 def control_error(code: int, message: str, errno: int | None = None, filename: str | None = None) -> ControlError:
-    """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on."""
+    """Return the `ControlError` for an errno; for ENOENT it is also a FileNotFoundError, and so on.
+
+    For INVALID_PARAMS it is also a ValueError.
+    """
+    if code == INVALID_PARAMS:
+        return _error_class(ValueError)(code, message, errno_numbers.EINVAL, filename)
     builtin = OSError if errno is None else type(OSError(errno, ""))
     return _error_class(builtin)(code, message, errno, filename)
 

@@ -74,6 +74,15 @@ def test_a_path_over_the_limits_may_not_be_created(path: str, match: str) -> Non
         CallLimits().check_new(path)
 
 
+def test_a_name_has_up_to_255_bytes() -> None:
+    assert normalise("a/" + "n" * 255) == "a/" + "n" * 255
+    for path in ("n" * 256, "a/" + "é" * 128 + "/b"):
+        with pytest.raises(
+            ValueError, match=r"a name in a path has 256 bytes .*, the limit is 255: use a shorter name"
+        ):
+            normalise(path)
+
+
 def test_limits_are_the_callers_to_choose() -> None:
     CallLimits(depth=20, segment=200).check_new("/".join(["n" * 200] * 20))
 

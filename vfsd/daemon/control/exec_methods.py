@@ -16,9 +16,8 @@ import trio
 
 from protocol.execution.executor import Command, Terminal
 from protocol.execution.runner import CommandLimits, Process, Stream
-from protocol.paths import normalise
 from vfsd.daemon.control.call_context import CallContext, Handler
-from vfsd.daemon.control.parameters import filesystem_path, host_text
+from vfsd.daemon.control.parameters import host_text, working_directory
 from vfsd.daemon.exec.commands import Commands
 from vfsd.wire.base import Empty
 from vfsd.wire.exec_messages import (
@@ -62,7 +61,7 @@ class ExecMethods:
             raise OSError(errno.EAGAIN, f"{SESSIONS_AT_ONCE} commands run in this workspace already; try again")
         command = Command(
             argv=list(map(host_text, params.argv)),
-            cwd=normalise(filesystem_path(params.cwd)),
+            cwd=working_directory(params.cwd),
             env=params.env,
             user=params.user,
             terminal=_terminal(params.terminal),

@@ -53,7 +53,7 @@ from protocol.tools.search import GLOB, GREP
 from protocol.types import DEFAULT_READ_LINES, WriteResult
 from protocol.volume import snapshotable
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
-from vfsd.daemon.control.parameters import absolute_path, filesystem_path, host_text
+from vfsd.daemon.control.parameters import absolute_path, filesystem_path, host_text, working_directory
 from vfsd.daemon.control.turns import Slices, Turns
 from vfsd.daemon.exec.commands import Commands
 from vfsd.daemon.mounted_volume import MountedVolume
@@ -214,7 +214,7 @@ class FsMethods:
     async def _exec(self, params: FsExecParams, _call: CallContext) -> FsExecResult:
         command = Command(
             list(map(host_text, params.argv)),
-            cwd=normalise(filesystem_path(params.cwd)),
+            cwd=working_directory(params.cwd),
             env=params.env,
             has_input=bool(params.stdin),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from protocol.paths import decode
+from protocol.paths import decode, normalise
 from vfsd.wire.messages import InvalidParamsError, from_wire_path
 
 
@@ -32,6 +32,14 @@ def filesystem_path(wire: str) -> str:
     """Decode a path in the workspace, in the form that `protocol.filesystem.Filesystem` takes."""
     try:
         return decode(_decoded(wire))
+    except ValueError as error:
+        raise InvalidParamsError(str(error)) from None
+
+
+def working_directory(wire: str) -> str:
+    """Decode the directory of a command: a normalised path in the workspace."""
+    try:
+        return normalise(filesystem_path(wire))
     except ValueError as error:
         raise InvalidParamsError(str(error)) from None
 

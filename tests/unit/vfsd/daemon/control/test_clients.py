@@ -24,6 +24,7 @@ from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.connection import ConnectionLimits
 from vfsd.wire.messages import (
     INTERNAL_ERROR,
+    INVALID_PARAMS,
     METHOD_NOT_FOUND,
     OPERATION_FAILED,
     ChangeCounts,
@@ -35,6 +36,7 @@ from vfsd.wire.messages import (
     Empty,
     ExportParams,
     ExportResult,
+    InvalidParamsError,
     ProgressReport,
 )
 
@@ -152,6 +154,22 @@ async def test_an_error_without_errno_keeps_its_code_and_text(path: str, subject
             await client.call("status")
         client.close()
     assert (caught.value.code, caught.value.errno, caught.value.filename) == (METHOD_NOT_FOUND, None, None)
+
+
+async def test_a_refused_argument_is_a_value_error(path: str, subject: Subject) -> None:
+    async def reject(params: DropParams, call: CallContext) -> Empty:
+        raise InvalidParamsError("no such thing")
+
+    async with serving(path, {"drop": reject}):
+        client = subject(path)
+        with pytest.raises(ValueError, match=r"^drop: no such thing$") as caught:
+            await client.call("drop", DropParams("x"))
+        client.close()
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert isinstance(error, ControlError)
+        assert isinstance(error, ValueError)
+        assert (error.code, error.errno, error.filename) == (INVALID_PARAMS, errno.EINVAL, None)
+        assert str(error) == "drop: no such thing"
 
 
 async def test_an_answer_of_another_version_is_a_clear_error(path: str, subject: Subject) -> None:
