@@ -100,6 +100,7 @@ class Server:
     """What the test may ask of the serving process; each method runs on the loop unless it says otherwise."""
 
     ON_THREAD = frozenset({"invalidate_inode", "invalidate_entry"})
+    ASYNC = frozenset({"drained", "has_read_all_before"})
 
     def __init__(self, kind: str, mountpoint: str, options: dict[str, Any]) -> None:
         self.memory = MemoryVolume()
@@ -125,6 +126,9 @@ class Server:
     async def drained(self) -> None:
         await self.engine.drained()
 
+    async def has_read_all_before(self) -> bool:
+        return await self.engine._has_read_all_before()
+
     def need(self, count: int) -> None:
         self.volume.needed = count
 
@@ -144,6 +148,9 @@ class Server:
 
     def content(self, inode: int) -> bytes:
         return bytes(self.memory.read(inode, 0, 1 << 20))
+
+    def count(self, inode: int, byte: bytes) -> int:
+        return bytes(self.memory.read(inode, 0, 1 << 30)).count(byte)
 
     def invalidate_inode(self, inode: int, content: bool) -> None:
         self.engine.invalidate_inode(inode, content=content)
@@ -178,7 +185,7 @@ class Server:
                 try:
                     if name in self.ON_THREAD:
                         result = method(*arguments)
-                    elif name == "drained":
+                    elif name in self.ASYNC:
                         result = trio.from_thread.run(method, trio_token=token)
                     else:
                         result = trio.from_thread.run_sync(method, *arguments, trio_token=token)
@@ -393,6 +400,31 @@ def test_shared_mappings_are_written_back(mount: Mounted) -> None:
         mount.ask("drained")
         assert mount.ask("content", os.fstat(fd).st_ino)[5000:5005] == b"dirty"
     os.close(fd)
+
+
+def test_dirty_pages_are_in_the_volume_once_markers_have_passed(mount: Mounted) -> None:
+    """What `drained` relies on if the device is never empty."""
+    pages = 1000  # every second one is dirty: each is a request, more than the background queue lets through at once
+    fd = os.open(mount.path / "f", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, pages * 4096)
+    with mmap.mmap(fd, pages * 4096) as mapped:
+        for page in range(0, pages, 2):
+            mapped[page * 4096] = ord("x")
+        libc.syncfs(fd)
+        while not mount.ask("has_read_all_before"):
+            pass
+        assert mount.ask("count", os.fstat(fd).st_ino, b"x") == pages // 2
+    os.close(fd)
+    os.unlink(mount.path / "f")
+
+
+def test_markers_do_not_pass_on_a_mount_that_is_covered(workdir: Path) -> None:
+    with mounted(workdir) as mount:
+        subprocess.run(["mount", "-t", "tmpfs", "stranger", mount.path], check=True)
+        passed = mount.ask("has_read_all_before")
+        subprocess.run(["umount", "-l", mount.path], check=True)
+        assert not passed
+        assert mount.ask("has_read_all_before")
 
 
 def test_holes_are_found_and_made(top: Path) -> None:

@@ -104,7 +104,8 @@ class MountedVolume:
         except OSError as error:
             # The mount is detached, or the daemon's user may not open its root directory.
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
-        await self.engine.drained()
+        with self.using_mount():
+            await self.engine.drained()
 
     async def invalidate(self, invalidation: CacheInvalidation) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.

@@ -61,7 +61,7 @@ class Operations:
     """The opcodes over one volume.
 
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
-    kernel's cached attributes of an inode.
+    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class Operations:
         xattrs: bool = True,
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
+        record_statfs: Callable[[int], None] = lambda _thread_id: None,
     ) -> None:
         self._volume = volume
+        self.background_requests = 0  # so many that the kernel may have sent from its background queue
         self.replies = replies
         self._umask_is_ours = InitFlag.DONT_MASK in flags  # the volume applies the umask, not the kernel
         is_extended = InitFlag.SETXATTR_EXT in flags
@@ -88,6 +90,7 @@ class Operations:
         self._xattrs = xattrs
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
+        self._record_statfs = record_statfs
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -340,6 +343,7 @@ class Operations:
         _, offset, size, _, _, _, _ = wire.FUSE_READ_IN.unpack_from(message, BODY)
         if offset < 0 or size > MAX_WRITE_BYTES:
             raise os_error(errno.EINVAL)
+        self.background_requests += 1
         if self._pieces is not None:
             return self._pieces.read_pieces(node, offset, size)  # `writev` joins them
         return self._volume.read(node, offset, size)
@@ -349,6 +353,8 @@ class Operations:
         data = memoryview(message)[WRITE_DATA_AT : WRITE_DATA_AT + size]
         if offset < 0 or WRITE_DATA_AT + size > length:
             raise os_error(errno.EINVAL)
+        if flags & wire.FUSE_WRITE_CACHE:
+            self.background_requests += 1
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
@@ -382,7 +388,8 @@ class Operations:
         return cast("FlushingVolume", self._volume).flush(node)
 
     # -- the rest ----------------------------------------------------------------------------
-    def _statfs(self, _node: int, _message: Request, _length: int) -> object:
+    def _statfs(self, _node: int, message: Request, _length: int) -> object:
+        self._record_statfs(wire.IN_HEADER_ROUTE.unpack_from(message, 0)[3])
         return self._volume.statfs()
 
     def _getxattr(self, node: int, message: Request, length: int) -> object:

@@ -29,7 +29,14 @@ from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
 from vfsd.kernel.engines.native import mounting, wire
-from vfsd.kernel.engines.native.negotiation import MAX_REQUEST_BYTES, MAX_WRITE_BYTES, Agreement, negotiate
+from vfsd.kernel.engines.native.markers import Markers
+from vfsd.kernel.engines.native.negotiation import (
+    MAX_BACKGROUND,
+    MAX_REQUEST_BYTES,
+    MAX_WRITE_BYTES,
+    Agreement,
+    negotiate,
+)
 from vfsd.kernel.engines.native.operations import Handler, Operations
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
@@ -40,6 +47,8 @@ _logger = logging.getLogger(__name__)
 _SLICE_S: Final = 0.001
 _LINGER_MS: Final = 1
 _SLICES_BEFORE_RETRY: Final = 2
+# So many times `drained` lets the loop run before it sends markers, each of which costs a worker thread's wake-up.
+_PASSES_BEFORE_MARKERS: Final = 4
 _INIT_TIMEOUT_MS: Final = 10_000
 _WRITE: Final = int(Opcode.WRITE)  # comparing with the enum's member takes 7 % of a request for attributes
 
@@ -79,6 +88,7 @@ class NativeEngine:
         self._impersonated: tuple[Volume, Operations] | None = None
         self._replies = Replies(Validity(settings.cache_timeout_s))
         self._agreement: Agreement | None = None
+        self._markers = Markers(settings.mountpoint)
         self._operations = self._operations_over(volume, self._replies)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
         self._requests = 0
@@ -143,6 +153,7 @@ class NativeEngine:
             xattrs=self._settings.xattrs,
             cancel=self._cancel,
             invalidate_attributes=functools.partial(base.invalidate_attributes, self),
+            record_statfs=self._markers.record,
         )
 
     def unmount(self) -> None:
@@ -359,11 +370,38 @@ class NativeEngine:
         poll = select.poll()
         poll.register(device, select.POLLIN)
         empty_count = self._empty_count
-        # Requests are read in order, so it suffices that the loop finds the device empty once.
-        while self._nursery is not None and self._empty_count == empty_count and poll.poll(0):
+
+        def was_empty() -> bool:
+            # Requests are read in order, so it suffices that the loop finds the device empty once.
+            return self._nursery is None or self._empty_count != empty_count or not poll.poll(0)
+
+        passes = 0
+        while not was_empty():
+            passes += 1
+            if passes > _PASSES_BEFORE_MARKERS and await self._has_read_all_before():
+                break
             await trio.lowlevel.checkpoint()
         for pending in tuple(self._pending.values()):
             await pending.done.wait()
+
+    async def _has_read_all_before(self) -> bool:
+        """Read every request that was issued before this call, although the device may never be empty.
+
+        False: the kernel's background queue may still hold some, or markers do not reach this mount.
+
+        Dirty pages and readahead wait in that queue while MAX_BACKGROUND of its requests are unanswered
+        (`flush_bg_queue`, fs/fuse/dev.c).  If it is not empty when the second marker is sent, that many were queued
+        after the first marker was queued and before the second one, or are pending.
+        """
+        if not await self._markers.pass_one():
+            return False
+        before = self._operations.background_requests - len(self._pending)
+        if not await self._markers.pass_one() or self._operations.background_requests - before >= MAX_BACKGROUND:
+            return False
+        postponed = self._postponed
+        while postponed and self._postponed is postponed and self._nursery is not None:
+            await trio.lowlevel.checkpoint()  # a retry replaces the list
+        return True
 
     # -- notifications -----------------------------------------------------------------------
     def invalidate_inode(self, inode: int, *, content: bool) -> None:

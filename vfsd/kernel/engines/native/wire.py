@@ -166,6 +166,7 @@ FATTR_MTIME_NOW: Final = 1 << 8
 FATTR_CTIME: Final = 1 << 10
 FATTR_KILL_SUIDGID: Final = 1 << 11
 
+FUSE_WRITE_CACHE: Final = 1 << 0  # write_flags: dirty pages, not write(2)
 FUSE_WRITE_KILL_SUIDGID: Final = 1 << 2
 FUSE_FSYNC_FDATASYNC: Final = 1 << 0
 FUSE_SETXATTR_ACL_KILL_SGID: Final = 1 << 0

@@ -6,9 +6,11 @@ import errno
 import io
 import logging
 import math
+import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +25,7 @@ from protocol.volume import ROOT_INODE, Caller, VolumeCapabilities
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine, wire
-from vfsd.kernel.engines.native.negotiation import negotiate
+from vfsd.kernel.engines.native.negotiation import MAX_BACKGROUND, negotiate
 from vfsd.kernel.engines.native.operations import Operations
 from vfsd.kernel.engines.native.replies import NO_CACHE, Replies
 from vfsd.kernel.engines.native.wire import InitFlag, Opcode
@@ -329,6 +331,66 @@ def test_drained_returns_when_what_was_asked_before_is_answered(volume: MemoryVo
         assert readable(kernel.channel, 0)
 
     converse(gated, dialogue)
+
+
+class EndlessVolume:
+    """A volume whose FORGET requests each make the kernel queue another one, so that the device is never empty."""
+
+    def __init__(self, volume: MemoryVolume, device: socket.socket) -> None:
+        self._volume = volume
+        self._device = device
+        self.is_ended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._volume, name)
+
+    def forget(self, _inode: int, _count: int) -> None:
+        if not self.is_ended:
+            self._device.send(request(Opcode.FORGET, 99, wire.FUSE_FORGET_IN.pack(1)))
+
+
+@pytest.mark.parametrize("reads", [0, MAX_BACKGROUND - 1, MAX_BACKGROUND])
+def test_drained_returns_although_the_device_is_never_empty(
+    volume: MemoryVolume, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """`reads`: how many requests of the kernel's background queue come between the first two markers."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    endless = EndlessVolume(volume, ours)
+    made = volume.lookup(ROOT_INODE, b"file")
+    markers = 0
+
+    def statvfs(_path: str) -> None:
+        nonlocal markers
+        markers += 1
+        body = wire.FUSE_READ_IN.pack(0, 0, 1, 0, 0, 0, 0)
+        for unique in range(reads if markers == 2 else 0):
+            ours.send(request(Opcode.READ, made.inode, body, unique=unique + 100))
+            ours.recv(4096)
+        ours.send(request(Opcode.STATFS, pid=threading.get_native_id()))
+        ours.recv(4096)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+    async def main() -> None:
+        theirs.setblocking(False)
+        engine = NativeEngine(endless, EngineSettings("/nowhere", "test"))  # type: ignore[arg-type]
+        engine._device = io.FileIO(theirs.detach(), "r+")
+        try:
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.serve)
+                    ours.send(request(Opcode.FORGET, 99, wire.FUSE_FORGET_IN.pack(1)))
+                    while not engine.requests:
+                        await trio.lowlevel.checkpoint()
+                    await engine.drained()
+                    endless.is_ended = True
+                    engine.stop()
+        finally:
+            engine._device.close()
+            ours.close()
+
+    trio.run(main)
+    assert markers == (2 if reads < MAX_BACKGROUND else 4)
 
 
 def test_data_of_writes_that_wait_is_not_overwritten_by_the_next_request(volume: MemoryVolume) -> None:
