@@ -494,7 +494,10 @@ class SnapshotableVolume(Volume, Protocol):
         ...
 
     def has_lookups(self, inode: int) -> bool:
-        """Whether the kernel has looked `inode` up and not forgotten it; False for a freed inode."""
+        """Whether the kernel has looked `inode` up and not forgotten it; False for a freed inode.
+
+        A change that does not come through the mount invalidates the kernel's caches of these inodes only.
+        """
         ...
 
     # -- snapshots ---------------------------------------------------------------------------

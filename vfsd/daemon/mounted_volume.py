@@ -25,7 +25,7 @@ from protocol.linux.syscalls import syncfs
 from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
 from vfsd.kernel.engines.base import Engine
 from vfsd.kernel.inotify import Replay
-from vfsd.kernel.invalidation import invalidate_kernel_caches, split_moved_directories
+from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
 from vfsd.machine.logs import log_failure
 
 _logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class MountedVolume:
             await done.wait()
 
     async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes]) -> None:
-        await _logged("invalidation", functools.partial(invalidate_kernel_caches, self.engine, invalidation))
+        await _logged("invalidation", functools.partial(self._invalidate_caches, invalidation))
         moved, rest = split_moved_directories(invalidation)
         # A replay makes the names of moved directories again, so it ends before the stat below looks them up.
         await _logged("replay", functools.partial(self._run_replay, moved))
@@ -142,6 +142,9 @@ class MountedVolume:
         if paths:
             await _logged("stat", functools.partial(self._stat_all, paths))
         self._nursery.start_soon(_logged, "replay", functools.partial(self._run_replay, rest))
+
+    async def _invalidate_caches(self, invalidation: CacheInvalidation) -> None:
+        await invalidate_kernel_caches(self.engine, invalidation, known_inodes(self.volume, invalidation))
 
     async def _stat_all(self, paths: Sequence[bytes]) -> None:
         with self.using_mount():

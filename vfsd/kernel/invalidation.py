@@ -16,6 +16,11 @@ Names are invalidated before inodes: once the names are right, no further proces
 and the attributes and pages of open inodes are corrected last.  Removed names are invalidated before added ones: the
 dcache has one place for a directory, so it must not hold the old place when the new one is looked up.
 
+The kernel holds an inode as long as its lookup count is above zero, and a name, a cached absence or a listing only
+together with the directory.  The volume counts a lookup before the kernel has the answer, and a forget after the kernel
+has dropped the inode.  So an inode without lookups, and each name in such a directory, is not cached and needs no
+notification: see `known_inodes`.
+
 The invalidation itself writes back the dirty pages of a shared mapping, over the new content.  So a caller writes them
 out (syncfs, `Engine.drained`) before it changes the state.
 """
@@ -25,13 +30,13 @@ from __future__ import annotations
 import errno
 import logging
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, ParamSpec
 
 import trio
 from msgspec.structs import replace
 
-from protocol.volume import CacheInvalidation
+from protocol.volume import CacheInvalidation, Volume, snapshotable
 from vfsd.kernel.engines.base import Engine
 
 P = ParamSpec("P")
@@ -48,15 +53,40 @@ class _MountGoneError(Exception):
     """The kernel has closed the connection."""
 
 
-async def invalidate_kernel_caches(engine: Engine, invalidation: CacheInvalidation) -> None:
+class _All(Container[int]):
+    def __contains__(self, _inode: object) -> bool:
+        return True
+
+
+_ALL: Final = _All()
+
+
+def known_inodes(volume: Volume, invalidation: CacheInvalidation) -> Container[int]:
+    """Return the inodes of `invalidation` that the kernel may cache.  Call it on the loop, after the change.
+
+    A volume without snapshots does not say which inodes the kernel has looked up: it may cache all of them.
+    """
+    counting = snapshotable(volume)
+    if counting is None:
+        return _ALL
+    numbers = {number for parent, _, old, new in invalidation.entries for number in (parent, old, new)}
+    numbers.update(change.inode for change in invalidation.inodes)
+    return frozenset(filter(counting.has_lookups, numbers))
+
+
+async def invalidate_kernel_caches(
+    engine: Engine, invalidation: CacheInvalidation, known: Container[int] = _ALL
+) -> None:
     """Invalidate the kernel's caches; return when no reader can see the state before the change.
+
+    `known` has every inode that the kernel may cache; the others are left out.
 
     Raises no OSError: an error that means "not cached" is ignored, others are logged, one line for each errno.  Uses
     one worker thread for any number of changes.
     """
     if invalidation.entries or invalidation.inodes:
         # Abandoned on cancellation: the thread may wait for a request that a loop that is ending does not answer.
-        await trio.to_thread.run_sync(_invalidate, engine, invalidation, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(_invalidate, engine, invalidation, known, abandon_on_cancel=True)
 
 
 def split_moved_directories(invalidation: CacheInvalidation) -> tuple[CacheInvalidation, CacheInvalidation]:
@@ -79,20 +109,23 @@ def split_moved_directories(invalidation: CacheInvalidation) -> tuple[CacheInval
     return replace(invalidation, entries=names, inodes=()), replace(invalidation, entries=others, inodes=in_place)
 
 
-def _invalidate(engine: Engine, invalidation: CacheInvalidation) -> None:
+def _invalidate(engine: Engine, invalidation: CacheInvalidation, known: Container[int]) -> None:
     failed: dict[int, int] = {}  # the number of failures by errno
     try:
         for change in sorted(invalidation.entries, key=lambda change: not change.old):  # added names last
-            _send(failed, engine.invalidate_entry, change.parent, change.name)
-        _invalidate_inodes(engine, invalidation, failed)
+            if change.parent in known:
+                _send(failed, engine.invalidate_entry, change.parent, change.name)
+        _invalidate_inodes(engine, invalidation, known, failed)
     except _MountGoneError:
         _logger.info("the mount was removed while the kernel's caches were being invalidated")
     for code, count in failed.items():
         _logger.warning("the kernel refused %d invalidations: %s", count, errno.errorcode.get(code, code))
 
 
-def _invalidate_inodes(engine: Engine, invalidation: CacheInvalidation, failed: dict[int, int]) -> None:
-    """Invalidate each inode once.
+def _invalidate_inodes(
+    engine: Engine, invalidation: CacheInvalidation, known: Container[int], failed: dict[int, int]
+) -> None:
+    """Invalidate each inode in `known` once.
 
     Directories with their cached listing, files with their pages if the content changed, and the link counts of inodes
     that lost or gained a name.
@@ -106,7 +139,8 @@ def _invalidate_inodes(engine: Engine, invalidation: CacheInvalidation, failed: 
     for change in invalidation.inodes:
         content[change.inode] = change.content or content.get(change.inode, False)
     for inode, with_content in content.items():
-        _send(failed, engine.invalidate_inode, inode, content=with_content)
+        if inode in known:
+            _send(failed, engine.invalidate_inode, inode, content=with_content)
 
 
 def _send(failed: dict[int, int], notify: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
