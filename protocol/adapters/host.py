@@ -17,13 +17,22 @@ class HostFilesystem(PathFilesystem):
     """Implements `protocol.filesystem.SnapshotableFilesystem` over the directory `root`.
 
     No path leads outside `root`, even while other programs rename things; absolute symlinks to paths below it stay
-    inside. Snapshots are archives in a temporary directory that is removed with this object. FileNotFoundError,
-    NotADirectoryError if `root` is not a directory.
+    inside.  Snapshots are archives in a temporary directory that is removed with this object.
+
+    With `durable` each write is on the disk when it returns: the file and its name are synced (fsync(2)).  Without, the
+    kernel writes it back later, as for most programs; a reader still sees either the old file or the new one.
+
+    FileNotFoundError, NotADirectoryError if `root` is not a directory.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, read_only: bool = False, limits: CallLimits = DEFAULT_LIMITS
+        self,
+        root: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        durable: bool = False,
+        limits: CallLimits = DEFAULT_LIMITS,
     ) -> None:
         if not os.path.isdir(root):
             raise os_error(errno.ENOTDIR if os.path.lexists(root) else errno.ENOENT, os.fspath(root))
-        super().__init__(HostFiles(root, read_only=read_only), limits=limits)
+        super().__init__(HostFiles(root, read_only=read_only, durable=durable), limits=limits)

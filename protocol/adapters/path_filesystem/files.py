@@ -37,7 +37,7 @@ class OpenFile(SeekableContent, Protocol):
     def node(self) -> int: ...
 
     def sync(self) -> None:
-        """Make the content durable, if the backend has durable storage."""
+        """Make the content durable, if the backend has durable storage and is asked to make every write durable."""
         ...
 
 
@@ -108,6 +108,10 @@ class PathFiles(Protocol):
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         """Rename, replacing `new_name` in directory `new_node`."""
+        ...
+
+    def sync_names(self, node: int) -> None:
+        """Make the entries of directory `node` durable, under the same condition as `OpenFile.sync`."""
         ...
 
     # -- attributes --------------------------------------------------------------------------

@@ -188,6 +188,7 @@ class PathFilesystem:
             names = self._make_parents(normal, place, parents)
             with held(self._store, enter(self._store, names)) as parent:
                 self._store.mkdir(parent, place.missing[-1])
+                self._store.sync_names(parent)
 
     def _make_parents(self, normal: str, place: ResolvedPath, allowed: bool) -> tuple[bytes, ...]:
         """Make the missing parents of `place`; return the names of its parent directory."""

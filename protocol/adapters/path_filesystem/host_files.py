@@ -23,10 +23,11 @@ _FILE: Final = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class HostFiles:
-    """Nodes are file descriptors.  `read_only` follows the file system's mount."""
+    """Nodes are file descriptors.  `read_only` follows the file system's mount; `durable` syncs each write."""
 
-    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False, durable: bool = False) -> None:
         self.root = os.path.realpath(root)
+        self._durable = durable
         self.read_only = read_only or bool(os.statvfs(self.root).f_flag & os.ST_RDONLY)
 
     def top(self) -> int:
@@ -48,7 +49,7 @@ class HostFiles:
         return os.readlink(b"", dir_fd=node)  # of the descriptor itself, readlink(2)
 
     def names(self, node: int) -> list[tuple[bytes, int]]:
-        directory = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=node)
+        directory = _readable(node)
         try:
             with os.scandir(directory) as entries:
                 return [(os.fsencode(entry.name), _kind(entry)) for entry in entries]
@@ -62,13 +63,13 @@ class HostFiles:
     # -- content -----------------------------------------------------------------------------
     def open(self, node: int, mode: Literal["read", "append"]) -> HostFile:
         how = os.O_RDONLY if mode == "read" else os.O_WRONLY | os.O_APPEND
-        file = HostFile(os.open(proc_path(node), how | _FILE))
+        file = HostFile(os.open(proc_path(node), how | _FILE), durable=self._durable)
         os.close(node)
         return file
 
     def create(self, node: int, name: bytes, mode: int | None) -> HostFile:
         how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
-        return HostFile(os.open(name, how, 0o666 if mode is None else mode, dir_fd=node))
+        return HostFile(os.open(name, how, 0o666 if mode is None else mode, dir_fd=node), durable=self._durable)
 
     # -- entries -----------------------------------------------------------------------------
     def mkdir(self, node: int, name: bytes) -> None:
@@ -91,6 +92,14 @@ class HostFiles:
 
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         os.rename(name, new_name, src_dir_fd=node, dst_dir_fd=new_node)
+
+    def sync_names(self, node: int) -> None:
+        if self._durable:
+            directory = _readable(node)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
     # -- attributes --------------------------------------------------------------------------
     def set_mode(self, node: int, mode: int) -> None:
@@ -115,7 +124,8 @@ class HostFiles:
 class HostFile:
     """An open file.  Like Python's own files, it is closed with a ResourceWarning if nobody closes it."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, durable: bool) -> None:
+        self._durable = durable
         self._file = io.FileIO(descriptor, "rb")  # opened only for the descriptor; the mode does not matter
         self.node = descriptor
 
@@ -137,10 +147,16 @@ class HostFile:
         return os.pwrite(self.node, data, offset)  # O_APPEND writes at the end, whatever `offset`, pwrite(2)
 
     def sync(self) -> None:
-        os.fsync(self.node)
+        if self._durable:
+            os.fsync(self.node)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _readable(node: int) -> int:
+    """Open directory `node`, a descriptor with O_PATH, for reading."""
+    return os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=node)
 
 
 def _kind(entry: os.DirEntry[str]) -> int:

@@ -106,6 +106,9 @@ class VolumeFiles:
     def rename(self, node: int, name: bytes, new_node: int, new_name: bytes) -> None:
         now(self.volume.rename(node, name, new_node, new_name))
 
+    def sync_names(self, node: int) -> None:
+        pass  # a volume keeps names with the content
+
     # -- attributes --------------------------------------------------------------------------
     def set_mode(self, node: int, mode: int) -> None:
         now(self.volume.setattr(node, AttributeChanges(mode=stat.S_IMODE(mode))))

@@ -24,6 +24,7 @@ def make_directories(store: PathFiles, names: tuple[bytes, ...], missing: Sequen
     for name in missing:
         with held(store, enter(store, names)) as node, contextlib.suppress(FileExistsError):
             store.mkdir(node, name)  # another program may have made it first
+            store.sync_names(node)
         names = (*names, name)
     return names
 
@@ -37,7 +38,7 @@ def open_writer(store: PathFiles, path: str, place: ResolvedPath, mode: WriteMod
         except BaseException:
             store.release(node)
             raise
-        return FileWriter(path, file, position=file.size())
+        return FileWriter(path, file, position=file.size(), commit=file.sync)
     names = (*place.names, *place.missing)
     parent = enter(store, names[:-1])
     try:
@@ -62,6 +63,7 @@ class _Creation:
 
     def commit(self) -> None:
         self.file.sync()
+        self._store.sync_names(self._parent)
         self._store.release(self._parent)
 
     def abort(self) -> None:
@@ -93,6 +95,7 @@ class _Replacement:
             _copy_ownership(store, self.file.node, self._old)
         self.file.sync()
         store.rename(self._parent, self._temporary, self._parent, self._name)
+        store.sync_names(self._parent)
         store.release(self._parent)
 
     def abort(self) -> None:

@@ -38,6 +38,28 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_only_a_durable_filesystem_syncs_each_write_and_its_name(
+    root: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    filesystem = HostFilesystem(root, durable=durable)
+
+    filesystem.write("new/file", "one", mode="create")
+    filesystem.write("new/file", " two", mode="append")
+
+    file, directory = str(root / "new" / "file"), str(root / "new")
+    assert synced == ([str(root), file, directory, file] if durable else [])
+    synced.clear()
+    filesystem.write("new/file", "three")
+    filesystem.mkdir("new/made")
+
+    assert [path for path in synced if not path.endswith(".tmp")] == ([directory, directory] if durable else [])
+    assert len(synced) == (3 if durable else 0)
+    assert filesystem.read("new/file").content == "three"
+
+
 @pytest.mark.parametrize(
     "target", ["../outside", "{outside}", "inside/../../outside", "/..{outside}", "hop", "/proc/self/root{outside}"]
 )
