@@ -25,6 +25,7 @@ import vfsd
 from protocol.linux.regular_file import open_regular
 from vfsd.machine import interpreter
 from vfsd.machine.mounts import clear_dead_mount
+from vfsd.machine.old_logs import remove_old_logs
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import Failed, Ready, decode_report, encode_options
 from vfsd.wire.options import MountOptions
@@ -68,6 +69,7 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
             elif isinstance(error, OSError) and is_locked:
                 _remove_idle_log(log, log_fd)
             raise
+    remove_old_logs(os.path.dirname(log))
     # Reap the daemon if it ends before this process.
     threading.Thread(target=daemon.wait, name=f"vfsd-{options.workspace.name}", daemon=True).start()
     return ready
@@ -189,6 +191,9 @@ def _open_log(path: str) -> tuple[int, bool]:
     descriptor = open_regular(path, flags)
     if not _lock(descriptor):
         return descriptor, False
+    if os.fstat(descriptor).st_nlink == 0:  # `remove_old_logs` removed it before it was locked
+        os.close(descriptor)
+        return _open_log(path)
     if os.fstat(descriptor).st_size == 0:
         return descriptor, True
     os.replace(path, path + ".1")

@@ -25,6 +25,7 @@ import functools
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
@@ -40,7 +41,7 @@ from vfsd.client.mount_arguments import MountArguments, mount_options, running_w
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
 from vfsd.machine.mountinfo import mount_at
-from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -62,6 +63,13 @@ class _Base:
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
+        # A finalizer rather than `__del__`: at the interpreter's exit it runs while the modules still work.
+        self._left = weakref.finalize(self, _warn_of_left, repr(self), daemon, os.getpid()) if unmount_at_exit else None
+
+    def _not_left(self) -> None:
+        """Record that the workspace was unmounted, or is unmounted by a `with` block."""
+        if self._left is not None:
+            self._left.detach()
 
     @property
     def name(self) -> str:
@@ -158,6 +166,9 @@ class Workspace(_Base):
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
 
+        Without a `with` block, call `unmount`.  A workspace that is still mounted when its object is collected, or at
+        the program's exit, keeps running, and Python warns (ResourceWarning).
+
         `create` makes the directory and its parents if they do not exist; they remain after the unmount.
 
         `backend` is one of:
@@ -216,6 +227,7 @@ class Workspace(_Base):
         return cls(running_workspace(selector), unmount_at_exit=False)
 
     def __enter__(self) -> Self:
+        self._not_left()
         return self
 
     def __exit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
@@ -253,6 +265,7 @@ class Workspace(_Base):
         if self._unmounted is None:
             with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = self._run(self._requests.unmount(lazy=lazy))
+                self._not_left()
                 wait_ended(_end_timeout_s(self._unmounted))
         return self._unmounted
 
@@ -310,6 +323,7 @@ class AsyncWorkspace(_Base):
         return Opening(find)
 
     async def __aenter__(self) -> Self:
+        self._not_left()
         return self
 
     async def __aexit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
@@ -343,11 +357,23 @@ class AsyncWorkspace(_Base):
         if self._unmounted is None:
             with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = await self._run(self._requests.unmount(lazy=lazy))
+                self._not_left()
                 await trio.to_thread.run_sync(wait_ended, _end_timeout_s(self._unmounted))
         return self._unmounted
 
 
 # -- shared ---------------------------------------------------------------------------------------
+def _warn_of_left(workspace: str, daemon: Ready | WorkspaceRecord, mounted_by: int) -> None:
+    """Warn that nothing unmounted a workspace whose object has gone; the workspace keeps running.
+
+    Makes no system call on the mount.  Only the process `mounted_by` warns, and none of its forks.
+    """
+    if os.getpid() != mounted_by or process_start_ticks(daemon.pid) is None or mount_at(daemon.mountpoint) is None:
+        return
+    text = f"{workspace} was left mounted: use it in a `with` block, or call unmount()"
+    warnings.warn(text, ResourceWarning, stacklevel=2)
+
+
 def _launch(options: MountOptions, *, create: bool) -> Ready:
     if create:
         # `launch` reports anything else at that path, and replaces a dead mount.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -217,6 +219,57 @@ def test_a_workspace_that_somebody_else_unmounted_is_no_error(workdir: Path, mon
     monkeypatch.setattr("vfsd.client.launch.launch", lambda _: ready)
     with Workspace.mount(workdir) as ws, pytest.raises(ConnectionError):
         ws.status()
+
+
+@pytest.mark.parametrize(
+    ("use", "warns"),
+    [
+        (Workspace.mount, True),
+        (lambda path: Workspace.mount(path).unmount(), False),
+        (lambda path: Workspace.mount(path).__enter__(), False),
+        (lambda _path: Workspace.attach("demo"), False),
+    ],
+    ids=["left", "unmounted", "with", "attached"],
+)
+def test_a_workspace_that_is_left_mounted_warns(
+    daemon: FakeDaemon,
+    launched: list[MountOptions],
+    monkeypatch: pytest.MonkeyPatch,
+    use: Callable[[str], object],
+    warns: bool,
+) -> None:
+    monkeypatch.setattr("vfsd.client.workspace.mount_at", lambda path: path)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(daemon.mountpoint)
+        gc.collect()
+
+    messages = [str(each.message) for each in caught if "left mounted" in str(each.message)]
+    wanted = (
+        f"<Workspace 'demo' at {daemon.mountpoint!r}> was left mounted: use it in a `with` block, or call unmount()"
+    )
+    assert messages == ([wanted] if warns else [])
+
+
+def test_a_workspace_that_is_not_mounted_any_more_does_not_warn(
+    daemon: FakeDaemon, launched: list[MountOptions]
+) -> None:
+    Workspace.mount(daemon.mountpoint)  # the fake one has no mount; a warning would fail this test
+    gc.collect()
+
+
+def test_a_program_that_ends_warns_of_the_workspace_that_it_leaves(daemon: FakeDaemon) -> None:
+    code = """
+import sys, vfsd.client.workspace as module
+from vfsd.wire.handshake import Ready
+module.launch.launch = lambda _: Ready("demo", sys.argv[1], "socket", int(sys.argv[2]), "native")
+module.mount_at = lambda path: path
+kept = module.Workspace.mount(sys.argv[1])
+"""
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code, daemon.mountpoint, str(os.getpid())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "was left mounted" in done.stderr
 
 
 def test_mount_makes_the_directory_unless_told_not_to(
