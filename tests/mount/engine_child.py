@@ -192,6 +192,9 @@ class _Child:
     async def drained(self) -> None:
         await self.engine.drained()
 
+    async def answered_all_before(self) -> bool:
+        return await self.engine._has_answered_all_before()  # type: ignore[attr-defined]  # pyfuse3's
+
     async def check(self) -> None:
         self.volume.check_invariants()
 

@@ -244,6 +244,19 @@ def test_a_shared_mapping_is_in_the_volume_once_it_is_synced_and_drained(mount):
     assert read(mount.path + "/file")[4096:4103] == b"written"
 
 
+def test_dirty_pages_are_in_the_volume_once_markers_have_passed(mount):
+    pages = 200  # every second one is dirty: each is a request, more than the background queue lets through at once
+    with open(mount.path + "/file", "w+b") as file:
+        file.truncate(pages * 4096)
+        with mmap.mmap(file.fileno(), pages * 4096) as mapped:
+            for page in range(0, pages, 2):
+                mapped[page * 4096] = ord("x")
+            assert libc.syncfs(file.fileno()) == 0
+            while not mount.call("answered_all_before"):
+                pass
+            assert mount.call("content", name="file").count("x") == pages // 2
+
+
 def test_nanosecond_times_before_and_after_the_epoch(mount):
     write(mount.path + "/file")
     for atime, mtime in ((1_234_567_890_123_456_789, 987_654_321), (-1, -1_500_000_001)):

@@ -44,6 +44,7 @@ from protocol.volume import Answer, AttributeChanges, Attributes, Caller, Flushi
 from vfsd.kernel.engines import policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator, invalidate_attributes, mount_options
 from vfsd.kernel.engines.libfuse import capture_standard_error, mount_error
+from vfsd.kernel.engines.markers import Markers
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ _INODE_MASK: Final = _CLEARS_SET_ID - 1
 _STOP_GRACE_S: Final = 5.0  # how long handlers may run on after the engine is stopped
 _BLOCK_BYTES: Final = 4096  # st_blksize: a page, the unit of the kernel's cache
 _MAX_REQUESTS_BEFORE_RETRY: Final = 64
+# So many times `drained` lets the handlers run before it sends markers.
+_PASSES_BEFORE_MARKERS: Final = 16
+_MAX_BACKGROUND: Final = 12  # FUSE_DEFAULT_MAX_BACKGROUND, fs/fuse/inode.c; libfuse leaves it
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +77,8 @@ def _handler(
     @functools.wraps(method)
     async def handle(self: _Handlers, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self.requests += 1
-        self.in_progress += 1
+        number = self.requests
+        self.in_progress.add(number)
         try:
             try:
                 return await method(self, *args, **kwargs)
@@ -87,7 +92,7 @@ def _handler(
         except Exception as error:  # noqa: BLE001 - an exception that leaks ends pyfuse3's loop
             raise _fuse_error(error, method.__name__) from None
         finally:
-            self.in_progress -= 1
+            self.in_progress.discard(number)
 
     return handle
 
@@ -108,7 +113,9 @@ class _Handlers(pyfuse3.Operations):
 
     def __init__(self, volume: Volume, settings: EngineSettings, impersonator: Impersonator | None) -> None:
         self.requests = 0
-        self.in_progress = 0
+        self.in_progress: set[int] = set()  # numbers of requests
+        self.background_requests = 0  # so many that the kernel may have sent from its background queue
+        self.record_statfs: Callable[[int], None] = lambda _thread_id: None  # set by the engine
         # Set by the engine: whether the device holds requests, and the invalidation of cached attributes.
         self.is_readable: Callable[[], bool] = lambda: False
         self.invalidate_attributes: Callable[[int], None] = lambda _inode: None
@@ -338,12 +345,14 @@ class _Handlers(pyfuse3.Operations):
 
     @_handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
+        self.background_requests += 1
         data = self._volume.read(fh & _INODE_MASK, off, size)
         # pyfuse3 takes any contiguous buffer; its annotation says bytes.
         return cast("bytes", await data if isinstance(data, Awaitable) else data)
 
     @_handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        self.background_requests += 1
         inode = fh & _INODE_MASK
         kill = bool(fh & _CLEARS_SET_ID) and await self._has_set_id(inode)
         written = await _result(self._volume.write(inode, off, buf, kill_privileges=kill))
@@ -362,8 +371,9 @@ class _Handlers(pyfuse3.Operations):
         await _result(self._flush(fh & _INODE_MASK))
 
     @_handler
-    async def release(self, fh: int) -> None:
+    async def release(self, fh: int) -> None:  # noqa: ARG002
         """Nothing: a handle carries no state."""
+        self.background_requests += 1
 
     @_handler
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -371,7 +381,8 @@ class _Handlers(pyfuse3.Operations):
 
     # -- the rest ------------------------------------------------------------------------------
     @_handler
-    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:  # noqa: ARG002
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        self.record_statfs(ctx.pid)
         stats = await _result(self._volume.statfs())
         data = pyfuse3.StatvfsData()
         data.f_bsize = data.f_frsize = stats.block_size
@@ -434,6 +445,8 @@ class Pyfuse3Engine:
         self.fallback_reason: Final = fallback_reason
         self._settings = settings
         self._handlers = _Handlers(volume, settings, impersonator)
+        self._markers = Markers(settings.mountpoint)
+        self._handlers.record_statfs = self._markers.record
         self._fd = -1  # pyfuse3's /dev/fuse descriptor while the session lives
         self._scope: trio.CancelScope | None = None
         self._lock = threading.Lock()  # guards the two below
@@ -502,8 +515,29 @@ class Pyfuse3Engine:
     async def drained(self) -> None:
         # The kernel makes a request of its background queue readable as soon as an earlier one is answered, so
         # "nothing to read and nothing in progress" covers that queue too.
+        passes = 0
         while self._scope is not None and (self._handlers.in_progress or self._readable()):
+            passes += 1
+            if passes > _PASSES_BEFORE_MARKERS and await self._has_answered_all_before():
+                return
             await trio.lowlevel.checkpoint()
+
+    async def _has_answered_all_before(self) -> bool:
+        """Answer every request that was issued before this call, although the device may never be empty.
+
+        False: the kernel's background queue may still hold some, or markers do not reach this mount.
+        `NativeEngine._has_read_all_before` explains why two markers suffice.
+        """
+        handlers = self._handlers
+        if not await self._markers.pass_one():
+            return False
+        before = handlers.background_requests - len(handlers.in_progress)
+        if not await self._markers.pass_one() or handlers.background_requests - before >= _MAX_BACKGROUND:
+            return False
+        earlier = set(handlers.in_progress)
+        while self._scope is not None and not earlier.isdisjoint(handlers.in_progress):
+            await trio.lowlevel.checkpoint()
+        return True
 
     def _readable(self) -> bool:
         poll = select.poll()

@@ -28,8 +28,8 @@ from protocol.errors import errno_of
 from protocol.volume import Volume
 from vfsd.kernel.engines import base, policy
 from vfsd.kernel.engines.base import EngineSettings, Impersonator
+from vfsd.kernel.engines.markers import Markers
 from vfsd.kernel.engines.native import mounting, wire
-from vfsd.kernel.engines.native.markers import Markers
 from vfsd.kernel.engines.native.negotiation import (
     MAX_BACKGROUND,
     MAX_REQUEST_BYTES,

@@ -1,0 +1,126 @@
+"""How long requests and snapshots take while the workspace has other work: p50, p99 and the longest.
+
+    python -m bench.latency_under_load [--seconds N] [--files N]
+
+A stat of the mount is measured while nothing else runs, and during exports, greps and imports of a memory workspace.
+Snapshots are measured while four programs send requests through the mount without a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench._filesystems import end_cleanly, run
+from bench.control import FILE_BYTES, fill
+from vfsd.client.workspace import Workspace
+
+VFSD = Path(sys.executable).with_name("vfsd")
+PROGRAMS = 4
+# Creates, writes, renames and removes a file, again and again.
+PROGRAM = """
+import os, sys
+top = sys.argv[1]
+while True:
+    with open(top + "/a", "wb") as file:
+        file.write(b"x" * 1024)
+    os.rename(top + "/a", top + "/b")
+    os.unlink(top + "/b")
+"""
+
+
+def report(name: str, times: list[float]) -> None:
+    times.sort()
+    p50, p99, longest = (times[int(len(times) * share)] * 1000 for share in (0.5, 0.99, 0.999999))
+    print(f"{name:28}{len(times):8}{p50:10.3f}{p99:10.3f}{longest:10.3f}", flush=True)
+
+
+def timed(seconds: float, body: Callable[[], object]) -> list[float]:
+    times = []
+    until = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        body()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def stats(place: Path, seconds: float) -> list[float]:
+    """Look up names that do not exist and were never looked up: each is one request."""
+    names = (f"{place}/absent{time.monotonic_ns()}.{number}" for number in iter(int, 1))
+    return timed(seconds, lambda: os.path.exists(next(names)))
+
+
+@contextmanager
+def repeating(work: Callable[[], object]) -> Iterator[None]:
+    """Repeat `work` in a thread inside the block."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def programs(place: Path) -> Iterator[None]:
+    running = []
+    for number in range(PROGRAMS):
+        (place / f"program{number}").mkdir()
+        running.append(subprocess.Popen([sys.executable, "-c", PROGRAM, place / f"program{number}"]))
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
+    parser.add_argument("--files", type=int, default=10_000)
+    options = parser.parse_args()
+    end_cleanly()
+    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
+    archive = scratch / "out.zip"
+    try:
+        with Workspace.mount(scratch / "mount", name=f"latency-{os.getpid()}") as workspace:
+            place = Path(workspace.path)
+            fill(place, options.files, FILE_BYTES)
+            workspace.export(archive, overwrite=True)
+            print(f"{'ms':28}{'times':>8}{'p50':>10}{'p99':>10}{'longest':>10}")
+            report("stat, idle", stats(place, options.seconds))
+            works: dict[str, Callable[[], object]] = {
+                "export": lambda: workspace.export(archive, overwrite=True),
+                "grep": lambda: run(VFSD, "-w", workspace.name, "fs", "grep", "no_such_word_[0-9]+x"),
+                "import": lambda: workspace.import_archive(archive),
+            }
+            for name, work in works.items():
+                with repeating(work):
+                    report(f"stat during {name}", stats(place, options.seconds))
+            for name, in_use in (("snapshot, idle", False), ("snapshot under load", True)):
+                with programs(place) if in_use else repeating(lambda: time.sleep(0.1)):
+                    times = timed(options.seconds, workspace.snapshot)
+                report(name, times)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
