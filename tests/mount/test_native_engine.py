@@ -411,8 +411,9 @@ def test_dirty_pages_are_in_the_volume_once_markers_have_passed(mount: Mounted) 
         for page in range(0, pages, 2):
             mapped[page * 4096] = ord("x")
         libc.syncfs(fd)
+        until = time.monotonic() + 60
         while not mount.ask("has_read_all_before"):
-            pass
+            assert time.monotonic() < until, "the markers do not pass"
         assert mount.ask("count", os.fstat(fd).st_ino, b"x") == pages // 2
     os.close(fd)
     os.unlink(mount.path / "f")

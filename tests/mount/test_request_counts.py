@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.fuse
 
 ROOT = Path(__file__).parents[2]
 FILES = 3
+LIMIT_S = 60
 ATTEMPTS = 5  # the kernel may drop a cache at any time, when memory is short
 
 # The requests that a program waits for, for one file.  Measured with Linux 6.18; another kernel may send fewer.
@@ -53,10 +55,10 @@ TAR_X, RM_RF = 8, 1.4
 class Daemon:
     """A mount whose daemon counts the requests that programs wait for."""
 
-    def __init__(self, top: Path, report: Path, pid: int) -> None:
+    def __init__(self, top: Path, report: Path, process: subprocess.Popen[bytes]) -> None:
         self.top = top
         self._report = report
-        self._pid = pid
+        self._process = process
 
     def requests_of(self, work: Callable[[], object]) -> int:
         self._counted()
@@ -65,9 +67,12 @@ class Daemon:
 
     def _counted(self) -> int:
         self._report.unlink(missing_ok=True)
-        os.kill(self._pid, signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + LIMIT_S
         while not self._report.exists():
-            os.kill(self._pid, 0)
+            assert self._process.poll() is None, "the daemon has ended"
+            assert time.monotonic() < until, "the daemon does not answer"
+            time.sleep(0.001)
         counts = json.loads(self._report.read_text())
         return sum(count for name, count in counts.items() if name not in FORGETS)
 
@@ -81,7 +86,8 @@ def a_counting_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daem
     try:
         while not top.is_mount():
             assert process.poll() is None, "the daemon did not start"
-        yield Daemon(top, report, process.pid)
+            time.sleep(0.01)
+        yield Daemon(top, report, process)
     finally:
         subprocess.run(["fusermount3", "-u", "-z", top], check=False)
         process.wait()
