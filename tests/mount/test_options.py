@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -375,3 +376,23 @@ def test_without_xattrs_a_new_file_costs_a_request_less_and_a_copy_of_it_four(mo
     (made, copied), (made_without, copied_without) = requests(mount()), requests(mount(xattrs=False))
     assert made - made_without > 90
     assert copied - copied_without > 390
+
+
+# -- wakeups ---------------------------------------------------------------------------------------------
+def test_the_status_says_whether_idle_cpus_are_kept_awake(mount: MountIt, engine: str) -> None:
+    state = mount(wakeups="off").status().wakeups
+    assert state == (None if engine == "pyfuse3" else "idle CPUs may halt: --wakeups off")
+
+
+def test_wakeups_that_cannot_work_are_reported_by_the_mount(engine: str, workdir: Path) -> None:
+    place = workdir / "m"
+    place.mkdir()
+    name = f"{workdir.name}-wakeups"
+    said = json.loads(succeeded(vfsd("mount", place, "--name", name, "--wakeups", "on", "--engine", engine, "--json")))
+    succeeded(vfsd("unmount", name))
+    if engine == "pyfuse3":
+        assert said["warnings"] == ["--wakeups on has no effect with the pyfuse3 engine"]
+    elif os.access("/dev/cpu_dma_latency", os.W_OK):
+        assert said["warnings"] == []
+    else:
+        assert "cannot open /dev/cpu_dma_latency" in said["warnings"][0]

@@ -24,7 +24,7 @@ from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import TRANSPORTS, MountOptions
+from vfsd.wire.options import TRANSPORTS, WAKEUPS, MountOptions
 
 
 class _MountOption(click.Option):
@@ -123,6 +123,13 @@ _option = functools.partial(click.option, cls=_MountOption)
     flag_value=False,
     default=True,
     help="No extended attributes and no ACLs; each new file then costs one request less.",
+)
+@_option(
+    "--wakeups",
+    type=click.Choice(WAKEUPS),
+    default="auto",
+    show_default=True,
+    help="Keep idle CPUs awake during bursts of requests: auto does so in virtual machines where it helps.",
 )
 @_option(
     "--store",
@@ -230,6 +237,8 @@ def _emit_ready(app: App, ready: Ready) -> None:
     )
     if ready.recovered and not app.json:
         output.note(ready.recovered)
+    for warning in ready.warnings if not app.json else ():
+        output.note(warning)
 
 
 _COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time")
@@ -311,6 +320,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("mountpoint", "path"), status.mountpoint),
             (output.Column("backend"), status.backend),
             (output.Column("engine"), _engine(status)),
+            *([(output.Column("wake-ups"), status.wakeups)] if status.wakeups else []),
             (output.Column("read-only"), "yes" if status.read_only else "no"),
             (output.Column("files", "count"), status.files),
             (output.Column("directories", "count"), status.directories),

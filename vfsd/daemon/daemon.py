@@ -76,6 +76,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         allow_other=options.kernel.allow_other,
         cache_timeout_s=backend.cache_timeout_s,
         xattrs=options.kernel.xattrs,
+        wakeups=options.kernel.wakeups,
     )
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
@@ -152,9 +153,12 @@ class _Daemon:
                         os.getpid(),
                         self._engine.name,
                         recovered,
+                        tuple(self._engine.warnings),
                     )
                 )
                 self._answers = True
+                for warning in self._engine.warnings:
+                    _logger.warning("%s", warning, extra={"operation": "mount"})
                 nursery.start_soon(self._import_rest)
                 self._notifier.ready(f"serving {options.workspace.mountpoint}")
                 _logger.info(

@@ -29,6 +29,7 @@ from protocol.backends.container.podman.address import default_address
 from protocol.backends.container.podman.ulimits import PODMAN_DEFAULT
 from vfsd.machine import runtime
 from vfsd.machine.foreign import foreign_protocol
+from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE, UDEV_RULE, idle_cpus
 from vfsd.machine.mountinfo import mounts, vfsd_mounts
 from vfsd.machine.mounts import is_dead
 
@@ -275,6 +276,32 @@ def _processes(host: Host) -> Finding:
     return _finding("processes", f"{left} more of {int(most)} allowed", ok=left >= PROCESSES_MIN, advice=advice)
 
 
+def _check_wakeups(host: Host) -> Iterator[Finding]:
+    """Check whether idle CPUs can be kept awake during bursts of requests (`vfsd mount --wakeups`)."""
+    found = idle_cpus(host.root)
+    if found.why_awake is not None:
+        yield _fine("wake-ups", f"{found.describe()}: nothing to gain, {found.why_awake}")
+        return
+    try:
+        os.close(os.open(host.path(CPU_LATENCY_DEVICE), os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        what = f"{found.describe()}; {CPU_LATENCY_DEVICE} is missing, so requests wait for sleeping CPUs"
+        yield _problem("wake-ups", what, "in a container, start it with --device /dev/cpu_dma_latency")
+    except OSError as error:
+        what = (
+            f"{found.describe()}; {CPU_LATENCY_DEVICE} cannot be opened ({error.strerror}), so requests wait for"
+            " sleeping CPUs and take two to five times as long"
+        )
+        advice = (
+            f"sudo groupadd -f vfsd && sudo usermod -aG vfsd $USER && echo {shlex.quote(UDEV_RULE)} |"
+            " sudo tee /etc/udev/rules.d/70-vfsd.rules && sudo udevadm control --reload && sudo udevadm trigger"
+            " --name-match=cpu_dma_latency; then log in again"
+        )
+        yield _problem("wake-ups", what, advice)
+    else:
+        yield _fine("wake-ups", f"{found.describe()}: mounts keep idle CPUs awake during bursts of requests")
+
+
 def _request_timeout(host: Host) -> Finding:
     """Check the timeout after which Linux 6.15 and later abort a mount; Documentation/admin-guide/sysctl/fs.rst."""
     values = [host.read(f"/proc/sys/fs/fuse/{name}") for name in ("default_request_timeout", "max_request_timeout")]
@@ -428,6 +455,7 @@ _CHECKS: Final = [
     _check_allow_other,
     _check_runtime_directory,
     _check_limits,
+    _check_wakeups,
     _check_podman,
     _check_leftovers,
 ]

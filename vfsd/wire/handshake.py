@@ -18,7 +18,11 @@ from vfsd.wire.options import MountOptions
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The mount answers.  `recovered`: a sentence about a dead workspace that this one replaced, if any."""
+    """The mount answers.
+
+    `recovered`: a sentence about a dead workspace that this one replaced, if any.  `warnings`: options that have no
+    effect, and why.
+    """
 
     name: str
     mountpoint: str
@@ -26,6 +30,7 @@ class Ready(msgspec.Struct, frozen=True):
     pid: int
     engine: str
     recovered: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class Failed(Value):

@@ -178,6 +178,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
     engine_reason: str | None = None  # why the engine is not the preferred one
+    wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     # Backends container:NAME and image:REF only.

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from protocol.values import Value
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
-from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, MountOptions
+from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
@@ -133,6 +133,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
         _refuse_choice("engine", values["engine"], known_engines())
     if values["transport"] not in TRANSPORTS:
         _refuse_choice("transport", values["transport"], TRANSPORTS)
+    if values["wakeups"] not in WAKEUPS:
+        _refuse_choice("wakeups", values["wakeups"], WAKEUPS)
     _check_workdir(values["workdir"])
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:

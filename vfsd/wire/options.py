@@ -19,6 +19,8 @@ from vfsd.wire.backend_spec import MEMORY, BackendSpec
 
 TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
+WakeupsChoice = Literal["auto", "on", "off"]
+WAKEUPS: Final = ("auto", "on", "off")
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -38,13 +40,14 @@ class KernelOptions(Value):
 
     `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
     for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
-    sends no requests for them.
+    sends no requests for them.  `wakeups`: whether idle CPUs are kept awake during bursts of requests.
     """
 
     engine: str = "auto"  # or the name of an engine: see `vfsd.wire.entry_points`
     allow_other: bool = False
     cache_timeout_s: float | None = None
     xattrs: bool = True
+    wakeups: WakeupsChoice = "auto"
 
 
 class LimitOptions(Value):

@@ -105,6 +105,7 @@ class Methods:
             snapshots=None if snapshots is None else len(await snapshots.infos()),
             requests=engine.requests,
             engine_reason=engine.fallback_reason,
+            wakeups=engine.wakeups,
             interrupted=None if snapshots is None else await snapshots.unfinished(),
             commands=self._commands.where,
             container=None if container is None else await container.describe(),

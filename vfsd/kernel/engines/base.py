@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from protocol.values import Value
 from protocol.volume import Volume
@@ -23,6 +24,7 @@ class EngineSettings(Value):
 
     Without `xattrs` the mount has no extended attributes and no ACLs (EOPNOTSUPP), and the kernel does not ask for
     any: neither for a file's capabilities before its first write, nor for `ls -l` and `cp -a`.
+    `wakeups`: whether the engine keeps idle CPUs awake during bursts of requests ("auto": where that helps).
     """
 
     mountpoint: str
@@ -31,6 +33,7 @@ class EngineSettings(Value):
     allow_other: bool = False
     cache_timeout_s: float = math.inf
     xattrs: bool = True
+    wakeups: Literal["auto", "on", "off"] = "auto"
 
 
 def mount_options(settings: EngineSettings, *, checked: bool) -> set[str]:
@@ -71,6 +74,16 @@ class Engine(Protocol):
     @property
     def requests(self) -> int:
         """The number of requests answered so far."""
+        ...
+
+    @property
+    def wakeups(self) -> str | None:
+        """What the engine does about slow wake-ups of idle CPUs, as a line for people; None: nothing."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Settings that have no effect, and why: each a line for the person who mounts."""
         ...
 
     def mount(self) -> None:

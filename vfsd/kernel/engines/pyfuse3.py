@@ -443,6 +443,10 @@ class Pyfuse3Engine:
         fallback_reason: str | None = None,
     ) -> None:
         self.fallback_reason: Final = fallback_reason
+        self.wakeups: Final = None
+        self.warnings: Final = (
+            ("--wakeups on has no effect with the pyfuse3 engine",) if settings.wakeups == "on" else ()
+        )
         self._settings = settings
         self._handlers = _Handlers(volume, settings, impersonator)
         self._markers = Markers(settings.mountpoint)

@@ -36,6 +36,7 @@ VALUES: dict[str, list[str]] = {
     "--from": ["a.zip", "", "\udcff"],
     "--max-bytes": ["64MiB", "", "0", "-1", "9" * 40, "nan", "\udcff"],
     "--max-inodes": ["100", "", "0", "-1", "9" * 40, "1.5"],
+    "--wakeups": ["off", "auto", "on", "", "maybe"],
     "--cache-timeout": ["2", "0", "", "-1", "nan", "inf", "1e308"],
     "--store": ["kept", "", "/proc/nothing"],
     "--include": ["*.py", "", "\udcff", "!"],

@@ -18,7 +18,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ from vfsd.kernel.engines.native.negotiation import (
 from vfsd.kernel.engines.native.operations import Handler, Operations
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
+from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 
 _logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class NativeEngine:
         self._operations = self._operations_over(volume, self._replies)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
         self._requests = 0
+        self._wakeups = Wakeups(None, why_off="the workspace is not served")
+        self._warning: str | None = None
         self._empty_count = 0  # how often the loop found the device empty
         self._postponed: list[bytes] = []  # requests that failed with ENOSPC, to be tried once more
         self._pending: dict[int, _PendingRequest] = {}  # by `unique`
@@ -108,6 +111,14 @@ class NativeEngine:
     def requests(self) -> int:
         return self._requests
 
+    @property
+    def wakeups(self) -> str:
+        return self._wakeups.state
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        return () if self._warning is None else (self._warning,)
+
     # -- mount and unmount -------------------------------------------------------------------
     def mount(self) -> None:
         """Make the mount and negotiate the protocol.
@@ -115,7 +126,12 @@ class NativeEngine:
         OSError: fusermount3 refused, or (EPROTONOSUPPORT) the kernel lacks a feature that this engine requires.
         """
         checked = policy.needs_checks(self._settings)
-        descriptor, self._mount = mounting.mount(self._settings, checked=checked)
+        self._wakeups, self._warning = make_wakeups(self._settings.wakeups)
+        try:
+            descriptor, self._mount = mounting.mount(self._settings, checked=checked)
+        except BaseException:
+            self._wakeups.close()
+            raise
         os.set_blocking(descriptor, False)
         # FileIO reports an empty device as None, which costs less than an exception.
         self._device = io.FileIO(descriptor, "r+")
@@ -157,6 +173,7 @@ class NativeEngine:
         )
 
     def unmount(self) -> None:
+        self._wakeups.close()
         made, self._mount = self._mount, None
         if made is None:
             return
@@ -187,15 +204,18 @@ class NativeEngine:
         readable.register(device, select.POLLIN)
         try:
             with self._stopped, RunnableThreads() as runnable:
+                self._wakeups.runnable = runnable
                 async with trio.open_nursery() as self._nursery:
-                    await self._serve(device, Poller(readable.poll, runnable=runnable))
+                    await self._serve(device, Poller(readable.poll, runnable=runnable), self._wakeups)
                     self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
+            self._wakeups.close()
 
-    async def _serve(self, device: io.FileIO, poller: Poller) -> None:
+    async def _serve(self, device: io.FileIO, poller: Poller, wakeups: Wakeups) -> None:
         descriptor = device.fileno()
         slices = 0  # since a request was postponed
+        seen = self._requests
 
         while True:
             try:
@@ -214,8 +234,16 @@ class NativeEngine:
                 if empty or slices > _SLICES_BEFORE_RETRY:
                     self._retry_postponed(descriptor)
                     slices = 0
+            patience_s = wakeups.answered(self._requests - seen)
+            seen = self._requests
             if empty:
                 self._empty_count += 1
+                if patience_s:
+                    with trio.move_on_after(patience_s) as waiting:
+                        await trio.lowlevel.wait_readable(device)
+                    if not waiting.cancelled_caught:
+                        continue
+                    wakeups.rest()
                 await trio.lowlevel.wait_readable(device)
             else:
                 await trio.lowlevel.checkpoint()
