@@ -24,7 +24,7 @@ from vfsd.wire.entry_points import ENGINES, is_engine, known_engines
 from vfsd.wire.handshake import Ready
 from vfsd.wire.messages import wire_path
 from vfsd.wire.option_rules import SCOPES, OptionError
-from vfsd.wire.options import TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, TRANSPORTS, WAKEUPS, MountOptions
 
 
 class _MountOption(click.Option):
@@ -130,6 +130,13 @@ _option = functools.partial(click.option, cls=_MountOption)
     default="auto",
     show_default=True,
     help="Keep idle CPUs awake during bursts of requests: auto does so in virtual machines where it helps.",
+)
+@_option(
+    "--cache",
+    type=click.Choice(CACHES),
+    default="writethrough",
+    show_default=True,
+    help="writeback: the kernel collects writes and sends them later; faster for databases and other small writes.",
 )
 @_option(
     "--store",
@@ -321,6 +328,7 @@ def _show_status(status: messages.StatusResult) -> None:
             (output.Column("backend"), status.backend),
             (output.Column("engine"), _engine(status)),
             *([(output.Column("wake-ups"), status.wakeups)] if status.wakeups else []),
+            (output.Column("cache"), status.cache),
             (output.Column("read-only"), "yes" if status.read_only else "no"),
             (output.Column("files", "count"), status.files),
             (output.Column("directories", "count"), status.directories),

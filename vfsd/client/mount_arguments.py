@@ -14,7 +14,7 @@ from vfsd.client.requests import FilePath
 from vfsd.machine.runtime import WorkspaceNotFoundError, WorkspaceRecord, find_workspace, unique_name
 from vfsd.wire.backend_spec import parse_backend
 from vfsd.wire.option_rules import OptionError, check_options, parse_sandbox
-from vfsd.wire.options import MountOptions, TransportChoice, WakeupsChoice
+from vfsd.wire.options import CacheChoice, MountOptions, TransportChoice, WakeupsChoice
 
 
 def _host_directory(directory: str, mountpoint: str) -> str:
@@ -62,6 +62,7 @@ class MountArguments(TypedDict, total=False):
     cache_timeout_s: float | None
     xattrs: bool
     wakeups: WakeupsChoice
+    cache: CacheChoice
     include: Sequence[str]
     exclude: Sequence[str]
     exec_on_host: bool

@@ -184,6 +184,7 @@ class Workspace(_Base):
           removed with it.
 
         With `xattrs=False` the mount has no extended attributes and no ACLs, and each new file costs one request less.
+        With `cache="writeback"` (memory and overlay only) the kernel collects writes and sends them later.
         `archive` is a ZIP file with the initial content.  The limits are in bytes and in inodes.  None: `max_memory` is
         half of the machine's memory or of the cgroup's limit, `max_bytes` is `max_memory`, inodes are unlimited.
         `store` is the directory in which snapshots of "host:DIR" and of containers are kept (None: the user's own); it

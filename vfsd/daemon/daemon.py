@@ -77,6 +77,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
         cache_timeout_s=backend.cache_timeout_s,
         xattrs=options.kernel.xattrs,
         wakeups=options.kernel.wakeups,
+        write_back=options.kernel.cache == "writeback",
     )
     replay = Replay(backend.volume, options.workspace.mountpoint)
     try:
@@ -130,7 +131,15 @@ class _Daemon:
                 if container is not None:
                     await nursery.start(container.attend, functools.partial(invalidate_kernel_caches, self._engine))
                 volume, engine, mountpoint = self._backend.volume, self._engine, options.workspace.mountpoint
-                mounted = MountedVolume(volume, engine, self._replay, mountpoint, nursery, container)
+                mounted = MountedVolume(
+                    volume,
+                    engine,
+                    self._replay,
+                    mountpoint,
+                    nursery,
+                    container,
+                    cache=options.kernel.cache,
+                )
                 snapshots = open_snapshots(mounted, self._backend.stored)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 methods = Methods(mounted, snapshots, options.workspace, started_at, commands, self._imported.wait)

@@ -3,7 +3,7 @@
 Each such change (restore, import, `vfsd fs`) takes three steps:
 
 1. hold `change_lock`, so that there is only one at a time;
-2. `write_back`, so that the dirty pages of shared mappings are in the volume before its state is kept or replaced;
+2. `write_back`, so that dirty pages are in the volume before its state is kept or replaced;
 3. make the change with one call on the volume, and `invalidate` the kernel's caches before the answer.
 
 Threading: the serving loop.  The mount shows the change whole or not at all, because step 3 does not await between the
@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import os
+import stat
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
@@ -23,10 +24,11 @@ import trio
 
 from protocol.linux.syscalls import syncfs
 from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
-from vfsd.kernel.engines.base import Engine
-from vfsd.kernel.inotify import Replay
+from vfsd.kernel.engines.base import Engine, PruningEngine
+from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories
 from vfsd.machine.logs import log_failure
+from vfsd.wire.options import CacheChoice
 
 _logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
@@ -66,9 +68,12 @@ class MountedVolume:
         mountpoint: str,
         nursery: trio.Nursery,
         container: ContainerStatus | None = None,
+        *,
+        cache: CacheChoice = "writethrough",
     ) -> None:
         self.volume = volume
         self.container = container
+        self.cache = cache
         self.engine = engine
         self.mountpoint = mountpoint
         self.change_lock = trio.Lock()
@@ -86,7 +91,10 @@ class MountedVolume:
 
         async def follow(invalidation: CacheInvalidation) -> None:
             try:
+                files = self._known_files(invalidation)
                 await invalidate_kernel_caches(self.engine, invalidation)
+                if files:
+                    await _logged("refresh", functools.partial(self._refresh, files))
             finally:
                 volume.invalidation_done(invalidation)
 
@@ -97,15 +105,22 @@ class MountedVolume:
         volume.on_change = on_change
 
     async def write_back(self) -> None:
-        """Write to the volume the pages of shared mappings that are dirty now."""
+        """Write to the volume the pages that are dirty now: of shared mappings, or all with `cache` writeback."""
+        with self.using_mount():
+            await self._sync()
+            await self.engine.drained()
+
+    async def write_back_cached(self) -> None:
+        """Write back what programs wrote with write(2), where the kernel may still hold it."""
+        if self.cache == "writeback":
+            await self.write_back()
+
+    async def _sync(self) -> None:
         try:
-            with self.using_mount():
-                await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
             # The mount is detached, or the daemon's user may not open its root directory.
             log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
-        with self.using_mount():
-            await self.engine.drained()
 
     async def invalidate(self, invalidation: CacheInvalidation) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.
@@ -115,11 +130,12 @@ class MountedVolume:
         """
         # Computed now: by the end of the invalidation, programs may have removed some of these inodes.
         open_paths = self._open_paths(invalidation)
+        files = self._known_files(invalidation)
         done = trio.Event()
 
         async def run() -> None:
             try:
-                await self._invalidate(invalidation, open_paths)
+                await self._invalidate(invalidation, open_paths, files)
             finally:
                 done.set()
 
@@ -129,8 +145,10 @@ class MountedVolume:
         with trio.CancelScope(shield=True):
             await done.wait()
 
-    async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes]) -> None:
+    async def _invalidate(self, invalidation: CacheInvalidation, paths: list[bytes], files: list[FileState]) -> None:
         await _logged("invalidation", functools.partial(self._invalidate_caches, invalidation))
+        if files:
+            await _logged("refresh", functools.partial(self._refresh, files))
         moved, rest = split_moved_directories(invalidation)
         # A replay makes the names of moved directories again, so it ends before the stat below looks them up.
         await _logged("replay", functools.partial(self._run_replay, moved))
@@ -145,6 +163,17 @@ class MountedVolume:
 
     async def _invalidate_caches(self, invalidation: CacheInvalidation) -> None:
         await invalidate_kernel_caches(self.engine, invalidation, known_inodes(self.volume, invalidation))
+
+    async def _refresh(self, files: list[FileState]) -> None:
+        """Have the kernel forget or correct the sizes and times of `files`, which it keeps with a write-back cache."""
+        inodes = [file.inode for file in files]
+        if isinstance(self.engine, PruningEngine):
+            await trio.to_thread.run_sync(self.engine.prune, inodes, abandon_on_cancel=True)
+        volume = self._snapshotable
+        # Those that the kernel has evicted by now cost no further request.
+        left = [file for file in files if volume is None or volume.has_lookups(file.inode)]
+        with self.using_mount():
+            await self._replay.refresh(left)
 
     async def _stat_all(self, paths: Sequence[bytes]) -> None:
         with self.using_mount():
@@ -183,6 +212,26 @@ class MountedVolume:
             for inode, content in invalidation.inodes
             if content and inode in invalidation.paths and (volume is None or volume.has_lookups(inode))
         ]
+
+    def _known_files(self, invalidation: CacheInvalidation) -> list[FileState]:
+        """The changed regular files whose sizes and times the kernel may keep; none without a write-back cache."""
+        volume = self._snapshotable
+        if self.cache != "writeback" or volume is None:
+            return []
+        paths = {change.inode: invalidation.paths.get(change.inode) for change in invalidation.inodes}
+        for change in invalidation.entries:
+            parent = invalidation.paths.get(change.parent)
+            if change.new and parent is not None:
+                paths[change.new] = b"/".join(filter(None, (parent, change.name)))
+        files = []
+        for inode, path in paths.items():
+            if path is None or not volume.has_lookups(inode):
+                continue
+            found = self.volume.getattr(inode)
+            # A volume with snapshots returns results, never awaitables.
+            if not isinstance(found, Awaitable) and stat.S_ISREG(found.mode):
+                files.append(FileState(inode, path, found.size, found.mtime_ns))
+        return files
 
 
 async def _logged(operation: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -22,6 +22,7 @@ from vfsd.wire.base import Empty as Empty  # noqa: PLC0414 (one of the messages)
 from vfsd.wire.base import Params
 from vfsd.wire.exec_messages import EXEC_METHODS
 from vfsd.wire.fs_messages import FS_METHODS
+from vfsd.wire.options import CacheChoice
 
 # -- error codes (JSON-RPC 2.0, section 5.1, which leaves -32000 to -32099 to the server) -----------
 PARSE_ERROR: Final = -32700
@@ -177,6 +178,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     max_memory: int | None = None
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
+    cache: CacheChoice = "writethrough"
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from protocol.values import Value
 from vfsd.wire.backend_spec import BACKENDS, BackendSpec
 from vfsd.wire.entry_points import is_engine, known_engines
-from vfsd.wire.options import DEFAULTS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
+from vfsd.wire.options import CACHES, DEFAULTS, NAME_PATTERN, TRANSPORTS, WAKEUPS, MountOptions
 
 # Sizes and counts in the kernel's interface are signed 64-bit numbers (off_t).
 LARGEST: Final = 2**63 - 1
@@ -79,6 +79,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "max_inodes": _LIMITS,
     "max_memory": _LIMITS,
     "cache_timeout_s": Scope(_ON_DISK, "only vfsd changes the content of the others"),
+    "cache": Scope(_IN_MEMORY, "other programs change the content of the others"),
     "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
     "include": _FILTER,
     "exclude": _FILTER,
@@ -108,6 +109,8 @@ def check_options(options: MountOptions) -> None:
         if is_given(values, name) and not scope.allows(values):
             template = f"{{{name}}} goes with {scope.places}, not with the backend {{kind}}: {{why}}"
             raise OptionError(template, kind=values["backend"].form, why=scope.why)
+    if values["cache"] == "writeback" and values["engine"] not in {"auto", "native"}:
+        raise OptionError("{cache} writeback needs {engine} native, not {value}", value=values["engine"])
     if values["sandbox"] is not None and values["exec_on_host"]:
         raise OptionError(
             "{sandbox} and {exec_on_host} exclude each other: commands run in a container or on this host"
@@ -135,6 +138,8 @@ def _check_values(values: Mapping[str, Any]) -> None:
         _refuse_choice("transport", values["transport"], TRANSPORTS)
     if values["wakeups"] not in WAKEUPS:
         _refuse_choice("wakeups", values["wakeups"], WAKEUPS)
+    if values["cache"] not in CACHES:
+        _refuse_choice("cache", values["cache"], CACHES)
     _check_workdir(values["workdir"])
     timeout_s = values["cache_timeout_s"]
     if timeout_s is not None and not 0 <= timeout_s < math.inf:

@@ -21,6 +21,8 @@ TransportChoice = Literal["auto", "rootfs", "agent"]
 TRANSPORTS: Final = ("auto", "rootfs", "agent")
 WakeupsChoice = Literal["auto", "on", "off"]
 WAKEUPS: Final = ("auto", "on", "off")
+CacheChoice = Literal["writethrough", "writeback"]
+CACHES: Final = ("writethrough", "writeback")
 # A name is a file name of the socket and a systemd instance name, so it contains no character to quote in either.
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -41,6 +43,8 @@ class KernelOptions(Value):
     `cache_timeout_s`: how long the kernel may use cached attributes of content that other programs change too; None
     for the backend's default.  Without `xattrs` the mount has neither extended attributes nor ACLs, and the kernel
     sends no requests for them.  `wakeups`: whether idle CPUs are kept awake during bursts of requests.
+    sends no requests for them.  `cache`: whether write(2) returns when the data is in the volume ("writethrough") or
+    when it is in the kernel's page cache ("writeback").
     """
 
     engine: str = "auto"  # or the name of an engine: see `vfsd.wire.entry_points`
@@ -48,6 +52,7 @@ class KernelOptions(Value):
     cache_timeout_s: float | None = None
     xattrs: bool = True
     wakeups: WakeupsChoice = "auto"
+    cache: CacheChoice = "writethrough"
 
 
 class LimitOptions(Value):

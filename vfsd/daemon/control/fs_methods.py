@@ -8,7 +8,8 @@ A method that writes is one step on the serving loop: the tool's function on the
 If the volume has no immutable trees, the methods work on the mount itself, in a worker thread.
 
 The methods see everything that programs wrote with write(2), but not the dirty pages of shared mappings: that would
-take a syncfs(2) of the whole mount for each call (`MountedVolume.write_back`).  A snapshot does see them.
+take a syncfs(2) of the whole mount for each call (`MountedVolume.write_back`).  A snapshot does see them.  With a
+write-back cache each call does take it, because the kernel may hold what write(2) wrote.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class FsMethods:
                 files = PathFilesystem(TreeFiles(tree, root=root, keep_going=keep_going))
                 return read(ToolContext(files, tree=lambda: nullcontext(tree), keep_going=keep_going))
 
+        await self._mounted.write_back_cached()
         with volume.tree() as tree:
             # A cancelled call waits for the thread, which uses the tree.
             return await trio.to_thread.run_sync(run, limiter=threads)
@@ -189,6 +191,7 @@ class FsMethods:
                 return await self._on_mount(change, never_cancelled)
         context = ToolContext(filesystem=VolumeFilesystem(volume, root=self._options.mountpoint))
         async with self._mounted.change_lock:
+            await self._mounted.write_back_cached()
             call.commit()
             with volume.changes() as made:
                 result = change(context)

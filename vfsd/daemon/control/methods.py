@@ -104,6 +104,7 @@ class Methods:
             read_only=options.read_only,
             snapshots=None if snapshots is None else len(await snapshots.infos()),
             requests=engine.requests,
+            cache=self._mounted.cache,
             engine_reason=engine.fallback_reason,
             wakeups=engine.wakeups,
             interrupted=None if snapshots is None else await snapshots.unfinished(),

@@ -11,7 +11,7 @@ import errno
 import logging
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from protocol.values import Value
 from protocol.volume import Volume
@@ -34,6 +34,7 @@ class EngineSettings(Value):
     cache_timeout_s: float = math.inf
     xattrs: bool = True
     wakeups: Literal["auto", "on", "off"] = "auto"
+    write_back: bool = False  # the kernel keeps written pages and sends them later (FUSE_WRITEBACK_CACHE)
 
 
 def mount_options(settings: EngineSettings, *, checked: bool) -> set[str]:
@@ -109,8 +110,8 @@ class Engine(Protocol):
     async def drained(self) -> None:
         """Wait until every request that the kernel had issued before this call is answered.
 
-        After syncfs(2) has started to write back the dirty pages of shared mappings, this ensures that they are in the
-        volume.
+        After syncfs(2) has started to write back dirty pages, this ensures that they are in the volume.  With a
+        write-back cache a thread of the engine has a file of the mount open meanwhile.
         """
         ...
 
@@ -120,6 +121,18 @@ class Engine(Protocol):
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Invalidate the kernel's cached entry, or cached absence, of `name` in directory `parent`."""
+        ...
+
+
+@runtime_checkable
+class PruningEngine(Protocol):
+    """An engine with a write-back cache, which can have the kernel evict inodes."""
+
+    def prune(self, inodes: Sequence[int]) -> bool:
+        """Have the kernel evict those of `inodes` that no program uses.  False if this kernel cannot do that.
+
+        Runs in the same threads as the invalidations.
+        """
         ...
 
 

@@ -47,6 +47,8 @@ def mount_engine(choice: str, volume: Volume, settings: EngineSettings, imperson
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
+            if settings.write_back:  # pyfuse3 does not offer it here
+                raise
             log_failure(_logger, "native engine", error, level=logging.WARNING)
             reason = f"not native: {error.strerror or error}"
         else:

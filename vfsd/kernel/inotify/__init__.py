@@ -20,6 +20,7 @@ exclusive mknod(2) of the name, which fails with EEXIST (fs/namei.c, fuse_dentry
 describes which events a watcher gets, and which are impossible.
 """
 
+from vfsd.kernel.inotify.refresh import FileState
 from vfsd.kernel.inotify.replay import Replay
 
-__all__ = ["Replay"]
+__all__ = ["FileState", "Replay"]

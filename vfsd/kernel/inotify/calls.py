@@ -299,7 +299,11 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _touch(directory: int, name: bytes, *, only_mtime: bool) -> None:
-    """Call utimensat(2) with UTIME_OMIT, which `os.utime` lacks.  Needs ownership, not write permission."""
-    times = (_Timespec * 2)(_Timespec(0, _UTIME_OMIT if only_mtime else 0), _Timespec(0, 0))
+    """Call utimensat(2) with UTIME_OMIT, which `os.utime` lacks.  Needs ownership, not write permission.
+
+    Sets the mtime that the file has: with a write-back cache the kernel keeps what is set, whatever the answer says.
+    """
+    mtime = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+    times = (_Timespec * 2)(_Timespec(0, _UTIME_OMIT if only_mtime else 0), _Timespec(*divmod(mtime, 10**9)))
     if _libc.utimensat(directory, name, times, _AT_SYMLINK_NOFOLLOW):
         raise os_error(ctypes.get_errno(), repr(name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import trio
@@ -15,6 +16,7 @@ import trio
 from protocol.volume import CacheInvalidation, Volume
 from vfsd.kernel.inotify.answers import Answers
 from vfsd.kernel.inotify.calls import ReplayAbortedError, repeat_changes
+from vfsd.kernel.inotify.refresh import FileState, refresh_files
 
 _logger = logging.getLogger(__name__)
 
@@ -42,12 +44,21 @@ class Replay:
         """
         if not invalidation.entries and not invalidation.inodes:
             return
+        await self._run(lambda stopped: repeat_changes(self._mountpoint, invalidation, self._answers, stopped))
+
+    async def refresh(self, files: Sequence[FileState]) -> None:
+        """Give the kernel the sizes and times of `files` (see `vfsd.kernel.inotify.refresh`).  Logs failures."""
+        if files:
+            await self._run(lambda _stopped: refresh_files(self._mountpoint, files))
+
+    async def _run(self, work: Callable[[threading.Event], object]) -> None:
+        """Run `work` in a thread whose requests change nothing."""
         async with self._lock:
             # A thread that was abandoned may still be in a system call, whose requests must not reach the volume.
             await self._finished.wait()
             self._finished = trio.Event()
             stopped = threading.Event()
-            arguments = (invalidation, stopped, trio.lowlevel.current_trio_token(), self._finished)
+            arguments = (work, stopped, trio.lowlevel.current_trio_token(), self._finished)
             threading.Thread(target=self._work, args=arguments, name="vfsd replay", daemon=True).start()
             try:
                 # Cancelling abandons the thread, because it may wait for a loop that is shutting down.
@@ -57,14 +68,14 @@ class Replay:
 
     def _work(
         self,
-        invalidation: CacheInvalidation,
+        work: Callable[[threading.Event], object],
         stopped: threading.Event,
         loop: trio.lowlevel.TrioToken,
         finished: trio.Event,
     ) -> None:
         self.thread_id = threading.get_native_id()
         try:
-            repeat_changes(self._mountpoint, invalidation, self._answers, stopped)
+            work(stopped)
         except ReplayAbortedError as error:
             level = logging.INFO if stopped.is_set() else logging.WARNING
             _logger.log(level, "changes are not shown to inotify watchers: %s", error)

@@ -38,6 +38,7 @@ VALUES: dict[str, list[str]] = {
     "--max-inodes": ["100", "", "0", "-1", "9" * 40, "1.5"],
     "--wakeups": ["off", "auto", "on", "", "maybe"],
     "--cache-timeout": ["2", "0", "", "-1", "nan", "inf", "1e308"],
+    "--cache": ["writeback", "writethrough", "", "later"],
     "--store": ["kept", "", "/proc/nothing"],
     "--include": ["*.py", "", "\udcff", "!"],
     "--exclude": [".env", "", "[", "\\"],

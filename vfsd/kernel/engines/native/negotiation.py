@@ -46,12 +46,18 @@ class Agreement(Value):
 
 
 def negotiate(
-    message: bytes | bytearray, length: int, *, cache_timeout_s: float, acl: bool, checked: bool = True
+    message: bytes | bytearray,
+    length: int,
+    *,
+    cache_timeout_s: float,
+    acl: bool,
+    checked: bool = True,
+    write_back: bool = False,
 ) -> Agreement:
     """Answer the INIT request in `message[:length]`.  OSError (EPROTONOSUPPORT) if the kernel lacks a required feature.
 
     `acl`: the volume stores POSIX ACLs, and applies them and the umask to new entries.  `checked`: the kernel checks
-    permissions, ACLs included.
+    permissions, ACLs included.  `write_back`: the kernel keeps written pages, and the sizes and times of files.
     """
     _, opcode, unique, _, _, _, _, _, _ = wire.FUSE_IN_HEADER.unpack_from(message, 0)
     if opcode != Opcode.INIT or length < wire.IN_HEADER_BYTES + wire.FUSE_INIT_IN.size:
@@ -63,10 +69,11 @@ def negotiate(
     if flags & InitFlag.INIT_EXT and length >= extra + wire.FUSE_INIT_IN_FLAGS2.size:
         flags |= wire.FUSE_INIT_IN_FLAGS2.unpack_from(message, extra)[0] << 32
     offered = InitFlag(flags)
-    missing = _REQUIRED & ~offered
+    required = _REQUIRED | InitFlag.WRITEBACK_CACHE if write_back else _REQUIRED
+    missing = required & ~offered
     if missing:
         raise OSError(errno.EPROTONOSUPPORT, f"the kernel's FUSE {major}.{minor} lacks {missing!r}")
-    taken = offered & _wanted(cache_timeout_s, acl, checked)
+    taken = offered & (_wanted(cache_timeout_s, acl, checked) | required)
     minor = min(minor, wire.FUSE_KERNEL_MINOR_VERSION)
     body = wire.FUSE_INIT_OUT.pack(
         major, minor, max(readahead, MAX_WRITE_BYTES), taken & 0xFFFFFFFF,

@@ -86,6 +86,7 @@ class Operations:
         self._quiet = cast("QuietLookupsVolume", volume) if capabilities.quiet_lookups else None
         self._plain = cast("PlainEntriesVolume", volume) if capabilities.plain_entries else None
         self._pieces = cast("ContentPiecesVolume", volume) if capabilities.content_pieces else None
+        self._kernel_sets_times = InitFlag.WRITEBACK_CACHE in flags  # of a file that is written
         self._kernel_knows_acls = InitFlag.POSIX_ACL in flags  # it expects that setting an ACL changes the mode
         self._xattrs = xattrs
         self._cancel = cancel
@@ -186,7 +187,8 @@ class Operations:
         if valid & wire.FATTR_SIZE and (valid & wire.FATTR_FH or not size):
             # ftruncate(2) and O_TRUNC set mtime even if the size stays, truncate(2) does not (do_truncate, fs/open.c).
             # O_TRUNC has no handle here, so truncate(2) to 0 cannot be told apart from it.
-            valid |= wire.FATTR_MTIME_NOW
+            # With write-back cache the kernel sends its own time.
+            valid |= 0 if valid & wire.FATTR_MTIME else wire.FATTR_MTIME_NOW
         times = _times(valid, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns) if valid & _ANY_TIME else _NO_TIMES
         changes = AttributeChanges(
             mode & PERMISSIONS if valid & wire.FATTR_MODE else None,
@@ -355,6 +357,8 @@ class Operations:
             raise os_error(errno.EINVAL)
         if flags & wire.FUSE_WRITE_CACHE:
             self.background_requests += 1
+        if flags & wire.FUSE_WRITE_CACHE and self._kernel_sets_times:
+            return _then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
@@ -366,6 +370,14 @@ class Operations:
             return _then(answer, lambda written: self._invalidate_attributes(node) or written)
 
         return _then(self._volume.getattr(node), write)
+
+    def _write_cached(self, found: Attributes, offset: int, data: memoryview) -> object:
+        """Write back a cached page.  Its times are those of the write(2), which the kernel sends in a SETATTR."""
+        node, times = found.inode, AttributeChanges(mtime_ns=found.mtime_ns, ctime_ns=found.ctime_ns)
+        return _then(
+            self._volume.write(node, offset, data),
+            lambda written: _then(self._volume.setattr(node, times), lambda _: written),
+        )
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)

@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import select
+import struct
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
@@ -42,6 +43,7 @@ from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
 from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
+from vfsd.kernel.engines.native.write_back import BARRIER_INODE, Barrier
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ _LINGER_MS: Final = 1
 _SLICES_BEFORE_RETRY: Final = 2
 # So many times `drained` lets the loop run before it sends markers, each of which costs a worker thread's wake-up.
 _PASSES_BEFORE_MARKERS: Final = 4
+_PRUNE_MINOR: Final = 45  # the protocol that has FUSE_NOTIFY_PRUNE
+_PRUNED_AT_ONCE: Final = 256
 _INIT_TIMEOUT_MS: Final = 10_000
 _WRITE: Final = int(Opcode.WRITE)  # comparing with the enum's member takes 7 % of a request for attributes
 
@@ -90,6 +94,8 @@ class NativeEngine:
         self._replies = Replies(Validity(settings.cache_timeout_s))
         self._agreement: Agreement | None = None
         self._markers = Markers(settings.mountpoint)
+        is_cached = settings.write_back and not settings.read_only
+        self._barrier = Barrier(settings.mountpoint) if is_cached else None
         self._operations = self._operations_over(volume, self._replies)
         self._buffer = bytearray(MAX_REQUEST_BYTES)
         self._requests = 0
@@ -154,6 +160,7 @@ class NativeEngine:
             acl=self._volume.capabilities.acls,
             # Without extended attributes there are no ACLs for the kernel to check.
             checked=checked and self._settings.xattrs,
+            write_back=self._settings.write_back,
         )
         self._operations = self._operations_over(self._volume, self._replies)
         os.write(device.fileno(), agreed.reply)
@@ -162,7 +169,7 @@ class NativeEngine:
         _logger.debug("FUSE 7.%d, %r", agreed.minor, agreed.flags)
 
     def _operations_over(self, volume: Volume, replies: Replies) -> Operations:
-        return Operations(
+        operations = Operations(
             volume,
             replies,
             self._agreement.flags if self._agreement else InitFlag(0),
@@ -171,6 +178,9 @@ class NativeEngine:
             invalidate_attributes=functools.partial(base.invalidate_attributes, self),
             record_statfs=self._markers.record,
         )
+        if self._barrier is not None:
+            self._barrier.add_to(operations)
+        return operations
 
     def unmount(self) -> None:
         self._wakeups.close()
@@ -282,6 +292,10 @@ class NativeEngine:
                 self._refuse(descriptor, unique, handler, length)
                 return
             _, method, reply = handler
+            if self._postponed and node == BARRIER_INODE:
+                # Answered after them: see `write_back`.
+                self._postponed.append(bytes(buffer[:length]))
+                return
             answer = method(node, buffer, length)
             if hasattr(answer, "__await__"):
                 self._answer_later(descriptor, operations, opcode, unique, answer)
@@ -395,6 +409,13 @@ class NativeEngine:
         device = self._device
         if device is None or self._nursery is None:
             return
+        if self._barrier is None or not await self._barrier.passed():
+            await self._found_empty(device)
+        for pending in tuple(self._pending.values()):
+            await pending.done.wait()
+
+    async def _found_empty(self, device: io.FileIO) -> None:
+        """Wait until the loop finds the device empty."""
         poll = select.poll()
         poll.register(device, select.POLLIN)
         empty_count = self._empty_count
@@ -409,8 +430,6 @@ class NativeEngine:
             if passes > _PASSES_BEFORE_MARKERS and await self._has_read_all_before():
                 break
             await trio.lowlevel.checkpoint()
-        for pending in tuple(self._pending.values()):
-            await pending.done.wait()
 
     async def _has_read_all_before(self) -> bool:
         """Read every request that was issued before this call, although the device may never be empty.
@@ -440,6 +459,16 @@ class NativeEngine:
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         body = wire.FUSE_NOTIFY_INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0"
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_ENTRY, body))
+
+    def prune(self, inodes: Sequence[int]) -> bool:
+        """Have the kernel evict the inodes that no program uses.  False if this kernel cannot (before Linux 6.18)."""
+        if self._agreement is None or self._agreement.minor < _PRUNE_MINOR:
+            return False
+        for start in range(0, len(inodes), _PRUNED_AT_ONCE):
+            some = inodes[start : start + _PRUNED_AT_ONCE]
+            body = wire.FUSE_NOTIFY_PRUNE_OUT.pack(len(some), 0, 0) + struct.pack(f"={len(some)}Q", *some)
+            self._notify(wire.notification(wire.FUSE_NOTIFY_PRUNE, body))
+        return True
 
     def _notify(self, message: bytes) -> None:
         with self._notify_lock:

@@ -207,6 +207,8 @@ FUSE_DIRENTPLUS: Final = Struct("=QQ24s" + _ATTR_IN_PIECES + FUSE_DIRENT.format[
 # -- notifications: `unique` is 0, the code stands in the field of the error -----------------------
 FUSE_NOTIFY_INVAL_INODE: Final = 2
 FUSE_NOTIFY_INVAL_ENTRY: Final = 3
+FUSE_NOTIFY_PRUNE: Final = 9  # protocol 7.45
+FUSE_NOTIFY_PRUNE_OUT: Final = Struct("=IIQ")  # count, padding, spare; then `count` node ids
 FUSE_NOTIFY_INVAL_INODE_OUT: Final = Struct("=Qqq")  # ino, off, len
 FUSE_NOTIFY_INVAL_ENTRY_OUT: Final = Struct("=QII")  # parent, namelen, flags; then the name and a NUL
 
