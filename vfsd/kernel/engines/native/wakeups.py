@@ -8,12 +8,12 @@ On a virtual machine most of a request's time is the wake-up of two halted CPUs:
   for a client that computes between its calls for longer than it gains.  After a burst that was too short to pay
   there is a pause.
 - **A limited share of the time.**  A budget allows 20 s without a break, then a quarter of the time.
-- **Only where it helps.**  More runnable threads than CPUs mean that no CPU is idle.  Every so often a burst is first
-  served without and then with the CPUs awake.  If the medians of these trials show no gain, there is a pause, twice as
+- **Only where it helps.**  More runnable threads than CPUs mean that no CPU is idle.  With "auto", every so often a burst
+  is first served without and then with the CPUs awake.  If the medians of these trials show no gain, there is a pause, twice as
   long each time.
 
 Invariants (`check_invariants`): the credit and the budget are within their bounds; the CPUs are kept awake only while
-both are positive.
+there is credit.
 
 Threading: only the trio loop's thread.  Nothing here awaits or raises.
 """
@@ -48,7 +48,8 @@ _COUNT_EVERY_S: Final = 0.005
 _SHORT_PAUSE_S: Final = 0.02
 
 # Trials.
-_TRIAL_EVERY: Final = 16  # bursts
+_FIRST_TRIALS_EVERY: Final = 4  # bursts; the others are served with the CPUs awake
+_TRIAL_EVERY: Final = 16
 _TRIAL_REQUESTS: Final = 32  # in each of its two halves
 _TRIALS: Final = 5  # that decide
 _REST_S: Final = 0.06  # CPUs stay fast for about 50 ms after they were kept awake
@@ -68,7 +69,8 @@ class KeepsAwake(Protocol):
 class Wakeups:
     """Decides when `cpus` keeps idle CPUs awake.  `why_off`: why it never does; then `cpus` is None.
 
-    `runnable()` returns the number of runnable threads of the machine, which has `count` CPUs.
+    `runnable()` returns the number of runnable threads of the machine, which has `count` CPUs.  Without `has_trials` it
+    is taken for granted that waking CPUs is slow.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Wakeups:
         *,
         runnable: Callable[[], int] = lambda: 0,
         count: int = 1,
+        has_trials: bool = True,
         why_off: str = "",
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -84,6 +87,7 @@ class Wakeups:
         self._why_off = why_off
         self.runnable = runnable
         self._count = count
+        self._has_trials = has_trials
         self._clock = clock
         self.is_awake = False
         self._total_s = 0.0
@@ -173,8 +177,8 @@ class Wakeups:
             return
         if self._trial is None:
             self._bursts += 1
-            is_due = len(self._ratios) < _TRIALS or self._bursts % _TRIAL_EVERY == 0
-            if is_due and now - self._released_at >= _REST_S:
+            every = _FIRST_TRIALS_EVERY if len(self._ratios) < _TRIALS else _TRIAL_EVERY
+            if self._has_trials and self._bursts % every == 0 and now - self._released_at >= _REST_S:
                 self._trial = _Trial()
         if self._trial is None or self._trial.has_first_half:
             self._awake_requests = 0
@@ -263,4 +267,5 @@ def make_wakeups(
         except OSError as error:
             why_off = f"cannot open {CPU_LATENCY_DEVICE} ({error.strerror or error}); `vfsd doctor` says what to do"
             warning = f"--wakeups on has no effect: {why_off}" if choice == "on" else None
-    return Wakeups(device, count=os.cpu_count() or 1, why_off=why_off or ""), warning
+    wakeups = Wakeups(device, count=os.cpu_count() or 1, has_trials=choice == "auto", why_off=why_off or "")
+    return wakeups, warning
