@@ -8,9 +8,9 @@ On a virtual machine most of a request's time is the wake-up of two halted CPUs:
   for a client that computes between its calls for longer than it gains.  After a burst that was too short to pay
   there is a pause.
 - **A limited share of the time.**  A budget allows 20 s without a break, then a quarter of the time.
-- **Only where it helps.**  More runnable threads than CPUs mean that no CPU is idle.  With "auto", every so often a burst
-  is first served without and then with the CPUs awake.  If the medians of these trials show no gain, there is a pause, twice as
-  long each time.
+- **Only where it helps.**  More runnable threads than CPUs mean that no CPU is idle.  With "auto", every so often a
+  burst is first served without and then with the CPUs awake.  If the medians of these trials show no gain, there is a
+  pause, twice as long each time.
 
 Invariants (`check_invariants`): the credit and the budget are within their bounds; the CPUs are kept awake only while
 there is credit.
