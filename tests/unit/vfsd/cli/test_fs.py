@@ -43,6 +43,9 @@ class FakeMountedVolume:
         self.change_lock = trio.Lock()
         self.invalidations: list[CacheInvalidation] = []
 
+    async def write_back_cached(self) -> None:
+        """Nothing is cached."""
+
     async def invalidate(self, invalidation: CacheInvalidation) -> None:
         assert self.change_lock.locked()
         self.invalidations.append(invalidation)
