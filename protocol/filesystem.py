@@ -15,8 +15,9 @@ Threading: one thread at a time, unless an implementation says otherwise.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from protocol.streams import ByteReader, ByteWriter, TextReader
 from protocol.types import (
@@ -31,7 +32,10 @@ from protocol.types import (
     WriteResult,
 )
 
-__all__ = ["Filesystem", "SnapshotableFilesystem"]
+if TYPE_CHECKING:
+    from protocol.volume import CacheInvalidation, Volume
+
+__all__ = ["Filesystem", "MountableFilesystem", "SnapshotableFilesystem"]
 
 
 @runtime_checkable
@@ -182,5 +186,25 @@ class SnapshotableFilesystem(Filesystem, Protocol):
         """Make the state equal to the archive at `path` on the host, completely or not at all.
 
         Entries that the archive lacks are removed.  ArchiveError if the archive is refused; FileNotFoundError.
+        """
+        ...
+
+
+class MountableFilesystem(Filesystem, Protocol):
+    """A filesystem over a volume, which a mount serves instead of calling the methods above.  Optional.
+
+    Modes, owners, times, symlinks, hard links and extended attributes then work in the mount.  A mount finds the method
+    in the object's class, so an object that forwards calls to another one is served through its own methods.  So is a
+    subclass that sets `serving_volume = None`, for example because it overrides methods to record changes.
+    """
+
+    def serving_volume(
+        self, lock: AbstractContextManager[Any], invalidate: Callable[[CacheInvalidation], None]
+    ) -> AbstractContextManager[Volume]:
+        """Lend the volume to a thread that serves it to the kernel, until the block ends.
+
+        That thread holds `lock` while it answers requests.  Each call of this object takes `lock` to read or change the
+        volume, and then, without the lock, calls `invalidate` with what a restore or import changed.  At the end the
+        lookups of the kernel are forgotten.  OSError (EBUSY) if the volume is lent already.
         """
         ...

@@ -32,9 +32,14 @@ class VolumeFilesystem(PathFilesystem):
     def __init__(
         self, volume: Volume, *, root: str = "/", caller: Caller | None = None, limits: CallLimits = DEFAULT_LIMITS
     ) -> None:
-        store = VolumeFiles(volume, root=root, caller=caller)
-        super().__init__(store, limits=limits)
+        self._files = VolumeFiles(volume, root=root, caller=caller)
+        super().__init__(self._files, limits=limits)
         self.volume = volume
+        self._snapshotable = snapshotable(volume)
+
+    def _use(self, volume: Volume) -> None:
+        """Make all later calls, but not those of open streams, on `volume`: another view of the same state."""
+        self._files.volume = self.volume = volume
         self._snapshotable = snapshotable(volume)
 
     def snapshot(self, *, tag: str | None = None) -> FilesystemSnapshot:

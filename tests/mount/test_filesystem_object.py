@@ -68,8 +68,87 @@ def test_git_works_in_it(mounted: MountedFilesystem, filesystem: InMemoryFilesys
     assert filesystem.exists(".git/HEAD")
 
 
-def test_what_it_cannot_hold_is_refused_and_breaks_nothing(mounted: MountedFilesystem) -> None:
-    assert shell(mounted, "ln -s a b 2>/dev/null || echo no symlinks; mkdir x; mv x y; ls") == "no symlinks\ny\n"
+def test_a_mount_of_one_in_memory_serves_its_volume(
+    mounted: MountedFilesystem, filesystem: InMemoryFilesystem, workdir: Path
+) -> None:
+    deep, long = "/".join(["d"] * 20), "n" * 200
+    shell(
+        mounted,
+        "echo one > a; chmod 640 a; touch -d @1000 a; ln a hard; ln -s a soft; mkdir x; mv x y; mkfifo pipe;"
+        f" mkdir -p {deep}; echo deep > {deep}/{long}",
+    )
+    os.setxattr(f"{mounted.path}/a", "user.key", b"value")
+    assert filesystem.read(f"{deep}/{long}").content == "deep\n"
+    assert filesystem.read("soft").content == "one\n"
+    with pytest.raises(ValueError, match="80"):
+        filesystem.write(long, "x")
+    look = "stat -c '%n %a %h %Y %s' a hard; readlink soft; cat a; find . -maxdepth 1 | sort"
+    before, kept = shell(mounted, look), filesystem.snapshot()
+
+    shell(mounted, "rm -r a hard soft y pipe d; echo other > a; chmod 777 a; touch -d @1000 a; ln -s nowhere soft")
+    assert filesystem.stat("a").mode & 0o777 == 0o777
+    filesystem.restore(kept)
+
+    assert shell(mounted, look) == before
+    assert before.startswith("a 640 2 1000 4\nhard 640 2 1000 4\na\none\n")
+    assert os.getxattr(f"{mounted.path}/a", "user.key") == b"value"
+    filesystem.export_archive(f"{mounted.path}/all.zip")
+    filesystem.delete("y")
+    filesystem.import_archive(f"{mounted.path}/all.zip")
+    assert shell(mounted, look) == before
+
+
+def test_a_file_that_a_program_has_open_shows_what_the_object_appends_and_restores(
+    mounted: MountedFilesystem, filesystem: InMemoryFilesystem
+) -> None:
+    filesystem.write("f", "one")
+    kept = filesystem.snapshot()
+    with open(f"{mounted.path}/f", "rb", buffering=0) as file:
+        assert file.read() == b"one"
+        filesystem.write("f", " two", mode="append")
+        assert os.pread(file.fileno(), 100, 0) == b"one two"
+        filesystem.restore(kept)
+        assert os.pread(file.fileno(), 100, 0) == b"one"
+
+
+def test_the_object_and_programs_change_it_at_the_same_time(
+    mounted: MountedFilesystem, filesystem: InMemoryFilesystem
+) -> None:
+    program = subprocess.Popen(
+        ["bash", "-e", "-c", "for i in $(seq 200); do echo $i > p$i; mv p$i q$i; done"], cwd=mounted.path
+    )
+    for number in range(200):
+        filesystem.write(f"o{number}", str(number))
+        filesystem.list()
+    assert program.wait(60) == 0
+    assert {entry.name for entry in filesystem.list()} == {f"q{n}" for n in range(1, 201)} | {
+        f"o{n}" for n in range(200)
+    }
+    assert set(os.listdir(mounted.path)) == {entry.name for entry in filesystem.list()}
+
+
+def test_after_the_unmount_nothing_is_kept_for_the_kernel(
+    filesystem: InMemoryFilesystem, engine: str, workdir: Path
+) -> None:
+    for _ in range(2):  # it can be mounted again
+        with Workspace.mount(workdir / "m", filesystem=filesystem, engine=engine) as mounted:
+            shell(mounted, "mkdir -p d; head -c 100000 /dev/zero > d/f; ls -lR; cat d/f > d/g")
+            with pytest.raises(OSError, match="mounted already"):
+                Workspace.mount(workdir / "again", filesystem=filesystem, engine=engine)
+            reader = filesystem.open_read("d/f")
+        filesystem.delete("d", recursive=True)
+        assert len(reader.read()) == 100_000
+        reader.close()
+        usage = filesystem.volume.usage()  # type: ignore[attr-defined]  # of a volume in memory
+        assert (usage.files, usage.size_bytes) == (0, 0)
+        filesystem.volume.check_invariants()  # type: ignore[attr-defined]
+
+
+def test_what_an_object_with_only_the_methods_cannot_hold_is_refused(engine: str, workdir: Path) -> None:
+    inner = OnlyTheMethods(InMemoryFilesystem())
+    with Workspace.mount(workdir / "m", filesystem=inner, engine=engine) as mounted:  # type: ignore[call-overload]
+        script = "ln -s a b 2>/dev/null || echo no symlinks; mkdir x; mv x y; ls"
+        assert shell(mounted, script) == "no symlinks\ny\n"
 
 
 STARTED_HERE = """
@@ -136,11 +215,11 @@ def test_programs_that_append_to_one_file_lose_no_line(
     assert sorted(filesystem.read("log2").content.split()) == expected
 
 
-def test_what_programs_had_written_is_there_when_the_connection_is_cut(
-    mounted: MountedFilesystem, filesystem: InMemoryFilesystem
-) -> None:
+def test_what_programs_had_written_is_there_when_the_connection_is_cut(engine: str, workdir: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can unmount by force")
+    filesystem = InMemoryFilesystem()
+    mounted = Workspace.mount(workdir / "m", filesystem=OnlyTheMethods(filesystem), engine=engine)  # type: ignore[call-overload]
     file = os.open(os.path.join(mounted.path, "f"), os.O_CREAT | os.O_WRONLY)
     os.write(file, b"never closed")
     # By force: the kernel cuts the connection, then finds the mount busy.

@@ -5,7 +5,11 @@ it is mounted runs in another thread, so the object must allow that.  The servin
 (GIL) for each request.  A C extension that waits for the mount without releasing the GIL therefore waits forever.  So
 would `subprocess` when it starts a program on the mount or in a directory of it: see `_make_subprocess_release_gil`.
 
-The kernel caches nothing beyond a request, because the object may change without notice.
+An object with the method `serving_volume` (`protocol.filesystem.MountableFilesystem`) lends its volume, which the
+thread serves; a lock keeps the object's calls and the thread apart.  Other objects are served through their methods.
+
+The kernel caches no names and attributes beyond a request, because the object may change without notice, and drops the
+pages of a file whose size or mtime changed.
 """
 
 from __future__ import annotations
@@ -15,16 +19,18 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import trio
 
 from protocol.adapters.filesystem_volume import FilesystemVolume
 from protocol.filesystem import Filesystem
+from protocol.volume import CacheInvalidation, Volume
 from vfsd.kernel.engines.base import Engine, EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
+from vfsd.kernel.invalidation import invalidate_from_thread
 from vfsd.machine import mountinfo, mounts
 
 _logger = logging.getLogger(__name__)
@@ -43,11 +49,22 @@ class MountedFilesystem:
         self.filesystem = filesystem
         self.path: Final = path  # the mountpoint
         self.name: Final = name  # of the workspace; the mount's source is "vfsd:<name>"
-        self._volume = FilesystemVolume(filesystem)
         settings = EngineSettings(
             path, name, read_only=filesystem.read_only, allow_other=allow_other, cache_timeout_s=0.0
         )
-        self._engine: Engine = mount_engine(engine, self._volume, settings, None)
+        self._lock = threading.RLock()  # a collected reader forgets its inode during another call
+        self._engine: Engine | None = None
+        self._adapter: FilesystemVolume | None = None  # None while the object lends its own volume
+        with ExitStack() as stack:
+            # Of the class: an object that forwards unknown names to another one must see the calls itself.
+            lend = getattr(type(filesystem), "serving_volume", None)
+            if lend is None:
+                volume: Volume = (adapter := FilesystemVolume(filesystem))
+                self._adapter = adapter
+            else:
+                volume = stack.enter_context(lend(filesystem, self._lock, self._invalidate))
+            self._engine = mount_engine(engine, volume, settings, None)
+            self._end_of_loan = stack.pop_all()
         self._thread = threading.Thread(target=self._serve, name=f"vfsd {name}", daemon=True)
         self._thread.start()
 
@@ -76,17 +93,37 @@ class MountedFilesystem:
                     raise  # otherwise the mount has just ended in another way
         self._thread.join(_JOIN_S)
 
+    def _invalidate(self, invalidation: CacheInvalidation) -> None:
+        if self._engine is not None and threading.current_thread() is not self._thread:
+            invalidate_from_thread(self._engine, invalidation)
+
     def _serve(self) -> None:
+        engine = self._engine
+        assert engine is not None
         try:
-            trio.run(self._engine.serve)
+            trio.run(engine.serve, instruments=[_Holding(self._lock)])
         except Exception:
             _logger.exception("serving %s ended", os.fsencode(self.path))
         finally:
-            self._engine.unmount()
+            engine.unmount()
             with suppress(OSError):  # libfuse leaves a mount behind whose connection was aborted
                 mounts.clear_dead_mount(self.path)
-            for path, error in self._volume.write_back_all():
+            self._end_of_loan.close()
+            for path, error in self._adapter.write_back_all() if self._adapter else ():
                 _logger.error("%s could not be written back, its changes are lost: %s", os.fsencode(path), error)
+
+
+class _Holding(trio.abc.Instrument):
+    """Holds a lock during each step of a task, and so while the engine answers requests, but not while it waits."""
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self._lock = lock
+
+    def before_task_step(self, _task: trio.lowlevel.Task) -> None:
+        self._lock.__enter__()
+
+    def after_task_step(self, _task: trio.lowlevel.Task) -> None:
+        self._lock.__exit__(None, None, None)
 
 
 def _make_subprocess_release_gil() -> None:

@@ -109,6 +109,11 @@ def split_moved_directories(invalidation: CacheInvalidation) -> tuple[CacheInval
     return replace(invalidation, entries=names, inodes=()), replace(invalidation, entries=others, inodes=in_place)
 
 
+def invalidate_from_thread(engine: Engine, invalidation: CacheInvalidation) -> None:
+    """Do as `invalidate_kernel_caches` in the calling thread, which must not be the one that serves the mount."""
+    _invalidate(engine, invalidation, _ALL)
+
+
 def _invalidate(engine: Engine, invalidation: CacheInvalidation, known: Container[int]) -> None:
     failed: dict[int, int] = {}  # the number of failures by errno
     try:

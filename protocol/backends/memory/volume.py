@@ -164,6 +164,10 @@ class MemoryVolume:
         found = self._state.inodes.get(inode)
         return found is not None and found.lookups > 0
 
+    def lookup_counts(self) -> dict[int, int]:
+        """Return the number of lookups of each inode that has any, the root included."""
+        return {inode.inode: inode.lookups for inode in self._state.inodes.values() if inode.lookups > 0}
+
     @property
     def on_pruned(self) -> Callable[[SnapshotInfo], None] | None:
         return self._limits.on_pruned
