@@ -13,7 +13,7 @@ try:
     import importlib
     import io
     import os
-    from typing import Any, Final
+    from typing import TYPE_CHECKING, Any, Final
 
     import click
 
@@ -35,6 +35,9 @@ except KeyboardInterrupt:
     # These imports take most of the start-up time: Ctrl-C during them must not print a traceback.
     sys.exit(130)
 
+if TYPE_CHECKING:
+    from vfsd.client.quick_call import BegunCall
+
 # name -> (module, the first line of its help; a test compares the two)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mount": ("mount", "Make a directory a workspace."),
@@ -53,6 +56,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "exec": ("exec", "Run a command in the workspace."),
     "store": ("store", "Manage the snapshots that are kept on disk."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
+    "hooks": ("hooks", "Print the command with which an agent's hooks take snapshots."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
@@ -62,7 +66,7 @@ _GROUPS: Final = {
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec",),
-    "Agents": ("fs",),
+    "Agents": ("fs", "hooks"),
     "This machine": ("doctor", "completion"),
 }
 
@@ -135,7 +139,7 @@ def cli(ctx: click.Context, workspace: str | None, as_json: bool) -> None:
     """A file system for agents: a real mount, snapshots in constant time, restored in place."""
     if workspace == "":
         raise click.UsageError("-w is an empty string")
-    ctx.obj = App(workspace=workspace, json=as_json)
+    ctx.obj = App(workspace=workspace, json=as_json, begun=ctx.obj)
 
 
 cli.params += shared_options()
@@ -181,8 +185,8 @@ def _name_standard_output_in_errors() -> None:
         )
 
 
-def main() -> None:
-    """The entry point of the `vfsd` script."""
+def main(begun: BegunCall | None = None) -> None:
+    """Run the command line.  `begun` is the command's call, if the fast path has already sent it."""
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal's encoding lacks is written as an escape instead of raising an error.
@@ -190,7 +194,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     _name_standard_output_in_errors()
     try:
-        cli(prog_name="vfsd")
+        cli(prog_name="vfsd", obj=begun)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:

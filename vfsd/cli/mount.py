@@ -16,6 +16,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
 from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.values import BACKEND, NAME, SIZE, Seconds
+from vfsd.cli.common.wording import status_rows
 from vfsd.client import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.machine.runtime import WorkspaceRecord, read_records
@@ -311,44 +312,5 @@ def status_command(app: App, workspace_argument: str | None) -> None:
     app.emit(app.call(app.requests.status()), _show_status)
 
 
-def _engine(status: messages.StatusResult) -> str:
-    return f"{status.engine} ({status.engine_reason})" if status.engine_reason else status.engine
-
-
-def _container(status: messages.StatusResult) -> str:
-    trouble = "" if status.connected else ": not connected; requests fail until the container runs again"
-    return f"{status.container} ({status.transport} transport{trouble})"
-
-
 def _show_status(status: messages.StatusResult) -> None:
-    output.fields(
-        [
-            (output.Column("name"), status.name),
-            (output.Column("mountpoint", "path"), status.mountpoint),
-            (output.Column("backend"), status.backend),
-            (output.Column("engine"), _engine(status)),
-            *([(output.Column("wake-ups"), status.wakeups)] if status.wakeups else []),
-            (output.Column("cache"), status.cache),
-            (output.Column("read-only"), "yes" if status.read_only else "no"),
-            (output.Column("files", "count"), status.files),
-            (output.Column("directories", "count"), status.directories),
-            (output.Column("size", "size"), status.size_bytes),
-            (output.Column("used", "size"), status.used_bytes),
-            (output.Column("max-bytes", "size"), status.max_bytes),
-            (output.Column("live", "size"), status.live_bytes),
-            (output.Column("snapshot-bytes", "size"), status.snapshot_bytes),
-            (output.Column("overhead", "size"), status.overhead_bytes),
-            (output.Column("max-memory", "size"), status.max_memory),
-            (output.Column("max-inodes", "count"), status.max_inodes),
-            (output.Column("snapshots", "count"), status.snapshots),
-            *([(output.Column("pruned", "count"), status.pruned)] if status.pruned else []),
-            (output.Column("requests", "count"), status.requests),
-            *([(output.Column("changed-below", "count"), status.changed_below)] if status.changed_below else []),
-            *([(output.Column("commands"), status.commands)] if status.commands else []),
-            *([(output.Column("container"), _container(status))] if status.container else []),
-            *([(output.Column("interrupted"), status.interrupted)] if status.interrupted else []),
-            (output.Column("pid"), status.pid),
-            (output.Column("started", "time"), status.started_at),
-            (output.Column("version"), status.version),
-        ]
-    )
+    output.fields([(output.Column(heading, kind), cell) for heading, kind, cell in status_rows(status)])

@@ -6,8 +6,9 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command
-from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_outcome
+from vfsd.cli.common.changes import show_changes, show_expired, show_outcome
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.common.wording import count_words
 from vfsd.wire import messages
 
 

@@ -14,11 +14,12 @@ import click
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, did_you_mean
-from vfsd.cli.common.changes import count_words, show_changes, show_expired, show_outcome, show_problems
+from vfsd.cli.common.changes import show_changes, show_expired, show_outcome, show_problems
 from vfsd.cli.common.names import complete_restore, complete_snapshot
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
 from vfsd.cli.common.values import in_home
+from vfsd.cli.common.wording import count_words, nothing_to_restore, step_lines
 from vfsd.wire import messages
 from vfsd.wire.messages import from_wire_path
 
@@ -299,7 +300,7 @@ def _show_dry_run(answer: messages.RestoreResult, changes: ChangeSpool) -> None:
 def _show_restore(answer: messages.RestoreResult) -> None:
     source = output.show_path(answer.source)
     if answer.safety_snapshot is None and not answer.problems:
-        output.say(f"nothing to restore: everything is as in {source}")
+        output.say(nothing_to_restore(source))
         show_expired(answer.expired)
     else:
         show_outcome(f"restored {source}", answer)
@@ -307,13 +308,6 @@ def _show_restore(answer: messages.RestoreResult) -> None:
 
 def _show_step(verb: str, answer: messages.RestoreResult) -> None:
     """Print what an undo or a redo did, and whether more steps can be undone or redone."""
-    output.say(f"{verb} {output.show_path(answer.step or '')}: {count_words(answer.counts)}")
-    if answer.step == "apply":
-        output.say("what was applied stays in the directory below")
-    ways = [
-        f"`vfsd restore --{way}` goes {direction}" + (f" ({steps:,} steps)" if steps > 1 else "")
-        for way, steps, direction in (("undo", answer.undo_steps, "back"), ("redo", answer.redo_steps, "forward"))
-        if steps
-    ]
-    output.say("; ".join(filter(None, (f"the state left is {answer.safety_snapshot}", ", ".join(ways)))))
+    for line in step_lines(verb, output.show_path(answer.step or ""), answer):
+        output.say(line)
     show_expired(answer.expired)

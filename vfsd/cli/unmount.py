@@ -13,10 +13,10 @@ from msgspec import to_builtins
 
 from vfsd.cli.common import output
 from vfsd.cli.common.app import App, Command, describe, error_record
-from vfsd.cli.common.changes import count_words
 from vfsd.cli.common.names import complete_workspace
 from vfsd.cli.common.output import counted
 from vfsd.cli.common.values import refuse_other_archives
+from vfsd.cli.common.wording import count_words
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.mountinfo import mount_at

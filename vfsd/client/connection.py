@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno as errno_numbers
 import functools
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from vfsd.client.quick_call import BegunCall
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import (
     CANCEL_METHOD,
@@ -228,10 +230,12 @@ class ControlClient:
     `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.
     """
 
-    def __init__(self, socket_path: str, *, timeout_s: float | None = None) -> None:
+    def __init__(self, socket_path: str, *, timeout_s: float | None = None, begun: BegunCall | None = None) -> None:
+        """`begun` is a call that was already sent: the first `call`, which must be the same one, continues it."""
         self._path = socket_path
         self._timeout_s = timeout_s
         self._sock: socket.socket | None = None
+        self._begun = begun
         self._lines = LineBuffer()
         self._last_id = 0
         self._running: Exchange | None = None  # the last one
@@ -299,8 +303,11 @@ class ControlClient:
         self._is_sent = False
         self._running = exchange
         try:
-            sock = self._connected()
-            self._send(sock, exchange)
+            if self._begun is None:
+                sock = self._connected()
+                self._send(sock, exchange)
+            else:
+                sock = self._continued(self._begun, exchange)
             self._is_sent = True
             if self._is_cancel_wanted:  # `cancel` was called before the request was sent
                 self._send_cancel()
@@ -314,6 +321,20 @@ class ControlClient:
             if not exchange.done:
                 self.close()
         return exchange.result
+
+    def _continued(self, begun: BegunCall, exchange: Exchange) -> socket.socket:
+        """Take over the connection of `begun`.  ConnectionError if it is another call: nothing is run twice."""
+        self._begun = None
+        if begun.socket_path != self._path or json.loads(begun.request) != json.loads(exchange.request):
+            begun.close()
+            raise vanished(begun.socket_path, exchange.method)
+        self._sock = begun.sock
+        self._sock.settimeout(self._timeout_s)
+        self._lines = LineBuffer()
+        self._lines.feed(begun.received)
+        self._is_sent = True
+        begun.release_signals()
+        return self._sock
 
     def _connected(self) -> socket.socket:
         if self._sock is not None and is_closed_by_peer(self._sock):

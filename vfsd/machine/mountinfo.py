@@ -7,15 +7,14 @@ Source: proc_pid_mountinfo(5).
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Container
 from typing import Final, NamedTuple
+
+from vfsd.machine.selection import follow_symlinks
 
 VFSD_TYPE: Final = "fuse.vfsd"
 SOURCE_PREFIX: Final = "vfsd:"
-_SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
 
 
@@ -94,39 +93,6 @@ def resolve(path: str) -> str:
     """
     fuse_points = {mount.mountpoint for mount in mounts() if mount.is_fuse}
     return follow_symlinks(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), fuse_points)
-
-
-def follow_symlinks(path: str, stop_at: Container[str]) -> str:
-    """Resolve the symlinks of the absolute `path` up to the first component that is in `stop_at`.
-
-    Normalizes the rest without looking it up.  OSError (ELOOP) for a cycle of symlinks.
-    """
-    pending = _components(path)
-    current = "/"
-    links = 0
-    while pending:
-        name = pending.pop()
-        if name == "..":
-            current = os.path.dirname(current)
-            continue
-        current = os.path.join(current, name)
-        if current in stop_at:
-            return os.path.normpath(os.path.join(current, *reversed(pending)))
-        try:
-            target = os.readlink(current)
-        except OSError:
-            continue  # not a symlink, or it does not exist, which the caller finds out itself
-        links += 1
-        if links > _SYMLINKS_MAX:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        current = "/" if os.path.isabs(target) else os.path.dirname(current)
-        pending.extend(_components(target))
-    return current
-
-
-def _components(path: str) -> list[str]:
-    """Split `path` into its names, last first."""
-    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def mount_at(path: str) -> Mount | None:

@@ -17,15 +17,25 @@ from typing import Final, Literal
 import msgspec
 
 from protocol.linux.regular_file import read_regular, write_atomically
-from vfsd.machine.mountinfo import Mount, find_mount, follow_symlinks, vfsd_mounts
+from vfsd.machine.mountinfo import Mount, find_mount, vfsd_mounts
+from vfsd.machine.selection import (
+    RECORD_SUFFIX,
+    RUNTIME_VARIABLE,
+    WORKSPACE_VARIABLE,
+    check_owner,
+    in_tmp,
+    is_path_selector,
+    process_start_ticks,
+    runtime_dir,
+    selected,
+    socket_dir,
+)
 from vfsd.wire.backend_spec import BackendSpec
 from vfsd.wire.messages import from_wire_path, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
-RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
-WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
+__all__ = ["RUNTIME_VARIABLE", "WORKSPACE_VARIABLE", "process_start_ticks", "runtime_dir", "socket_dir"]
 
-_RECORD_SUFFIX: Final = ".json"
 _RECORD_MAX_BYTES: Final = 256 * 1024  # three paths of PATH_MAX with every byte escaped
 _NAME_LENGTH: Final = 64  # of NAME_PATTERN
 
@@ -33,24 +43,6 @@ _logger = logging.getLogger(__name__)
 
 
 # -- the directory ------------------------------------------------------------------------------------
-def runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """Return $VFSD_RUNTIME_DIR, else $XDG_RUNTIME_DIR, else /run for root, else /tmp/vfsd-<uid>; may not exist."""
-    for variable in (RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
-        # The XDG base directory specification requires that relative paths are ignored.
-        if os.path.isabs(environ.get(variable, "")):
-            return environ[variable]
-    return "/run" if os.geteuid() == 0 else _in_tmp()
-
-
-def _in_tmp() -> str:
-    return f"/tmp/vfsd-{os.geteuid()}"  # noqa: S108 (nothing in it is used before _check_owner)
-
-
-def socket_dir() -> str:
-    """Return the directory of sockets and records, which may not exist."""
-    return os.path.join(runtime_dir(), "vfsd")
-
-
 def ensure_socket_dir() -> str:
     """Create `socket_dir()` with mode 0700, and return it.
 
@@ -58,7 +50,7 @@ def ensure_socket_dir() -> str:
     created the directory first would control the sockets.
     """
     base, path = runtime_dir(), socket_dir()
-    if base == _in_tmp():
+    if base == in_tmp():
         _ensure_private(base)
     else:
         os.makedirs(base, mode=0o700, exist_ok=True)
@@ -69,18 +61,9 @@ def ensure_socket_dir() -> str:
 def _ensure_private(path: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    _check_owner(path)
+    check_owner(path)
     if stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
         os.chmod(path, 0o700)
-
-
-def _check_owner(path: str) -> None:
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another directory")
-    if found.st_uid != os.geteuid():
-        owner = f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}"
-        raise PermissionError(f"{owner}: set ${RUNTIME_VARIABLE} to another directory")
 
 
 def socket_path(name: str) -> str:
@@ -90,7 +73,7 @@ def socket_path(name: str) -> str:
 
 def record_path(name: str) -> str:
     """Return the path of the record of workspace `name`.  ValueError for an invalid name."""
-    return os.path.join(socket_dir(), _checked(name) + _RECORD_SUFFIX)
+    return os.path.join(socket_dir(), _checked(name) + RECORD_SUFFIX)
 
 
 def _checked(name: str) -> str:
@@ -138,18 +121,6 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket")
 
 
-def process_start_ticks(pid: int) -> int | None:
-    """Return when process `pid` started, in clock ticks after boot; None if it does not exist or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # proc(5): "pid (comm) state ...", and comm may contain spaces and parentheses.
-    fields = text[text.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
 def write_record(record: WorkspaceRecord) -> None:
     """Write the record atomically: readers see the old one or the new one."""
     as_wire = {field: wire_path(os.fsencode(getattr(record, field))) for field in _PATH_FIELDS}
@@ -173,12 +144,12 @@ def read_records() -> list[WorkspaceRecord]:
     """
     directory = socket_dir()
     try:
-        if runtime_dir() == _in_tmp():
-            _check_owner(_in_tmp())
+        if runtime_dir() == in_tmp():
+            check_owner(in_tmp())
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    paths = [os.path.join(directory, name) for name in names if name.endswith(_RECORD_SUFFIX) and name[0] != "."]
+    paths = [os.path.join(directory, name) for name in names if name.endswith(RECORD_SUFFIX) and name[0] != "."]
     return [record for path in paths if (record := _read(path)) is not None]
 
 
@@ -208,16 +179,14 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
     WorkspaceNotFoundError if there is none.
     """
     records = read_records()
+    found = selected(selector, cwd, records, environ)
+    if found is not None:
+        return found
     if selector:
-        return _selected(selector, cwd, records, "")
+        raise _not_found(selector, cwd, records, "")
     if environ.get(WORKSPACE_VARIABLE):
-        return _selected(environ[WORKSPACE_VARIABLE], cwd, records, f" (from ${WORKSPACE_VARIABLE})")
-    inside = _containing(cwd, records)
-    if inside is not None:
-        return inside
+        raise _not_found(environ[WORKSPACE_VARIABLE], cwd, records, f" (from ${WORKSPACE_VARIABLE})")
     running = [record for record in records if record.alive]
-    if len(running) == 1:
-        return running[0]
     if running:
         raise WorkspaceNotFoundError(
             f"several workspaces are running, pick one with -w NAME or -w PATH: {_listed(running)}"
@@ -225,23 +194,16 @@ def find_workspace(selector: str | None, cwd: str, *, environ: Mapping[str, str]
     raise WorkspaceNotFoundError(_describe_all(records))
 
 
-def _selected(selector: str, cwd: str, records: list[WorkspaceRecord], origin: str) -> WorkspaceRecord:
-    for record in records:
-        if record.name == selector:
-            return record
-    found = _containing(os.path.join(cwd, selector), records)
-    # Inside a workspace every word is also a relative path in it: a mistyped name must not select that workspace.
-    is_path = "/" in selector or selector in (".", "..")
-    if found is not None and (is_path or found is not _containing(cwd, records)):
-        return found
+def _not_found(selector: str, cwd: str, records: list[WorkspaceRecord], origin: str) -> WorkspaceNotFoundError:
+    is_path = is_path_selector(selector)
     if (lost := _lost_mount(selector, os.path.join(cwd, selector) if is_path else None)) is not None:
-        raise WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
+        return WorkspaceNotFoundError(f"{lost.describe()} at {lost.mountpoint} has {no_socket(lost)}")
     reason = "in no workspace" if is_path else f"no workspace's name (a path would be ./{selector})"
     import difflib  # noqa: PLC0415 (start-up: only errors need it)
 
     similar = difflib.get_close_matches(selector, [record.name for record in records])
     hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-    raise WorkspaceNotFoundError(f"{selector!r}{origin} is {reason}; {hint}{_describe_all(records)}")
+    return WorkspaceNotFoundError(f"{selector!r}{origin} is {reason}; {hint}{_describe_all(records)}")
 
 
 def _lost_mount(name: str, path: str | None) -> Mount | None:
@@ -272,24 +234,6 @@ def _describe_all(records: list[WorkspaceRecord]) -> str:
 
 def _listed(records: Iterable[WorkspaceRecord]) -> str:
     return ", ".join(f"{record.name} ({record.mountpoint})" for record in records)
-
-
-def _containing(path: str, records: list[WorkspaceRecord]) -> WorkspaceRecord | None:
-    """Return the record of the innermost mount that contains `path`; a living workspace before a dead one."""
-    # Innermost: a mount inside of another one is reached through the outer one, whose mountpoint comes first.
-    by_path: dict[str, WorkspaceRecord] = {}
-    for record in records:
-        if record.mountpoint not in by_path or record.alive:
-            by_path[record.mountpoint] = record
-    try:
-        reached = follow_symlinks(path, by_path)
-    except OSError:  # a cycle of symlinks, outside of every mount
-        return None
-    while reached not in by_path:
-        if reached == "/":
-            return None
-        reached = os.path.dirname(reached)
-    return by_path[reached]
 
 
 # -- names --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from vfsd.cli.common import output
 from vfsd.cli.common.interrupts import AFTER_SIGNAL, Interrupted, Signalled, completed, effect, interruptible
 
 if TYPE_CHECKING:
+    from vfsd.client.quick_call import BegunCall
     from vfsd.client.requests import RemoteCall, Requests
     from vfsd.machine.runtime import WorkspaceRecord
 
@@ -35,6 +36,7 @@ class App:
     interrupted: str = "interrupted"  # the message when Ctrl-C ends the command
     signalled: Signalled | None = None  # the last call that changes something, and the signal that arrived meanwhile
     done: str | None = None  # what the command has changed, for an error after it
+    begun: BegunCall | None = None  # the call that the fast path has sent
     _record: WorkspaceRecord | None = None
 
     def record(self) -> WorkspaceRecord:
@@ -73,9 +75,10 @@ class App:
             raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
         record = record or self.record()
         check_alive(record)
+        begun, self.begun = self.begun, None
         try:
             with (
-                ControlClient(record.socket) as client,
+                ControlClient(record.socket, begun=begun) as client,
                 interruptible(client, request.method) as self.signalled,
                 output.progress(label) as on_progress,
             ):

@@ -11,9 +11,9 @@ import click
 from protocol.errors import shortened
 from vfsd.cli.common import output
 from vfsd.cli.common.output import counted
+from vfsd.cli.common.wording import LETTERS, change_line, outcome_lines, with_slash
 from vfsd.wire.messages import ChangeCounts, ChangeRecord, ExpiredRecord, ImportResult, ProblemRecord, RestoreResult
 
-_LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
 _COLOURS: Final = {"added": "green", "modified": "yellow", "removed": "red", "type": "magenta", "metadata": "cyan"}
 _GRAPH_COLUMNS: Final = 40
 _REASONS: Final = {"unneeded": "no undo or redo leads to it any more", "memory": "memory was needed"}
@@ -23,13 +23,13 @@ _PROBLEMS_SHOWN: Final = 20
 def show_changes(changes: Iterable[ChangeRecord]) -> None:
     """Print one line for each change: "A path"."""
     for change in changes:
-        letter = click.style(_LETTERS[change.change], fg=_COLOURS[change.change])
+        letter = click.style(LETTERS[change.change], fg=_COLOURS[change.change])
         output.say(f"{letter} {_path(change)}")
 
 
 def plain_change(change: ChangeRecord) -> str:
     """Format a change for a pipe."""
-    return f"{_LETTERS[change.change]} {_path(change)}"
+    return change_line(change.change, _path(change))
 
 
 def show_problems(problems: Sequence[ProblemRecord], verb: str = "could not be restored") -> None:
@@ -47,9 +47,8 @@ def show_outcome(what: str, answer: RestoreResult | ImportResult) -> None:
 
     `what` says what was done, such as "restored turn-3".
     """
-    output.say(f"{what}: {count_words(answer.counts)}")
-    if answer.safety_snapshot is not None:
-        output.say(f"the state before is {answer.safety_snapshot}; `vfsd restore --undo` brings it back")
+    for line in outcome_lines(what, answer.counts, answer.safety_snapshot):
+        output.say(line)
     show_expired(answer.expired)
 
 
@@ -65,12 +64,6 @@ def _age(created_at: str) -> str:
         if seconds >= length:
             return counted(seconds // length, unit)
     return "less than a minute"
-
-
-def count_words(counts: ChangeCounts) -> str:
-    """Format counts: "2 added, 1 modified", or "no changes"."""
-    parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
-    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
 
 
 def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
@@ -92,7 +85,7 @@ def show_stat(changes: Iterable[ChangeRecord], counts: ChangeCounts) -> None:
 
 def _path(change: ChangeRecord) -> str:
     """Format the path; a directory has a slash at its end."""
-    return output.show_path(change.path) + ("/" if change.type == "directory" else "")
+    return with_slash(output.show_path(change.path), change.type)
 
 
 def _lines(change: ChangeRecord) -> int:

@@ -1,0 +1,106 @@
+"""The words of the commands that the fast path answers: lines without colours and without escapes.
+
+Start-up: this module imports nothing.  Its arguments are messages, or objects with the same attributes.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Final
+
+    from vfsd.cli.common.output import Cell, Kind
+    from vfsd.wire.messages import ChangeCounts, RestoreResult, StatusResult
+
+LETTERS: Final = {"added": "A", "modified": "M", "removed": "D", "type": "T", "metadata": "m"}
+
+
+def with_slash(path: str, kind: str) -> str:
+    """Return `path`; that of a directory with a slash at its end."""
+    return path + ("/" if kind == "directory" else "")
+
+
+def change_line(change: str, path: str) -> str:
+    """Format a change: "A path"."""
+    return f"{LETTERS[change]} {path}"
+
+
+def count_words(counts: ChangeCounts) -> str:
+    """Format counts: "2 added, 1 modified", or "no changes"."""
+    parts = [("added", counts.added), ("modified", counts.modified), ("removed", counts.removed)]
+    return ", ".join(f"{count:,} {word}" for word, count in parts if count) or "no changes"
+
+
+def nothing_to_restore(source: str) -> str:
+    """Say that a restore changed nothing."""
+    return f"nothing to restore: everything is as in {source}"
+
+
+def outcome_lines(what: str, counts: ChangeCounts, safety_snapshot: str | None) -> list[str]:
+    """Say what was changed, and which snapshot has the state before."""
+    lines = [f"{what}: {count_words(counts)}"]
+    if safety_snapshot is not None:
+        lines.append(f"the state before is {safety_snapshot}; `vfsd restore --undo` brings it back")
+    return lines
+
+
+def step_lines(verb: str, step: str, answer: RestoreResult) -> list[str]:
+    """Say what an undo or a redo did, and whether more steps can be undone or redone."""
+    lines = [f"{verb} {step}: {count_words(answer.counts)}"]
+    if step == "apply":
+        lines.append("what was applied stays in the directory below")
+    ways = [
+        f"`vfsd restore --{way}` goes {direction}" + (f" ({steps:,} steps)" if steps > 1 else "")
+        for way, steps, direction in (("undo", answer.undo_steps, "back"), ("redo", answer.redo_steps, "forward"))
+        if steps
+    ]
+    lines.append("; ".join(filter(None, (f"the state left is {answer.safety_snapshot}", ", ".join(ways)))))
+    return lines
+
+
+def engine_words(status: StatusResult) -> str:
+    """Name the engine, and why it is used."""
+    return f"{status.engine} ({status.engine_reason})" if status.engine_reason else status.engine
+
+
+def container_words(status: StatusResult) -> str:
+    """Describe the container and its transport."""
+    trouble = "" if status.connected else ": not connected; requests fail until the container runs again"
+    return f"{status.container} ({status.transport} transport{trouble})"
+
+
+def _if_any(heading: str, kind: Kind, cell: Cell) -> list[tuple[str, Kind, Cell]]:
+    return [(heading, kind, cell)] if cell else []
+
+
+def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
+    """Return heading, kind and value of each row of `vfsd status`."""
+    return [
+        ("name", "text", status.name),
+        ("mountpoint", "path", status.mountpoint),
+        ("backend", "text", status.backend),
+        ("engine", "text", engine_words(status)),
+        *_if_any("wake-ups", "text", status.wakeups),
+        ("cache", "text", status.cache),
+        ("read-only", "text", "yes" if status.read_only else "no"),
+        ("files", "count", status.files),
+        ("directories", "count", status.directories),
+        ("size", "size", status.size_bytes),
+        ("used", "size", status.used_bytes),
+        ("max-bytes", "size", status.max_bytes),
+        ("live", "size", status.live_bytes),
+        ("snapshot-bytes", "size", status.snapshot_bytes),
+        ("overhead", "size", status.overhead_bytes),
+        ("max-memory", "size", status.max_memory),
+        ("max-inodes", "count", status.max_inodes),
+        ("snapshots", "count", status.snapshots),
+        *_if_any("pruned", "count", status.pruned),
+        ("requests", "count", status.requests),
+        *_if_any("changed-below", "count", status.changed_below),
+        *_if_any("commands", "text", status.commands),
+        *_if_any("container", "text", container_words(status) if status.container else None),
+        *_if_any("interrupted", "text", status.interrupted),
+        ("pid", "text", status.pid),
+        ("started", "time", status.started_at),
+        ("version", "text", status.version),
+    ]

@@ -1,0 +1,258 @@
+"""The entry point of the `vfsd` script: answers frequent commands without importing click, msgspec or rich.
+
+Only plain forms of `snapshot`, `status`, `restore` and `diff` in a pipe are answered here, if they succeed soon.  Any
+other command line goes to `vfsd.cli.main`.  If the request was already sent, `main` continues that call, so that
+errors, remarks, signals and long calls are handled in one place, and nothing runs twice.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import json
+    import os
+    import stat
+
+    from vfsd import __version__
+    from vfsd.cli.common import wording
+    from vfsd.client.quick_call import BegunCall, begin
+    from vfsd.machine import selection
+except KeyboardInterrupt:
+    sys.exit(130)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Final
+
+_COMPLETION_VARIABLE: Final = "_VFSD_COMPLETE"
+_VALUES: Final = {"-w": "workspace", "--workspace": "workspace", "--tag": "tag"}
+_FLAGS: Final = {"--json", "--undo", "--redo"}
+_OPTIONS: Final = {"snapshot": {"tag"}, "status": set[str](), "restore": {"--undo", "--redo"}, "diff": set[str]()}
+_ARGUMENTS_MAX: Final = {"snapshot": 1, "status": 1, "restore": 1, "diff": 2}
+_COMMON: Final = {"workspace", "--json"}
+_NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+_RECORD_MAX_BYTES: Final = 64 * 1024
+
+
+class _UnusualError(Exception):
+    """This module does not answer the command line; nothing was sent."""
+
+
+class _Fields:
+    """A JSON object whose members are attributes."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self.__dict__.update(members)
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)  # an answer of another version
+
+
+class _Record:
+    """What a command needs of the record of a workspace."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self.name: str = members["name"]
+        self.mountpoint: str = members["mountpoint"]
+        self.socket: str = members["socket"]
+        self.version: str = members["version"]
+        self._pid: int = members["pid"]
+        self._start_ticks: int = members["pid_start_ticks"]
+        if not (_NAME_CHARACTERS.issuperset(self.name) and isinstance(members["backend"], str)):
+            raise _UnusualError
+        for path in (self.mountpoint, self.socket):
+            if "\\" in path or not path.isprintable():
+                raise _UnusualError
+
+    @property
+    def alive(self) -> bool:
+        return selection.process_start_ticks(self._pid) == self._start_ticks
+
+
+def main(prepare: Callable[[], object] | None = None) -> None:
+    """The entry point of the `vfsd` script.  `prepare` runs before the full command is imported."""
+    call = None
+    try:
+        call = _begun(sys.argv[1:])
+        if call is not None and (text := answer(call, sys.argv[1:])) is not None and _write(text):
+            call.close()
+            return
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if prepare is not None:
+        prepare()
+    from vfsd.cli.main import main as full  # noqa: PLC0415 start-up: the purpose of this module
+
+    try:
+        full(call)
+    finally:
+        if call is not None:
+            call.release_signals()
+
+
+def _begun(words: list[str]) -> BegunCall | None:
+    try:
+        if _COMPLETION_VARIABLE in os.environ or not _is_plain_output():
+            return None
+        return begin_command(words)
+    except (_UnusualError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _is_plain_output() -> bool:
+    for descriptor in (0, 1, 2):
+        os.fstat(descriptor)
+    return not (os.isatty(1) or os.isatty(2)) and getattr(sys.stdout, "encoding", "") == "utf-8"
+
+
+def _write(text: str) -> bool:
+    """Write to standard output.  If that fails, return False: the full command repeats the write and reports why."""
+    data = text.encode()
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError:
+        return False
+    return True
+
+
+# -- the request ----------------------------------------------------------------------------------
+def parse(words: list[str]) -> tuple[str, list[str], dict[str, str]]:
+    """Return the command, its arguments and its options.  _UnusualError for all but plain forms."""
+    if not words or words[0] not in _OPTIONS or not all(word and word.isprintable() for word in words):
+        raise _UnusualError
+    command = words[0]
+    arguments: list[str] = []
+    options: dict[str, str] = {}
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-"):
+            arguments.append(word)
+            continue
+        name = _VALUES.get(word, word)
+        value = next(rest, "-") if word in _VALUES else word
+        if name in options or name not in _COMMON | _OPTIONS[command]:
+            raise _UnusualError
+        if word not in _FLAGS and value.startswith("-"):
+            raise _UnusualError
+        options[name] = value
+    if len(arguments) > _ARGUMENTS_MAX[command]:
+        raise _UnusualError
+    return command, arguments, options
+
+
+def request_of(command: str, arguments: list[str], options: dict[str, str]) -> dict[str, Any]:
+    """Return the parameters that the full command sends."""
+    name = arguments[0] if arguments else None
+    if command == "status":
+        return {}
+    if command == "snapshot":
+        return {"name": name, "tag": options.get("tag")}
+    if command == "diff":
+        if "--json" in options:
+            raise _UnusualError
+        b = arguments[1] if len(arguments) > 1 else None
+        lists: dict[str, list[str]] = {"paths": [], "include": [], "exclude": []}
+        return {"a": name, "b": b, "mode": "names", **lists, "include_git": False, "stream": True}
+    undo, redo = "--undo" in options, "--redo" in options
+    if [name is not None, undo, redo].count(True) != 1 or (name is not None and ("/" in name or name.endswith(".zip"))):
+        raise _UnusualError
+    params: dict[str, Any] = {"name": name, "of": None, "store": None, "archive": None, "undo": undo, "redo": redo}
+    return {**params, "base": False, "paths": [], "dry_run": False, "stream": False}
+
+
+def begin_command(words: list[str]) -> BegunCall | None:
+    """Send the request of a command line; None if nothing was sent.  _UnusualError for all but plain forms."""
+    command, arguments, options = parse(words)
+    params = request_of(command, arguments, options)
+    selector = options.get("workspace")
+    if command == "status" and arguments:
+        selector = arguments[0]
+    record = selection.selected(selector, os.getcwd(), _records(), os.environ)
+    if record is None or record.version != __version__ or not record.alive:
+        raise _UnusualError
+    return begin(record.socket, command, params)
+
+
+def _records() -> list[_Record]:
+    if selection.runtime_dir() == selection.in_tmp():
+        selection.check_owner(selection.in_tmp())
+    directory = selection.socket_dir()
+    names = sorted(os.listdir(directory))
+    return [
+        _read(os.path.join(directory, name))
+        for name in names
+        if name.endswith(selection.RECORD_SUFFIX) and name[0] != "."
+    ]
+
+
+def _read(path: str) -> _Record:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _UnusualError
+        data = os.read(descriptor, _RECORD_MAX_BYTES)
+    finally:
+        os.close(descriptor)
+    return _Record(json.loads(data))
+
+
+# -- the answer -----------------------------------------------------------------------------------
+def answer(call: BegunCall, words: list[str]) -> str | None:
+    """Return what the command prints; None if the full command has to continue the call."""
+    result = call.receive()
+    if result is None:
+        return None
+    command, _, options = parse(words)
+    try:
+        if "--json" in options:
+            return result.decode() + "\n" if _has_no_remarks(json.loads(result), is_json=True) else None
+        rows = _rows(call, command, options, json.loads(result))
+        # The full command escapes control characters and removes colours.
+        if rows is None or not all(cell.isprintable() for row in rows for cell in row):
+            return None
+        return "".join("\t".join(row) + "\n" for row in rows)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _has_no_remarks(members: dict[str, Any], *, is_json: bool) -> bool:
+    """Return whether the full command prints nothing on standard error, and exits with status 0."""
+    in_text = ("expired", "unreadable", "unstable")
+    return not members.get("problems") and (is_json or not any(members.get(name) for name in in_text))
+
+
+def _rows(call: BegunCall, command: str, options: dict[str, str], members: dict[str, Any]) -> list[list[str]] | None:
+    """Return the cells of each line; None if the full command has to print the answer."""
+    if not _has_no_remarks(members, is_json=False):
+        return None
+    if command == "diff":
+        streamed = call.output()
+        return None if streamed is None else [[_change(json.loads(line))] for line in streamed.split(b"\n")[:-1]]
+    if command == "status":
+        status: Any = _Fields(members)
+        return [[heading, "-" if cell is None else str(cell)] for heading, _, cell in wording.status_rows(status)]
+    if command == "snapshot":
+        return [[members["name"]]]
+    return [[line] for line in _restored(members, options)]
+
+
+def _change(change: dict[str, Any]) -> str:
+    return wording.change_line(change["change"], wording.with_slash(change["path"], change["type"]))
+
+
+def _restored(members: dict[str, Any], options: dict[str, str]) -> list[str]:
+    counts: Any = _Fields(members["counts"])
+    if members["step"] is not None:
+        verb = "undid" if "--undo" in options else "redid"
+        step: Any = _Fields({**members, "counts": counts})
+        return wording.step_lines(verb, members["step"], step)
+    if members["safety_snapshot"] is None:
+        return [wording.nothing_to_restore(members["source"])]
+    return wording.outcome_lines(f"restored {members['source']}", counts, members["safety_snapshot"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Begin a call over the control socket with few imports, and pass it on if it is not answered soon.
+
+`ControlClient` continues a `BegunCall`: it reads the rest of the answer, and reports errors.  It does not send the
+request again.  SIGINT and SIGTERM are blocked from the connection until then, because the full client handles them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Final
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_WAIT_S: Final = 0.25  # for the answer; longer calls are continued by the full client, with progress and Ctrl-C
+_PATH_BYTES_MAX: Final = 107  # linux/un.h UNIX_PATH_MAX, without the closing NUL
+_RECEIVE_BYTES: Final = 64 * 1024
+_RECEIVED_BYTES_MAX: Final = 512 * 1024
+REQUEST_ID: Final = 1  # the first of a `ControlClient`
+_PREFIX: Final = b'{"id":1,"jsonrpc":"2.0","result":'  # how vfsd's daemon begins the answer to it
+
+
+class BegunCall:
+    """A request that was sent, and what was received since."""
+
+    def __init__(self, socket_path: str, sock: socket.socket, request: bytes) -> None:
+        self.socket_path = socket_path
+        self.sock = sock
+        self.request = request
+        self.received = b""
+        self._mask: set[int] | None = None
+
+    def block_signals(self) -> None:
+        """Block SIGINT and SIGTERM until `release_signals`."""
+        self._mask = set(signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS))
+
+    def release_signals(self) -> None:
+        """Restore the signal mask; pending signals are then delivered."""
+        if self._mask is not None:
+            mask, self._mask = self._mask, None
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def close(self) -> None:
+        """Close the connection and restore the signal mask."""
+        self.sock.close()
+        self.release_signals()
+
+    def receive(self) -> bytes | None:
+        """Return the result as JSON; None if it did not arrive in time, or if the answer is not a result."""
+        while True:
+            start = self.received.rfind(b"\n", 0, -1) + 1
+            if self.received.endswith(b"\n") and self.received.startswith(_PREFIX, start):
+                return None if _is_signal_pending() else self.received[start + len(_PREFIX) : -2]
+            if len(self.received) > _RECEIVED_BYTES_MAX:
+                return None
+            try:
+                data = self.sock.recv(_RECEIVE_BYTES)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self.received += data
+
+    def output(self) -> bytes | None:
+        """Return what the "output" notifications contained; None if there are other messages."""
+        from binascii import a2b_base64  # noqa: PLC0415 start-up: only `diff` needs it
+
+        pieces = []
+        for line in self.received.splitlines()[:-1]:
+            message = json.loads(line)
+            if message.get("method") != "output":
+                return None
+            pieces.append(a2b_base64(message["params"]["data"]))
+        return b"".join(pieces)
+
+
+def _is_signal_pending() -> bool:
+    return any(number in signal.sigpending() for number in _SIGNALS)
+
+
+def begin(socket_path: str, method: str, params: dict[str, Any]) -> BegunCall | None:
+    """Send a request.  None if nothing was sent."""
+    if len(socket_path.encode()) > _PATH_BYTES_MAX:
+        return None
+    message = {"jsonrpc": "2.0", "method": method, "params": params, "id": REQUEST_ID}
+    request = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_WAIT_S)
+    call = BegunCall(socket_path, sock, request)
+    call.block_signals()
+    try:
+        sock.connect(socket_path)
+    except OSError:
+        call.close()
+        return None
+    try:
+        sock.sendall(request)
+    except OSError:
+        pass  # the full client reads why, or reports that the connection ended
+    return call

@@ -1,0 +1,154 @@
+"""Select a workspace: the runtime directory, and which record a name, a path or the current directory means.
+
+Start-up: the fast path of the command line imports this module, so it imports only `os`, `stat` and `errno`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+# Not from `typing`, whose import takes several milliseconds.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+    from typing import Final, Protocol, TypeVar
+
+    class Record(Protocol):
+        """What the selection reads of the record of a workspace."""
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def mountpoint(self) -> str: ...
+        @property
+        def alive(self) -> bool: ...
+
+    R = TypeVar("R", bound=Record)
+
+RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
+WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
+RECORD_SUFFIX: Final = ".json"
+_SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h
+
+
+def runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """Return $VFSD_RUNTIME_DIR, else $XDG_RUNTIME_DIR, else /run for root, else /tmp/vfsd-<uid>; may not exist."""
+    for variable in (RUNTIME_VARIABLE, "XDG_RUNTIME_DIR"):
+        # The XDG base directory specification requires that relative paths are ignored.
+        if os.path.isabs(environ.get(variable, "")):
+            return environ[variable]
+    return "/run" if os.geteuid() == 0 else in_tmp()
+
+
+def in_tmp() -> str:
+    """Return the runtime directory of a user without another one."""
+    return f"/tmp/vfsd-{os.geteuid()}"  # noqa: S108 (nothing in it is used before check_owner)
+
+
+def socket_dir() -> str:
+    """Return the directory of sockets and records, which may not exist."""
+    return os.path.join(runtime_dir(), "vfsd")
+
+
+def check_owner(path: str) -> None:
+    """Raise PermissionError unless `path` is a directory of this user."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{path} is not a directory: remove it, or set ${RUNTIME_VARIABLE} to another directory")
+    if found.st_uid != os.geteuid():
+        owner = f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}"
+        raise PermissionError(f"{owner}: set ${RUNTIME_VARIABLE} to another directory")
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Return when process `pid` started, in clock ticks after boot; None if it does not exist or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # proc(5): "pid (comm) state ...", and comm may contain spaces and parentheses.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def selected(selector: str | None, cwd: str, records: Sequence[R], environ: Mapping[str, str]) -> R | None:
+    """Return the record that `selector` means, else $VFSD_WORKSPACE, else `cwd`, else the only running one.
+
+    None if no record matches, or more than one.
+    """
+    selector = selector or environ.get(WORKSPACE_VARIABLE)
+    if selector:
+        return _named(selector, cwd, records)
+    inside = containing(cwd, records)
+    if inside is not None:
+        return inside
+    running = [record for record in records if record.alive]
+    return running[0] if len(running) == 1 else None
+
+
+def is_path_selector(selector: str) -> bool:
+    """Return whether `selector` can only be a path."""
+    return "/" in selector or selector in (".", "..")
+
+
+def _named(selector: str, cwd: str, records: Sequence[R]) -> R | None:
+    for record in records:
+        if record.name == selector:
+            return record
+    found = containing(os.path.join(cwd, selector), records)
+    # Inside a workspace every word is also a relative path in it: a mistyped name must not select that workspace.
+    return found if is_path_selector(selector) or found is not containing(cwd, records) else None
+
+
+def containing(path: str, records: Sequence[R]) -> R | None:
+    """Return the record of the innermost mount that contains `path`; a living workspace before a dead one."""
+    # Innermost: a mount inside of another one is reached through the outer one, whose mountpoint comes first.
+    by_path: dict[str, R] = {}
+    for record in records:
+        if record.mountpoint not in by_path or record.alive:
+            by_path[record.mountpoint] = record
+    try:
+        reached = follow_symlinks(path, by_path)
+    except OSError:  # a cycle of symlinks, outside of every mount
+        return None
+    while reached not in by_path:
+        if reached == "/":
+            return None
+        reached = os.path.dirname(reached)
+    return by_path[reached]
+
+
+def follow_symlinks(path: str, stop_at: Container[str]) -> str:
+    """Resolve the symlinks of the absolute `path` up to the first component that is in `stop_at`.
+
+    Normalizes the rest without looking it up.  OSError (ELOOP) for a cycle of symlinks.
+    """
+    pending = _components(path)
+    current = "/"
+    links = 0
+    while pending:
+        name = pending.pop()
+        if name == "..":
+            current = os.path.dirname(current)
+            continue
+        current = os.path.join(current, name)
+        if current in stop_at:
+            return os.path.normpath(os.path.join(current, *reversed(pending)))
+        try:
+            target = os.readlink(current)
+        except OSError:
+            continue  # not a symlink, or it does not exist, which the caller finds out itself
+        links += 1
+        if links > _SYMLINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        current = "/" if os.path.isabs(target) else os.path.dirname(current)
+        pending.extend(_components(target))
+    return current
+
+
+def _components(path: str) -> list[str]:
+    """Split `path` into its names, last first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
