@@ -187,6 +187,13 @@ def _name_standard_output_in_errors() -> None:
 
 def main(begun: BegunCall | None = None) -> None:
     """Run the command line.  `begun` is the command's call, if the fast path has already sent it."""
+    try:
+        _run(begun)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _run(begun: BegunCall | None) -> None:
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal's encoding lacks is written as an escape instead of raising an error.
@@ -195,8 +202,6 @@ def main(begun: BegunCall | None = None) -> None:
     _name_standard_output_in_errors()
     try:
         cli(prog_name="vfsd", obj=begun)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
     except Exception as error:
         # A bug: print one line, and the traceback on request.
         if os.environ.get(_DEBUG_VARIABLE):
