@@ -12,6 +12,7 @@ import sys
 try:
     import json
     import os
+    import signal
     import stat
 
     from vfsd import __version__
@@ -78,6 +79,8 @@ def main(prepare: Callable[[], object] | None = None) -> None:
         call = _begun(sys.argv[1:])
         if call is not None and (text := answer(call, sys.argv[1:])) is not None and _write(text):
             call.close()
+            # The answer is printed. While Python finalizes itself, Ctrl-C would kill the process.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             return
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,6 +13,7 @@ try:
     import importlib
     import io
     import os
+    import signal
     from typing import TYPE_CHECKING, Any, Final
 
     import click
@@ -191,6 +192,9 @@ def main(begun: BegunCall | None = None) -> None:
         _run(begun)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        # The outcome is decided and printed. While Python finalizes itself, Ctrl-C would kill the process instead.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _run(begun: BegunCall | None) -> None:
