@@ -194,11 +194,18 @@ _option = functools.partial(click.option, cls=_MountOption)
     metavar="NETWORK",
     help="The network of a container that vfsd creates, as for podman run; none by default.",
 )
+@_option(
+    "--no-fork-server",
+    "fork_server",
+    flag_value=False,
+    default=True,
+    help="Start a new interpreter for the daemon, and no fork server.",
+)
 @_option("--foreground", is_flag=True, help="Run the daemon in the foreground, and log to standard error.")
 @_option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @_option("--log-format", type=click.Choice(["text", "json", "journal"]), default="text", show_default=True)
 @click.pass_obj
-def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: Any) -> None:
+def mount_command(app: App, /, mountpoint: str, foreground: bool, fork_server: bool, **settings: Any) -> None:
     """Make a directory a workspace.
 
     MOUNTPOINT is an empty directory that you own.  The command returns when the mount answers; a daemon serves it in
@@ -218,7 +225,7 @@ def mount_command(app: App, /, mountpoint: str, foreground: bool, **settings: An
         except ValueError as error:  # found by the backend; a background daemon reports it as EINVAL, too
             raise OSError(errno.EINVAL, str(error)) from error
     else:
-        ready = launch.launch(options)
+        ready = launch.launch(options, fork_server=fork_server)
         try:
             _emit_ready(app, ready)
         except OSError as error:  # from standard output

@@ -1,7 +1,8 @@
 """Start a daemon in the background, and return when its mount answers.
 
-The daemon is a new interpreter in a session of its own, and shares no state, threads or terminal with its parent.  It
-sends start-up errors to its parent over a pipe, and writes everything else to its log.
+The daemon is a process in a session of its own, forked by the fork server or a new interpreter.  It shares no state,
+threads or terminal with its starter.  It sends start-up errors to its starter over a pipe, and writes everything else
+to its log.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ import fcntl
 import os
 import select
 import signal
-import subprocess
-import sys
-import sysconfig
-import threading
 import time
-from collections.abc import Iterator
 from typing import Final
 
-import vfsd
 from protocol.linux.regular_file import open_regular
-from vfsd.machine import interpreter
+from vfsd.client.daemon_process import DaemonProcess, DirectProcess
+from vfsd.client.fork_server import ForkedProcess, ensure_server, is_on
+from vfsd.client.fork_server import start as start_by_server
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.old_logs import remove_old_logs
 from vfsd.machine.runtime import ensure_socket_dir
-from vfsd.wire.handshake import Failed, Ready, decode_report, encode_options
+from vfsd.wire.handshake import Failed, Ready, decode_report
 from vfsd.wire.options import MountOptions
 
 # Generous: the start may read an archive of gigabytes.
@@ -41,27 +38,33 @@ _REPORT_MAX_BYTES: Final = 1024 * 1024
 _DAEMON_MODULE: Final = "vfsd.daemon.main"
 
 
-def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_module: str = _DAEMON_MODULE) -> Ready:
+def launch(
+    options: MountOptions,
+    *,
+    timeout_s: float = START_TIMEOUT_S,
+    daemon_module: str = _DAEMON_MODULE,
+    fork_server: bool = True,
+) -> Ready:
     """Start a daemon in the background; return when its mount answers.
+
+    With `fork_server` and unless $VFSD_FORK_SERVER is "off", the fork server starts it if one runs; otherwise a server
+    is started after the mount answers.
 
     If the start fails, OSError (Python's subclass for the errno) with the daemon's message; TimeoutError after
     `timeout_s`.  If the reason is unexpected, the exception's notes quote the end of the log.  After any failure, and
     after KeyboardInterrupt, no daemon is left.
     """
+    uses_server = is_on() and fork_server and daemon_module == _DAEMON_MODULE
     log = log_path(options.workspace.name)
     with contextlib.ExitStack() as stack:
         log_fd, is_locked = _open_log(log)
         stack.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
-        report_fd, child_report_fd = os.pipe()
-        report = stack.enter_context(open(report_fd, "rb"))
-        with _pipe_holding(encode_options(options)) as options_fd:
-            try:
-                daemon = _start(daemon_module, options_fd, child_report_fd, log_fd)
-            finally:
-                os.close(child_report_fd)  # only the daemon has the other end, so its death is an EOF
+        daemon, report_fd = _start(daemon_module, options, log_fd, uses_server=uses_server)
+        stack.callback(daemon.release)
+        stack.callback(os.close, report_fd)
         try:
-            ready = _await_ready(report.fileno(), daemon, timeout_s)
+            ready = _await_ready(report_fd, daemon, timeout_s)
         except BaseException as error:
             _stop(daemon, options.workspace.mountpoint)
             if isinstance(error, OSError) and error.errno in _UNEXPECTED:
@@ -70,8 +73,8 @@ def launch(options: MountOptions, *, timeout_s: float = START_TIMEOUT_S, daemon_
                 _remove_idle_log(log, log_fd)
             raise
     remove_old_logs(os.path.dirname(log))
-    # Reap the daemon if it ends before this process.
-    threading.Thread(target=daemon.wait, name=f"vfsd-{options.workspace.name}", daemon=True).start()
+    if uses_server and isinstance(daemon, DirectProcess):
+        ensure_server()
     return ready
 
 
@@ -81,50 +84,30 @@ def log_path(name: str) -> str:
 
 
 # -- the process ------------------------------------------------------------------------------------
-def _start(module: str, options_fd: int, report_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-    # -P: do not import from the current directory, "/".
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(options_fd), str(report_fd)],
-        stdin=subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        pass_fds=(options_fd, report_fd),
-        cwd="/",  # a daemon in another directory would keep its file system busy
-        start_new_session=True,  # not ended by Ctrl-C or by a closing terminal
-        env=_environment(),
-    )
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment with absolute import paths, so that the daemon imports the same vfsd."""
-    environment = interpreter.environment(os.environ)
-    entries = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    package_root = os.path.dirname(os.path.dirname(os.path.abspath(vfsd.__file__)))
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if package_root not in installed and package_root not in entries:
-        entries.append(package_root)
-    if entries:
-        environment["PYTHONPATH"] = os.pathsep.join(entries)
-    return environment
-
-
-@contextlib.contextmanager
-def _pipe_holding(data: bytes) -> Iterator[int]:
-    """Yield the reading end of a pipe that contains `data`, for a child to inherit."""
-    reader, writer = os.pipe()
-    try:
+def _start(module: str, options: MountOptions, log_fd: int, *, uses_server: bool) -> tuple[DaemonProcess, int]:
+    """Start a daemon; return it, and the descriptor of its report."""
+    if uses_server:
+        report_fd, child_report_fd = os.pipe()
+        daemon: ForkedProcess | str = ""
         try:
-            # Paths are at most a few PATH_MAX; a pipe holds 64 KiB (pipe(7)), so the write does not block.
-            os.set_blocking(writer, False)
-            os.write(writer, data)
+            daemon = start_by_server(options, child_report_fd, log_fd)
         finally:
-            os.close(writer)
-        yield reader
+            os.close(child_report_fd)  # only the daemon has the other end, so its death is an EOF
+            if isinstance(daemon, str):
+                os.close(report_fd)
+        if not isinstance(daemon, str):
+            return daemon, report_fd
+    report_fd, child_report_fd = os.pipe()
+    try:
+        return DirectProcess.start(module, options, child_report_fd, log_fd), report_fd
+    except BaseException:
+        os.close(report_fd)
+        raise
     finally:
-        os.close(reader)
+        os.close(child_report_fd)
 
 
-def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: float) -> Ready:
+def _await_ready(descriptor: int, daemon: DaemonProcess, timeout_s: float) -> Ready:
     """Return the daemon's report that its mount answers.
 
     OSError with the daemon's message if it failed; EIO if it died; TimeoutError if it takes too long.
@@ -146,35 +129,31 @@ def _await_ready(descriptor: int, daemon: subprocess.Popen[bytes], timeout_s: fl
     except ValueError as error:
         raise OSError(errno.EPROTO, f"cannot read the daemon's report: {error}") from None
     if isinstance(report, Failed):
-        _await_end(daemon)
+        daemon.wait_ended(STOP_TIMEOUT_S)
         raise report.error()
     return report
 
 
-def _end_of(daemon: subprocess.Popen[bytes]) -> str:
-    status = _await_end(daemon)
-    if status is None:
+def _end_of(daemon: DaemonProcess) -> str:
+    if not daemon.wait_ended(STOP_TIMEOUT_S):
         return "it still runs, but has closed its pipe"
-    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+    if daemon.status is None:
+        return "its exit status is unknown"
+    return f"exit status {daemon.status}" if daemon.status >= 0 else f"killed by {signal.Signals(-daemon.status).name}"
 
 
-def _await_end(daemon: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return daemon.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
+def _stop(daemon: DaemonProcess, mountpoint: str) -> None:
     """End a daemon that failed to start: with SIGTERM, so that it unmounts, then with SIGKILL."""
+    has_ended = False
     try:
-        if daemon.poll() is None:
-            daemon.terminate()
-            _await_end(daemon)
+        has_ended = daemon.wait_ended(0)
+        if not has_ended:
+            daemon.send_signal(signal.SIGTERM)
+            has_ended = daemon.wait_ended(STOP_TIMEOUT_S)
     finally:  # also on a second Ctrl-C
-        if daemon.returncode is None:
-            daemon.kill()
-            daemon.wait()
+        if not has_ended:
+            daemon.send_signal(signal.SIGKILL)
+            daemon.wait_ended(None)
     # A daemon that is killed after it has mounted leaves a dead mount.  A live or foreign mount is not touched.
     with contextlib.suppress(OSError):
         clear_dead_mount(mountpoint)

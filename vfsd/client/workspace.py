@@ -151,6 +151,7 @@ class Workspace(_Base):
         backend: str = "memory",
         *,
         create: bool = True,
+        fork_server: bool = True,
         **arguments: Unpack[MountArguments],
     ) -> Self: ...
 
@@ -162,6 +163,7 @@ class Workspace(_Base):
         *,
         filesystem: Filesystem | None = None,
         create: bool = True,
+        fork_server: bool = True,
         **arguments: Unpack[MountArguments],
     ) -> Self | MountedFilesystem:
         """Mount a workspace at the empty directory `path`, and unmount it when the `with` block ends.
@@ -170,6 +172,7 @@ class Workspace(_Base):
         the program's exit, keeps running, and Python warns (ResourceWarning).
 
         `create` makes the directory and its parents if they do not exist; they remain after the unmount.
+        With `fork_server=False` the daemon is a new interpreter, and no fork server is started (docs/mount.md).
 
         `backend` is one of:
 
@@ -216,7 +219,7 @@ class Workspace(_Base):
             if options != plain:
                 raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
             return _mount_object(filesystem, options, create=create)
-        return cls(_launch(options, create=create), unmount_at_exit=True)
+        return cls(_launch(options, create=create, fork_server=fork_server), unmount_at_exit=True)
 
     @classmethod
     def attach(cls, selector: str | None = None) -> Self:
@@ -303,13 +306,14 @@ class AsyncWorkspace(_Base):
         backend: str = "memory",
         *,
         create: bool = True,
+        fork_server: bool = True,
         **arguments: Unpack[MountArguments],
     ) -> Opening:
         """As `Workspace.mount`.  It cannot be cancelled: it waits until the mount answers, or has failed."""
         options = mount_options(path, backend, **arguments)
 
         async def start() -> AsyncWorkspace:
-            ready = await trio.to_thread.run_sync(lambda: _launch(options, create=create))
+            ready = await trio.to_thread.run_sync(lambda: _launch(options, create=create, fork_server=fork_server))
             return cls(ready, unmount_at_exit=True)
 
         return Opening(start)
@@ -375,12 +379,12 @@ def _warn_of_left(workspace: str, daemon: Ready | WorkspaceRecord, mounted_by: i
     warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
-def _launch(options: MountOptions, *, create: bool) -> Ready:
+def _launch(options: MountOptions, *, create: bool, fork_server: bool) -> Ready:
     if create:
         # `launch` reports anything else at that path, and replaces a dead mount.
         with contextlib.suppress(FileExistsError):
             os.makedirs(options.workspace.mountpoint)
-    return launch.launch(options)
+    return launch.launch(options, fork_server=fork_server)
 
 
 def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool) -> MountedFilesystem:

@@ -124,6 +124,11 @@ def main(arguments: list[str], run_daemon: RunDaemon) -> int:
     options_fd, report_fd = (int(argument) for argument in arguments)
     with open(options_fd, "rb") as file:
         options = decode_options(file.read())
+    return serve_starter(options, report_fd, run_daemon)
+
+
+def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:
+    """Run the daemon, and report to its starter on `report_fd`.  Return the exit status, as `main`."""
     starter = _Starter(report_fd)
     try:
         run(options, starter.report, run_daemon, starter)

@@ -394,7 +394,7 @@ def able(place: Path) -> Iterator[FsDaemon]:
 def test_mounting_with_on_host_is_what_allows_commands(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[MountOptions] = []
 
-    def launch(options: MountOptions) -> Ready:
+    def launch(options: MountOptions, **_: object) -> Ready:
         asked.append(options)
         return Ready(options.workspace.name, options.workspace.mountpoint, "/run/x.sock", 42, "native")
 

@@ -24,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> Started:
     """The options of what was started, in the background (the mount answers) or in the foreground."""
     options: Started = []
 
-    def answer(asked: MountOptions) -> Ready:
+    def answer(asked: MountOptions, **_: object) -> Ready:
         options.append(asked)
         return Ready(
             asked.workspace.name,

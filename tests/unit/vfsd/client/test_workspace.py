@@ -36,7 +36,7 @@ def launched(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> list[MountO
     """Starting a workspace "starts" the fake one; the options that it was asked with."""
     asked: list[MountOptions] = []
 
-    def launch(options: MountOptions) -> Ready:
+    def launch(options: MountOptions, **_: object) -> Ready:
         asked.append(options)
         return Ready(daemon.name, daemon.mountpoint, daemon.socket, daemon.pid, "native")
 
@@ -216,7 +216,7 @@ def test_a_busy_workspace_says_who_holds_it(daemon: FakeDaemon, launched: list[M
 def test_a_workspace_that_somebody_else_unmounted_is_no_error(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDaemon("gone", str(workdir)) as fake:
         ready = Ready("gone", str(workdir), fake.socket, 1, "native")
-    monkeypatch.setattr("vfsd.client.launch.launch", lambda _: ready)
+    monkeypatch.setattr("vfsd.client.launch.launch", lambda _, **__: ready)
     with Workspace.mount(workdir) as ws, pytest.raises(ConnectionError):
         ws.status()
 
@@ -263,7 +263,7 @@ def test_a_program_that_ends_warns_of_the_workspace_that_it_leaves(daemon: FakeD
     code = """
 import sys, vfsd.client.workspace as module
 from vfsd.wire.handshake import Ready
-module.launch.launch = lambda _: Ready("demo", sys.argv[1], "socket", int(sys.argv[2]), "native")
+module.launch.launch = lambda _, **__: Ready("demo", sys.argv[1], "socket", int(sys.argv[2]), "native")
 module.mount_at = lambda path: path
 kept = module.Workspace.mount(sys.argv[1])
 """

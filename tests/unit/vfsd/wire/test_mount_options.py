@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[MountOptions]:
     options: list[MountOptions] = []
 
-    def answer(asked: MountOptions) -> Ready:
+    def answer(asked: MountOptions, **_: object) -> Ready:
         options.append(asked)
         return Ready(asked.workspace.name, asked.workspace.mountpoint, "/run/x.sock", 42, "native")
 

@@ -1,0 +1,62 @@
+"""A fork server of a test module's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import zygote
+from vfsd.client.fork_server import ensure_server
+from vfsd.wire.fork_messages import SOCKET_NAME
+
+
+@contextlib.contextmanager
+def running_fork_server(directory: Path) -> Iterator[int]:
+    """Run a fork server with the runtime directory `directory`; yield its process id.  End it afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSD_RUNTIME_DIR", str(directory))
+        patch.setenv("VFSD_FORK_SERVER", "on")
+        patch.setattr("vfsd.client.fork_server.is_in_private_mounts", lambda: False)  # CI may run in a container
+        patch.setattr("vfsd.client.fork_server._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
+        with zygote.starting_interpreters():
+            ensure_server()
+        path = directory / "vfsd" / SOCKET_NAME
+        wait_until(lambda: _answers(path), "a fork server listens")
+        pid = _server_pid(path)
+        pidfd = os.pidfd_open(pid)
+        try:
+            yield pid
+        finally:
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, number)
+            os.close(pidfd)
+
+
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 30.0) -> None:
+    """Wait until `condition` is true; fail with its `description` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s: {description}"
+        time.sleep(0.01)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        return _server_pid(path) > 0
+    except OSError:
+        return False
+
+
+def _server_pid(path: Path) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(path))
+        return int(struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])

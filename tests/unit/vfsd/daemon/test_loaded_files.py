@@ -1,0 +1,46 @@
+"""The fork server notices that its installation changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from vfsd.daemon.keeper.loaded_files import LoadedFiles
+
+LATER_NS = time.time_ns() + 10**12
+
+
+@pytest.fixture
+def module_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a loaded module of vfsd."""
+    path = tmp_path / "example.py"
+    path.write_text("x = 1\n")
+    module = types.ModuleType("vfsd.example")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "vfsd.example", module)
+    return path
+
+
+def test_an_installation_without_changes_is_unchanged(module_file: Path) -> None:
+    assert module_file.exists()
+    assert not LoadedFiles(LATER_NS).changed()
+
+
+def test_a_changed_or_removed_module_is_a_change(module_file: Path) -> None:
+    files = LoadedFiles(LATER_NS)
+    os.utime(module_file, ns=(0, 0))
+    assert files.changed()
+    files = LoadedFiles(LATER_NS)
+    assert not files.changed()
+    module_file.unlink()
+    assert files.changed()
+
+
+def test_a_module_that_changed_during_the_imports_is_a_change(module_file: Path) -> None:
+    started_ns = module_file.stat().st_mtime_ns
+    assert LoadedFiles(started_ns).changed()
