@@ -49,13 +49,13 @@ def program(code: str) -> Cost:
     return Cost(1e3 * (used.ru_utime + used.ru_stime), 1e3 * wall)
 
 
-def daemon(backend: str) -> Cost:
-    """The cost of a daemon until its mount answers."""
+def daemon(backend: str, *, fork_server: bool = False) -> Cost:
+    """The cost of a daemon until its mount answers; with `fork_server`, of one that it forks (after the first)."""
     with tempfile.TemporaryDirectory() as place:
         for name in ("m", "below"):
             os.mkdir(f"{place}/{name}")
         began = time.perf_counter()
-        ready = launch(mount_options(Path(place) / "m", backend.format(place=place)))
+        ready = launch(mount_options(Path(place) / "m", backend.format(place=place)), fork_server=fork_server)
         wall = time.perf_counter() - began
         cpu = sum(_run_ns(thread) for thread in os.scandir(f"/proc/{ready.pid}/task"))
         Workspace.attach(ready.mountpoint).unmount()
@@ -75,6 +75,7 @@ ROWS: dict[str, Callable[[], Cost]] = {
     "a daemon: memory": lambda: daemon("memory"),
     "a daemon: overlay": lambda: daemon("overlay:{place}/below"),
     "a daemon: host": lambda: daemon("host:{place}/below"),
+    "a forked daemon: memory": lambda: daemon("memory", fork_server=True),
 }
 
 
