@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.mount.conftest import MountIt, mounted
+from protocol.tool_messages import GlobParams, GrepParams
+from tests.mount.conftest import MountIt, mounted, socket_of
+from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.launch import launch
 from vfsd.client.mount_arguments import mount_options
 from vfsd.client.workspace import Workspace
+from vfsd.wire import fs_messages as fs
 
 TIMEOUT_S = 0.2
 PATIENCE_S = 20.0
@@ -415,3 +418,16 @@ def test_after_a_daemons_death_the_content_is_where_it_was(workdir: Path, direct
         assert (place / "f").read_bytes() == b"kept"
         again.unmount()
     assert (directory / "f").read_bytes() == b"kept"
+
+
+def test_vfsd_fs_searches_and_describes_what_is_there(workspace: Workspace, directory: Path) -> None:
+    (directory / "sub").mkdir()
+    (directory / "sub" / "file").write_text("needle\n")
+    (directory / "dangling").symlink_to("nowhere")
+    (directory / "link").symlink_to("sub")
+    with ControlClient(socket_of(workspace)) as client:
+        assert client.call("fs.stat", fs.FsStatParams(path="dangling")).type == "symlink"
+        assert client.call("fs.glob", GlobParams(pattern="*", path="link")).paths == ["link/file"]
+        assert [match.path for match in client.call("fs.grep", GrepParams(pattern="needle")).matches] == ["sub/file"]
+        types = [entry.type for entry in client.call("fs.ls", fs.FsLsParams()).entries]
+    assert types == ["symlink", "directory", "directory"]

@@ -81,23 +81,27 @@ def _fail(message: str, status: int) -> NoReturn:
 
 # -- the workspace ----------------------------------------------------------------------------------
 class _Workspace:
-    """The selected workspace, and the conversion of its paths.
+    """The selected workspace, or the directory of --root, and the conversion of its paths.
 
-    Printed paths can be given back: they are relative to the current directory if that is in the mount, else to the
-    root.
+    Printed paths can be given back: they are relative to the current directory if that is inside, else to the root.
     """
 
-    def __init__(self, app: App, *, escaped: bool = False) -> None:
+    def __init__(self, app: App, *, root: str | None = None, escaped: bool = False) -> None:
         self._app = app
         self._escaped = escaped
-        self._record: WorkspaceRecord = app.record()
+        self._record: WorkspaceRecord | None = None
+        if root is None:
+            self._record = app.record()
+            self._mountpoint = self._record.mountpoint
+        else:
+            self._mountpoint = os.path.realpath(root)
         self._cwd = current_directory()
-        self._base = b"/" + workspace_path(b".", self._record.mountpoint, self._cwd)
+        self._base = b"/" + workspace_path(b".", self._mountpoint, self._cwd)
 
     def wire(self, path: str) -> str:
         """Convert a path argument to a wire path."""
         raw = from_wire_path(path) if self._escaped else os.fsencode(path)
-        return wire_path(workspace_path(raw, self._record.mountpoint, self._cwd))
+        return wire_path(workspace_path(raw, self._mountpoint, self._cwd))
 
     def shown(self, wire: str) -> dict[str, Any]:
         """Convert a wire path for printing.  A path that is not UTF-8 stays a wire path, marked `escaped`."""
@@ -116,28 +120,47 @@ class _Workspace:
         """Call `method` with `settings` as its parameters; `path` and `cwd` are path arguments."""
         for name in {"path", "cwd"} & settings.keys():
             settings[name] = self.wire(settings[name])
-        return self._app.call(RemoteCall(method, METHODS[method][0](**settings), on_output=on_output))
+        request: RemoteCall[Any] = RemoteCall(method, METHODS[method][0](**settings), on_output=on_output)
+        if self._record is not None:
+            return self._app.call(request)
+        # Start-up: it imports the tools and the search engine, which otherwise only the daemon needs.
+        from vfsd.cli.common import directory_calls  # noqa: PLC0415
+
+        return directory_calls.call(self._mountpoint, request)
 
     @contextmanager
     def readable_by_daemon(self) -> Iterator[Any]:
         """Yield an empty temporary file that the daemon's user can read, too."""
         with tempfile.NamedTemporaryFile(prefix="vfsd-fs-") as file:
-            owner = os.stat(self._record.socket).st_uid
+            owner = os.stat(self._record.socket).st_uid if self._record is not None else 0
             if os.geteuid() == 0 and owner:
                 os.fchown(file.fileno(), owner, -1)
             yield file
+
+
+def _root_option() -> click.Option:
+    how = "Work on this directory of this host, without a workspace."
+    return click.Option(["--root"], type=click.Path(), metavar="DIR", help=how)
 
 
 class _Tool(Command):
     """A command whose function takes the workspace and the command's parameters, and returns the answer's `data`."""
 
     def __init__(self, *args: Any, callback: Callable[..., dict[str, Any]], **kwargs: Any) -> None:
-        def run(*, escaped: bool, **settings: Any) -> dict[str, Any]:
-            return callback(_Workspace(click.get_current_context().obj, escaped=escaped), **settings)
+        def run(*, escaped: bool, root: str | None, **settings: Any) -> dict[str, Any]:
+            context = click.get_current_context()
+            app = context.ensure_object(App)
+            group = context.parent
+            root = root or (group.params.get("root") if group is not None else None)
+            if root == "":
+                raise click.UsageError("--root is an empty string", context)
+            if root is not None and app.workspace is not None:
+                raise click.UsageError("--root is for a directory without a workspace, and excludes -w", context)
+            return callback(_Workspace(app, root=root, escaped=escaped), **settings)
 
         super().__init__(*args, callback=run, **kwargs)
         how = "Read paths in the form in which `escaped` ones are printed: \\xNN for a byte, \\\\ for a backslash."
-        self.params.insert(-2, click.Option(["--escaped"], is_flag=True, help=how))  # before -w and --json
+        self.params[-2:-2] = [click.Option(["--escaped"], is_flag=True, help=how), _root_option()]  # before -w
 
 
 _EXAMPLES: Final = """
@@ -149,11 +172,12 @@ vfsd fs grep 'def \\w+' src --glob '*.py'
 vfsd fs glob 'src/**/*.py'
 vfsd fs rm -r notes
 vfsd fs exec -- make test              # where commands can run: `vfsd exec --help`
+vfsd fs --root . grep TODO             # a plain directory, without a workspace
 """
 
 
 @click.group("fs", cls=_EnvelopeGroup, examples=_EXAMPLES)
-def fs_command() -> None:
+def fs_command(root: str | None) -> None:
     """Read, write, search and run, as an agent does; answers are JSON.
 
     Each command prints {"ok": true, "data": ...} and exits with 0, or {"ok": false, "error": "..."} and exits with 1 (2
@@ -162,10 +186,14 @@ def fs_command() -> None:
     PATHs are relative to the current directory if that is in the workspace, else to the workspace's root; or
     absolute.  Printed paths have the same form.  A path that is not UTF-8 is printed with \\xNN for each such byte
     and marked "escaped": true.
+
+    With --root DIR the commands work on that directory of this host instead, and no workspace has to run.  No PATH
+    leads out of DIR, even through a symlink, but a command that `exec` runs has all rights of this user.
     """
 
 
 fs_command.command_class = _Tool
+fs_command.params.insert(-2, _root_option())
 
 
 _limit_option = functools.partial(
@@ -359,7 +387,7 @@ def exec_command(workspace: _Workspace, /, argv: tuple[str, ...], with_stdin: bo
     that it started.
 
     It runs where `vfsd exec` runs commands: in the container of a container workspace, in the sandbox of a workspace
-    mounted with --sandbox, on this host for one mounted with --on-host.
+    mounted with --sandbox, on this host for one mounted with --on-host and with --root.
     """
     stdin = sys.stdin.buffer.read(_INLINE_BYTES + 1) if with_stdin else b""
     if len(stdin) > _INLINE_BYTES:

@@ -84,7 +84,7 @@ async def answer(request: Request, handler: Handler, params: Any, call: CallCont
             error = only_error(group)
             if isinstance(error, CallCancelledError) and call.cancelled:
                 return [_cancelled_line(number, request.method)]
-            return [_failure_line(number, request.method, error)]
+            return [failure_line(number, request.method, error)]
         finally:
             clear_frames(group)
 
@@ -103,7 +103,8 @@ def _cancelled_line(number: RequestId, method: str) -> bytes:
     return error_line(number, OPERATION_FAILED, text, ErrorData("ECANCELED"))
 
 
-def _failure_line(number: RequestId, method: str, error: BaseException) -> bytes:
+def failure_line(number: RequestId, method: str, error: BaseException) -> bytes:
+    """Return the error response for an exception of a handler."""
     if isinstance(error, InvalidParamsError):
         text = str(error) if isinstance(error, InvalidNameError) else f"{method}: {error}"
         return error_line(number, INVALID_PARAMS, text)
