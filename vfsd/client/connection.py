@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 
@@ -38,6 +38,10 @@ from vfsd.wire.messages import (
 )
 from vfsd.wire.sockets import connect, is_closed_by_peer
 
+if TYPE_CHECKING:
+    from vfsd.client.requests import RemoteCall
+
+T = TypeVar("T")
 # A daemon with too many idle connections closes some of them.  It is unlikely to close the next one of the same client.
 ATTEMPTS: Final = 5
 
@@ -277,6 +281,11 @@ class ControlClient:
             except ClosingError:
                 continue
         raise vanished(self._path, method)
+
+    def run(self, call: RemoteCall[T]) -> T:
+        """Send `call` and return its converted answer.  Errors as for `call`."""
+        answer = self.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
+        return call.result(answer)
 
     def cancel(self) -> None:
         """Ask the daemon to stop the running call.

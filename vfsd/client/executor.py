@@ -1,6 +1,6 @@
 """WorkspaceExecutor: runs the commands of a mounted workspace, for `protocol.tools`.
 
-    context = ToolContext(HostFilesystem(workspace.path), executor=workspace.executor)
+    context = ToolContext(workspace.filesystem, executor=workspace.executor)
     TOOLS["shell"].call({"command": "make test"}, context)
 
 So the tools `shell` and `python` run where `vfsd exec` does: in the sandbox, in the container, or on this host.

@@ -47,6 +47,7 @@ from vfsd.wire.options import MountOptions
 
 if TYPE_CHECKING:
     from protocol.filesystem import Filesystem
+    from vfsd.client.filesystem import WorkspaceFilesystem
     from vfsd.kernel.in_process import MountedFilesystem
 
 P = ParamSpec("P")
@@ -55,7 +56,7 @@ Kind = type[BaseException] | None
 
 
 class _Base:
-    """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O."""
+    """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O, except in `filesystem`."""
 
     def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
         """Use `mount` or `attach`.  With `unmount_at_exit` the end of a `with` block unmounts the workspace."""
@@ -63,6 +64,7 @@ class _Base:
         self._unmount_at_exit = unmount_at_exit
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
+        self._filesystem: WorkspaceFilesystem | None = None
         # A finalizer rather than `__del__`: at the interpreter's exit it runs while the modules still work.
         self._left = weakref.finalize(self, _warn_of_left, repr(self), daemon, os.getpid()) if unmount_at_exit else None
 
@@ -87,6 +89,19 @@ class _Base:
         `protocol.tools` accepts it, too.
         """
         return WorkspaceExecutor(self._daemon.socket)
+
+    @property
+    def filesystem(self) -> WorkspaceFilesystem:
+        """The workspace as a `protocol.SnapshotableFilesystem`, whose snapshots are the workspace's own.
+
+        Its methods block.  The first use makes system calls on the mount.
+        """
+        # Start-up: archives and search, which this imports, are as much again as the rest of the client.
+        from vfsd.client.filesystem import WorkspaceFilesystem  # noqa: PLC0415
+
+        if self._filesystem is None:
+            self._filesystem = WorkspaceFilesystem(self.path, self._daemon.socket)
+        return self._filesystem
 
     @property
     def pid(self) -> int:
@@ -241,8 +256,7 @@ class Workspace(_Base):
 
     def _run(self, call: RemoteCall[T]) -> T:
         with ControlClient(self._daemon.socket) as client:
-            answer = client.call(call.method, call.params, on_progress=call.on_progress, on_output=call.on_output)
-        return call.result(answer)
+            return client.run(call)
 
     snapshot = _blocking(Requests.snapshot)
     snapshots = _blocking(Requests.snapshots)

@@ -278,8 +278,9 @@ class ChangeRecord(msgspec.Struct, omit_defaults=True):
 class RestoreParams(Params):
     """Parameters of `restore`.  Exactly one of these says what to restore:
 
-    - `name`: a snapshot.  With `of` it is a snapshot of another workspace, given by its key in the store ("host:" and
-      the real path of its directory); `store` is the absolute path of that store.
+    - `name`: a snapshot.  With `created_at`, ENOENT unless it was taken at that time, as `SnapshotRecord` writes it: a
+      name can be used again after a drop.  With `of` it is a snapshot of another workspace, given by its key in the
+      store ("host:" and the real path of its directory); `store` is the absolute path of that store.
     - `archive`: the absolute path of a ZIP file.
     - `undo` or `redo`: one restore, import or apply back or forward.
     - `base`: the directory below an overlay.
@@ -289,6 +290,7 @@ class RestoreParams(Params):
     """
 
     name: str | None = None
+    created_at: str | None = None
     of: str | None = None
     store: str | None = None
     archive: str | None = None

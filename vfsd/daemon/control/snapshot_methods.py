@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
 from protocol.types import ChangeCounts
 from protocol.volume import SnapshotInfo
@@ -109,6 +110,8 @@ class SnapshotMethods:
         paths = tree_paths(params.paths)
         if params.of is not None and params.name is None:
             raise InvalidParamsError("`of` needs the name of a snapshot")
+        if params.created_at is not None and (params.name is None or params.of is not None):
+            raise InvalidParamsError("`created_at` needs the name of a snapshot of this workspace")
         if params.redo and paths:
             raise InvalidParamsError("redo takes no paths: restore them from the snapshot that `vfsd snapshots` shows")
         if params.archive is not None:
@@ -125,6 +128,8 @@ class SnapshotMethods:
             return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
         source = str(self._options.backend) if params.base else name
+        if params.created_at is not None:
+            _check_created(await snapshots.infos(), name, params.created_at)
         if params.dry_run:
             async with snapshots.tree(None, call) as live, snapshots.tree(name, call) as wanted:
                 found = await compare(live, wanted, paths, call, stream=params.stream)
@@ -204,6 +209,12 @@ def _record(info: SnapshotInfo, counts: ChangeCounts | None = None, step: int | 
         unreadable=[wire_path(path) for path in info.unreadable],
         step=step,
     )
+
+
+def _check_created(infos: Sequence[SnapshotInfo], name: str, created_at: str) -> None:
+    """Raise SnapshotNotFoundError unless snapshot `name` was taken at `created_at`."""
+    if not any(info.name == name and time_text(info.created_ns) == created_at for info in infos):
+        raise SnapshotNotFoundError(name)
 
 
 def _check_snapshot_name(name: str) -> None:

@@ -1,0 +1,139 @@
+"""`Workspace.filesystem`: the filesystem suites over a running workspace, whose own snapshots it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import Filesystem, InMemoryFilesystem, SnapshotableFilesystem
+from protocol.errors import SnapshotNotFoundError
+from protocol.testing import (
+    ArchiveContract,
+    FilesystemContract,
+    ReadOnlyContract,
+    SnapshotContract,
+    StreamingContract,
+)
+from protocol.testing.read_only import READ_ONLY_CONTENTS
+from tests.mount.conftest import BACKENDS, mounted
+from vfsd.client.workspace import Workspace
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    """One workspace for all tests of a backend, with the snapshot "empty"."""
+    directory = tmp_path_factory.mktemp("shared")
+    (directory / "below").mkdir()
+    backend = request.param if request.param == "memory" else f"{request.param}:{directory / 'below'}"
+    options = {"store": directory / "store"} if request.param == "host" else {}
+    name = f"filesystem-{request.param}"
+    with mounted(directory / "mount", backend=backend, engine="native", name=name, **options) as workspace:
+        workspace.snapshot("empty")
+        yield workspace
+
+
+class OnWorkspace:
+    @pytest.fixture
+    def filesystem(self, shared: Workspace) -> Iterator[SnapshotableFilesystem]:
+        yield shared.filesystem
+        shared.restore("empty")
+        names = [snapshot.name for snapshot in shared.snapshots(changes=False) if snapshot.name != "empty"]
+        if names:
+            shared.drop(*names)
+
+
+class TestFilesystem(OnWorkspace, FilesystemContract):
+    pass
+
+
+class TestStreaming(OnWorkspace, StreamingContract):
+    pass
+
+
+class TestSnapshots(OnWorkspace, SnapshotContract):
+    pass
+
+
+class TestArchives(OnWorkspace, ArchiveContract):
+    pass
+
+
+@pytest.fixture(scope="module")
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    directory = tmp_path_factory.mktemp("read-only")
+    content = InMemoryFilesystem()
+    for path, data in READ_ONLY_CONTENTS.items():
+        content.mkdir(path) if data is None else content.write_bytes(path, data)
+    content.export_archive(directory / "content.zip")
+    options = {"archive": directory / "content.zip", "read_only": True, "engine": "native"}
+    with mounted(directory / "mount", name="filesystem-ro", **options) as workspace:
+        yield workspace
+
+
+class TestReadOnly(ReadOnlyContract):
+    @pytest.fixture
+    def filesystem(self, read_only: Workspace) -> Filesystem:
+        return read_only.filesystem
+
+
+def test_a_snapshot_is_one_of_the_workspace(workspace: Workspace) -> None:
+    files = workspace.filesystem
+    taken = files.snapshot(tag="tool call 7")
+
+    (listed,) = workspace.snapshots()
+
+    assert (listed.name, listed.tag, listed.created_at) == (taken.commit_ref, "tool call 7", taken.created_at)
+    assert files.get(taken.commit_ref) == taken
+    assert files is workspace.filesystem
+    with pytest.raises(SnapshotNotFoundError, match="nothing"):
+        files.get("nothing")
+
+
+def test_another_program_restores_it_by_name_and_the_mount_shows_it(workspace: Workspace, root: Path) -> None:
+    (root / "file").write_text("one")
+    taken = workspace.filesystem.snapshot()
+    (root / "file").write_text("changed")
+    code = """
+import sys
+from vfsd import Workspace
+files = Workspace.attach(sys.argv[1]).filesystem
+files.restore(files.get(sys.argv[2]))
+"""
+
+    subprocess.run([sys.executable, "-c", code, workspace.name, taken.commit_ref], check=True, timeout=60)
+
+    assert (root / "file").read_text() == "one"
+    workspace.undo()
+    assert (root / "file").read_text() == "changed"
+
+
+def test_a_name_that_was_used_again_is_another_snapshot(workspace: Workspace, root: Path) -> None:
+    files = workspace.filesystem
+    taken = files.snapshot()
+    workspace.drop(taken.commit_ref)
+    (root / "file").write_text("x")
+    again = workspace.snapshot(taken.commit_ref)
+    assert again.created_at != taken.created_at
+
+    with pytest.raises(SnapshotNotFoundError, match=taken.commit_ref):
+        files.restore(taken)
+
+    assert (root / "file").read_text() == "x"
+
+
+def test_a_stored_snapshot_is_restored_after_the_workspace_was_mounted_again(workdir: Path) -> None:
+    below, options = workdir / "below", {"store": workdir / "store"}
+    below.mkdir()
+    (below / "file").write_text("one")
+    with Workspace.mount(workdir / "first", f"host:{below}", **options) as first:
+        taken = first.filesystem.snapshot()
+        first.filesystem.write("file", "changed")
+
+    with Workspace.mount(workdir / "second", f"host:{below}", **options) as second:
+        second.filesystem.restore(taken)
+
+    assert (below / "file").read_text() == "one"
