@@ -19,6 +19,7 @@ from tests.differential.benches import BENCHES
 from tests.differential.campaign import Campaign
 from tests.differential.compare import Bench
 from tests.differential.script import parse, script
+from vfsd.wire.options import CACHES
 
 
 def main() -> int:
@@ -30,7 +31,9 @@ def main() -> int:
         place = Path(directory, "work")
         place.mkdir()
         place.parent.chmod(0o755)
-        with BENCHES[arguments.backend](arguments.engine, place, os.environ["VFSD_RUNTIME_DIR"]) as bench:
+        with BENCHES[arguments.backend](
+            arguments.engine, place, os.environ["VFSD_RUNTIME_DIR"], cache=arguments.cache
+        ) as bench:
             if arguments.replay:
                 found = bench.run(parse(Path(arguments.replay).read_text()), tree_every=1)
                 print(found or "no difference")
@@ -53,8 +56,8 @@ def _campaign(bench: Bench, arguments: argparse.Namespace) -> int:
             rate = campaign.calls / (shown - start)
             print(f"-- {campaign.calls} calls, {rate:.0f}/s, {len(campaign.findings)} differences", flush=True)
     seconds = time.monotonic() - start
-    print(f"{bench.engine}, {arguments.backend}, seed {arguments.seed}: {campaign.calls} calls in {seconds:.0f} s, "
-          f"{len(campaign.findings)} differences")  # fmt: skip
+    print(f"{bench.engine}, {arguments.backend}, {bench.cache}, seed {arguments.seed}: {campaign.calls} calls "
+          f"in {seconds:.0f} s, {len(campaign.findings)} differences")  # fmt: skip
     for difference in campaign.passing:
         print(f"  once, and not again: {difference}")
     for known, count in bench.seen.items():
@@ -66,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--engine", choices=("native", "pyfuse3"), default="native")
+    parser.add_argument("--cache", choices=CACHES, default="writethrough")
     parser.add_argument("--backend", choices=BENCHES, default="memory")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("--episode", type=int, default=400, help="calls of one episode, in fresh directories")

@@ -81,7 +81,7 @@ class OverlayBench(Bench):
         self.workspace = stack.enter_context(
             Workspace.mount(
                 place, f"overlay:{self._under}", engine=self.engine, name=name,  # type: ignore[arg-type]
-                max_bytes=MAX_BYTES, allow_other=True,
+                max_bytes=MAX_BYTES, allow_other=True, cache=self.cache,
             )
         )  # fmt: skip
         return str(place)

@@ -26,6 +26,7 @@ from tests.support.zygote import starting_interpreters
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
 from vfsd.client.workspace import Workspace
+from vfsd.wire.options import CacheChoice
 
 __all__ = ["Bench", "Hung", "executors", "mount_flags"]
 
@@ -52,8 +53,9 @@ class _Parted(Exception):
 class Bench:
     """Both file systems, below `directory`, which must be empty.  A context manager; needs root."""
 
-    def __init__(self, engine: str, directory: Path, runtime_dir: str) -> None:
+    def __init__(self, engine: str, directory: Path, runtime_dir: str, *, cache: CacheChoice = "writethrough") -> None:
         self.engine = engine
+        self.cache: CacheChoice = cache
         self.without = avoided(engine)
         self.seen: dict[Known, int] = {}  # known differences, and how often
         self._directory = directory
@@ -88,7 +90,7 @@ class Bench:
         self.workspace = stack.enter_context(
             Workspace.mount(
                 place, engine=self.engine, name=f"diff-{self._directory.name}-{os.getpid()}",  # type: ignore[arg-type]
-                max_bytes=MAX_BYTES, allow_other=True,
+                max_bytes=MAX_BYTES, allow_other=True, cache=self.cache,
             )
         )  # fmt: skip
         return str(place)

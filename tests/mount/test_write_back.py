@@ -6,8 +6,9 @@ import mmap
 import os
 import sqlite3
 import threading
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from tests.mount.conftest import mounted
 from vfsd.cli.main import cli
 from vfsd.client.workspace import Workspace
+from vfsd.wire.options import CacheChoice
 
 _PAGE = 4096
 _COUNTER_AT = 64 * _PAGE
@@ -194,6 +196,76 @@ def test_sqlite_in_wal_mode_survives_a_restore_between_connections(shared: Works
     shared.restore("one")
     assert rows() == [(1,)]
     shared.drop("one")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Workspace]:
+    """A workspace with room for three pages, its inodes included."""
+    with mounted(tmp_path / "m", cache="writeback", max_bytes=16 * _PAGE) as workspace:
+        with Path(workspace.path, "filler").open("wb", buffering=0) as file:
+            file.write(bytes(13 * _PAGE))
+            os.fsync(file.fileno())
+        yield workspace
+
+
+_TOO_MUCH = b"x" * 5 * _PAGE + b"end"
+_FITS = b"x" * 3 * _PAGE + bytes(2 * _PAGE + 3)
+
+
+@pytest.mark.parametrize("report", [os.fsync, os.close])
+def test_no_space_is_reported_and_the_file_shows_what_the_workspace_holds(
+    full: Workspace, tmp_path: Path, report: Callable[[int], None]
+) -> None:
+    path = Path(full.path) / "file"
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.write(file, _TOO_MUCH)
+    with pytest.raises(OSError, match="No space left"):
+        report(file)
+    while path.read_bytes() != _FITS:
+        time.sleep(0.01)  # the pages are dropped in the background
+    assert path.stat().st_size == len(_TOO_MUCH)
+    if report is os.fsync:
+        assert os.pread(file, len(_TOO_MUCH), 0) == _FITS
+        os.fsync(file)  # reported once
+        os.close(file)
+    full.snapshot("full")
+    with _exported(full, "full", tmp_path / "full.zip") as archive:
+        assert archive.read("files/file") == _FITS
+
+
+def test_no_space_is_reported_to_each_open_file(full: Workspace) -> None:
+    path = Path(full.path) / "file"
+    with path.open("wb", buffering=0) as one, path.open("r+b", buffering=0) as other:
+        one.write(_TOO_MUCH)
+        for file in (one, other):
+            with pytest.raises(OSError, match="No space left"):
+                os.fsync(file.fileno())
+
+
+def test_data_written_again_once_there_is_space_is_kept(full: Workspace) -> None:
+    path = Path(full.path) / "file"
+    with path.open("w+b", buffering=0) as file:
+        file.write(_TOO_MUCH)
+        with pytest.raises(OSError, match="No space left"):
+            os.fsync(file.fileno())
+        Path(full.path, "filler").unlink()
+        os.pwrite(file.fileno(), _TOO_MUCH, 0)
+        os.fsync(file.fileno())
+        full.snapshot("kept")
+        full.restore("kept")
+        assert path.read_bytes() == _TOO_MUCH
+
+
+@pytest.mark.parametrize("cache", ["writethrough", "writeback"])
+def test_msync_reports_that_only_a_part_of_the_pages_had_space(tmp_path: Path, cache: CacheChoice) -> None:
+    with mounted(tmp_path / "m", cache=cache, max_bytes=8 * _PAGE, engine="native") as workspace:
+        Path(workspace.path, "filler").write_bytes(bytes(5 * _PAGE))
+        with Path(workspace.path, "file").open("w+b", buffering=0) as file:
+            file.truncate(5 * _PAGE)
+            with mmap.mmap(file.fileno(), 5 * _PAGE) as mapped:
+                mapped[:] = b"x" * 5 * _PAGE
+                with pytest.raises(OSError, match="No space left"):
+                    mapped.flush()
 
 
 def test_the_hidden_file_is_not_listed(shared: Workspace) -> None:

@@ -13,6 +13,7 @@ call and the invalidation's start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -119,8 +120,10 @@ class MountedVolume:
         try:
             await trio.to_thread.run_sync(_syncfs, self.mountpoint, abandon_on_cancel=True)
         except OSError as error:
-            # The mount is detached, or the daemon's user may not open its root directory.
-            log_failure(_logger, "syncfs", error, path=self.mountpoint, level=logging.WARNING)
+            # The mount is detached, or the daemon's user may not open its root directory.  ENOSPC: everything was
+            # written back as far as there was space, and fsync(2) and close(2) tell the programs.
+            level = logging.INFO if error.errno == errno.ENOSPC else logging.WARNING
+            log_failure(_logger, "syncfs", error, path=self.mountpoint, level=level)
 
     async def invalidate(self, invalidation: CacheInvalidation) -> None:
         """Return when no program can see the state before the change; inotify events follow in the background.

@@ -11,6 +11,7 @@ copied, except the data of WRITE: if the volume's answer is an awaitable, the se
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -61,7 +62,8 @@ class Operations:
     """The opcodes over one volume.
 
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
-    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request.
+    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request, and
+    `record_refused` the inode of each page that could not be written back, with a write-back cache.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Operations:
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
+        record_refused: Callable[[int], None] = lambda _inode: None,
     ) -> None:
         self._volume = volume
         self.background_requests = 0  # so many that the kernel may have sent from its background queue
@@ -92,6 +95,7 @@ class Operations:
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._record_statfs = record_statfs
+        self._record_refused = record_refused
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -357,8 +361,9 @@ class Operations:
             raise os_error(errno.EINVAL)
         if flags & wire.FUSE_WRITE_CACHE:
             self.background_requests += 1
-        if flags & wire.FUSE_WRITE_CACHE and self._kernel_sets_times:
-            return _then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
+            if self._kernel_sets_times:
+                return _then(self._volume.getattr(node), lambda found: self._write_cached(found, offset, data))
+            return _then(self._volume.write(node, offset, data), functools.partial(_whole, size))
         if not flags & wire.FUSE_WRITE_KILL_SUIDGID:
             return self._volume.write(node, offset, data)
 
@@ -372,12 +377,25 @@ class Operations:
         return _then(self._volume.getattr(node), write)
 
     def _write_cached(self, found: Attributes, offset: int, data: memoryview) -> object:
-        """Write back a cached page.  Its times are those of the write(2), which the kernel sends in a SETATTR."""
-        node, times = found.inode, AttributeChanges(mtime_ns=found.mtime_ns, ctime_ns=found.ctime_ns)
-        return _then(
-            self._volume.write(node, offset, data),
-            lambda written: _then(self._volume.setattr(node, times), lambda _: written),
-        )
+        """Write back cached pages.  Their times are those of the write(2), which the kernel sends in a SETATTR.
+
+        If they do not all fit, the file still gets the size that the kernel shows; what is missing reads as zeros.
+        """
+        node, size = found.inode, len(data)
+        times = AttributeChanges(mtime_ns=found.mtime_ns, ctime_ns=found.ctime_ns)
+
+        def finish(written: int) -> object:
+            return _then(self._volume.setattr(node, times), lambda _: _whole(size, written))
+
+        def refuse(error: OSError) -> object:
+            def fail(_: object) -> object:
+                raise error
+
+            self._record_refused(node)
+            grown = times._replace(size=offset + size) if offset + size > found.size else times
+            return _then(self._volume.setattr(node, grown), fail)
+
+        return _tried(lambda: _then(self._volume.write(node, offset, data), finish), refuse)
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
@@ -470,6 +488,33 @@ def _then(answer: T | Awaitable[T], change: Callable[[T], object]) -> object:
 async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
     result = change(await answer)
     return await result if isinstance(result, Awaitable) else result
+
+
+def _tried(work: Callable[[], object], refuse: Callable[[OSError], object]) -> object:
+    """Return `work()`, or an awaitable of it; `refuse(error)` if that fails with `error`."""
+
+    async def finish(answer: Awaitable[object]) -> object:
+        try:
+            return await answer
+        except OSError as error:
+            result = refuse(error)
+        return await result if isinstance(result, Awaitable) else result
+
+    try:
+        answer = work()
+    except OSError as error:
+        return refuse(error)
+    return finish(cast("Awaitable[object]", answer)) if hasattr(answer, "__await__") else answer
+
+
+def _whole(size: int, written: int) -> int:
+    """Return `written`, the answer to a write-back of `size` bytes.  OSError (ENOSPC) if it is less.
+
+    The kernel ignores the count (fuse_writepage_end, fs/fuse/file.c), and fsync(2) or msync(2) would return 0.
+    """
+    if written < size:
+        raise os_error(errno.ENOSPC)
+    return written
 
 
 def _split(strings: bytes) -> tuple[bytes, bytes]:
