@@ -34,12 +34,14 @@ import trio
 
 from vfsd.client import launch
 from vfsd.client.async_connection import AsyncControlClient
+from vfsd.client.async_transaction import AsyncTransaction
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
 from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
+from vfsd.client.transaction import OpenTransactions, Transaction
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.runtime import WorkspaceRecord, process_start_ticks
 from vfsd.wire.handshake import Ready
@@ -65,6 +67,7 @@ class _Base:
         self._requests: Final = Requests(daemon.mountpoint)
         self._unmounted: Unmounted | None = None
         self._filesystem: WorkspaceFilesystem | None = None
+        self._transactions: Final = OpenTransactions()
         # A finalizer rather than `__del__`: at the interpreter's exit it runs while the modules still work.
         self._left = weakref.finalize(self, _warn_of_left, repr(self), daemon, os.getpid()) if unmount_at_exit else None
 
@@ -258,6 +261,17 @@ class Workspace(_Base):
         with ControlClient(self._daemon.socket) as client:
             return client.run(call)
 
+    def transaction(self, tag: str | None = None) -> Transaction:
+        """Return a context manager that restores the workspace if its block raises, and keeps the changes otherwise.
+
+        The exception continues.  Transactions nest, and `undone` of a transaction has what its restore changed.  The
+        block's snapshot has the tag `tag` until the block ends.  `vfsd.client.transaction` describes threads, and what
+        happens if the restore fails.
+
+        RuntimeError on entry if another thread or task has a transaction open in this workspace.
+        """
+        return Transaction(self._requests, self._transactions, tag, self._run)
+
     snapshot = _blocking(Requests.snapshot)
     snapshots = _blocking(Requests.snapshots)
     drop = _blocking(Requests.drop)
@@ -356,6 +370,10 @@ class AsyncWorkspace(_Base):
             call.method, call.params, on_progress=call.on_progress, on_output=call.on_output
         )
         return call.result(answer)
+
+    def transaction(self, tag: str | None = None) -> AsyncTransaction:
+        """As `Workspace.transaction`, for `async with`.  A block that is cancelled is undone, too."""
+        return AsyncTransaction(self._requests, self._transactions, tag, self._run)
 
     snapshot = _awaitable(Requests.snapshot)
     snapshots = _awaitable(Requests.snapshots)

@@ -1,0 +1,155 @@
+"""Transactions on real mounts: files, open files, killed daemons, killed programs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import BACKENDS, mounted
+from vfsd.client.workspace import Workspace
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
+    directory = tmp_path_factory.mktemp("shared")
+    (directory / "below").mkdir()
+    backend = request.param if request.param == "memory" else f"{request.param}:{directory / 'below'}"
+    options = {"store": directory / "store"} if request.param == "host" else {}
+    name = f"transactions-{request.param}"
+    with mounted(directory / "mount", backend=backend, engine="native", name=name, **options) as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def place(shared: Workspace, request: pytest.FixtureRequest) -> Path:
+    path = Path(shared.path, request.node.name.partition("[")[0])
+    path.mkdir()
+    return path
+
+
+def transactions_of(workspace: Workspace) -> list[str]:
+    return [each.name for each in workspace.snapshots(changes=False) if each.name.startswith("transaction-")]
+
+
+def test_a_block_that_raises_leaves_the_mount_as_it_was(shared: Workspace, place: Path) -> None:
+    (place / "kept").write_text("old")
+    (place / "gone").mkdir()
+    (place / "gone" / "file").write_text("x")
+
+    with contextlib.suppress(Stop), shared.transaction(tag="tool-call-7") as t:
+        (place / "kept").write_text("new")
+        (place / "gone" / "file").unlink()
+        (place / "gone").rmdir()
+        subprocess.run(["cp", "-a", place / "kept", place / "added"], check=True)
+        raise Stop
+
+    assert (place / "kept").read_text() == "old"
+    assert sorted(path.name for path in place.rglob("*")) == ["file", "gone", "kept"]
+    assert t.undone is not None
+    assert {change.path: change.change for change in t.undone.changes} == {
+        f"{place.name}/added": "removed",
+        f"{place.name}/gone": "added",
+        f"{place.name}/gone/file": "added",
+        f"{place.name}/kept": "modified",
+    }
+    assert transactions_of(shared) == []
+    shared.undo()
+    assert (place / "added").read_text() == "new"
+
+
+def test_nested_blocks_are_undone_separately(shared: Workspace, place: Path) -> None:
+    with contextlib.suppress(Stop), shared.transaction() as outer:
+        (place / "outer").touch()
+        with contextlib.suppress(Stop), shared.transaction() as inner:
+            (place / "inner").touch()
+            raise Stop
+        assert [path.name for path in place.iterdir()] == ["outer"]
+        with shared.transaction():
+            (place / "kept").touch()
+        raise Stop
+
+    assert list(place.iterdir()) == []
+    assert [change.path for change in inner.undone.changes] == [f"{place.name}/inner"]  # type: ignore[union-attr]
+    assert [change.path for change in outer.undone.changes] == [  # type: ignore[union-attr]
+        f"{place.name}/kept",
+        f"{place.name}/outer",
+    ]
+
+
+def test_a_block_that_ends_keeps_its_changes_and_no_snapshot(shared: Workspace, place: Path) -> None:
+    with shared.transaction() as t:
+        (place / "file").write_text("kept")
+
+    assert ((place / "file").read_text(), t.state) == ("kept", "kept")
+    assert transactions_of(shared) == []
+
+
+def test_a_file_that_is_open_continues_with_the_restored_content(workdir: Path) -> None:
+    with mounted(workdir / "m", name=workdir.name) as workspace, contextlib.ExitStack() as files:
+        path = Path(workspace.path, "log")
+        path.write_text("one\n")
+        with contextlib.suppress(Stop), workspace.transaction():
+            log = files.enter_context(open(path, "a", buffering=1))
+            log.write("two\n")
+            raise Stop
+        assert path.read_text() == "one\n"
+        log.write("three\n")
+        assert path.read_text() == "one\nthree\n"
+        files.close()
+
+
+def test_a_killed_daemon_does_not_hide_the_exception(workdir: Path) -> None:
+    workspace = Workspace.mount(workdir / "m", name=workdir.name)
+    try:
+        with pytest.raises(Stop) as caught, workspace.transaction("call 7"):
+            kill_and_fail(workspace)
+        assert "('call 7') may not be undone" in caught.value.__notes__[0]
+    finally:
+        subprocess.run(["umount", "-l", workspace.path], check=False)
+
+
+def kill_and_fail(workspace: Workspace) -> None:
+    """Kill the daemon, and raise Stop when the mount fails."""
+    os.kill(workspace.pid, signal.SIGKILL)
+    try:
+        while True:
+            Path(workspace.path, "file").write_text("x")
+    except OSError:
+        raise Stop from None
+
+
+def test_ctrl_c_undoes_the_block_and_kill_9_leaves_its_snapshot(shared: Workspace, place: Path) -> None:
+    code = """
+import sys, time
+from vfsd import Workspace
+with Workspace.attach(sys.argv[1]).transaction("of a program") as t:
+    open(sys.argv[2], "w").write("x")
+    print(t.snapshot, flush=True)
+    time.sleep(60)
+"""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [sys.executable, "-c", code, shared.name, place / "file"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as program:
+            assert program.stdout is not None
+            snapshot = program.stdout.readline().strip()
+            assert (place / "file").read_text() == "x"
+            program.send_signal(number)
+            program.wait(60)
+        assert (place / "file").exists() == (number == signal.SIGKILL)
+
+    (left,) = (each for each in shared.snapshots(changes=False) if each.name == snapshot)
+    assert left.tag == "of a program"
+    shared.restore(snapshot)
+    assert not (place / "file").exists()
+    shared.drop(snapshot)
