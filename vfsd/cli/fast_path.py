@@ -162,7 +162,8 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
     undo, redo = "--undo" in options, "--redo" in options
     if [name is not None, undo, redo].count(True) != 1 or (name is not None and ("/" in name or name.endswith(".zip"))):
         raise _UnusualError
-    params: dict[str, Any] = {"name": name, "of": None, "store": None, "archive": None, "undo": undo, "redo": redo}
+    params: dict[str, Any] = {"name": name, "created_at": None, "of": None, "store": None, "archive": None}
+    params = {**params, "undo": undo, "redo": redo}
     return {**params, "base": False, "paths": [], "dry_run": False, "stream": False}
 
 
