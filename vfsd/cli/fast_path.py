@@ -13,7 +13,6 @@ try:
     import json
     import os
     import signal
-    import stat
 
     from vfsd import __version__
     from vfsd.cli.common import wording
@@ -33,8 +32,6 @@ _FLAGS: Final = {"--json", "--undo", "--redo"}
 _OPTIONS: Final = {"snapshot": {"tag"}, "status": set[str](), "restore": {"--undo", "--redo"}, "diff": set[str]()}
 _ARGUMENTS_MAX: Final = {"snapshot": 1, "status": 1, "restore": 1, "diff": 2}
 _COMMON: Final = {"workspace", "--json"}
-_NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_RECORD_MAX_BYTES: Final = 64 * 1024
 
 
 class _UnusualError(Exception):
@@ -49,27 +46,6 @@ class _Fields:
 
     def __getattr__(self, name: str) -> Any:
         raise KeyError(name)  # an answer of another version
-
-
-class _Record:
-    """What a command needs of the record of a workspace."""
-
-    def __init__(self, members: dict[str, Any]) -> None:
-        self.name: str = members["name"]
-        self.mountpoint: str = members["mountpoint"]
-        self.socket: str = members["socket"]
-        self.version: str = members["version"]
-        self._pid: int = members["pid"]
-        self._start_ticks: int = members["pid_start_ticks"]
-        if not (_NAME_CHARACTERS.issuperset(self.name) and isinstance(members["backend"], str)):
-            raise _UnusualError
-        for path in (self.mountpoint, self.socket):
-            if "\\" in path or not path.isprintable():
-                raise _UnusualError
-
-    @property
-    def alive(self) -> bool:
-        return selection.process_start_ticks(self._pid) == self._start_ticks
 
 
 def main(prepare: Callable[[], object] | None = None) -> None:
@@ -152,7 +128,7 @@ def request_of(command: str, arguments: list[str], options: dict[str, str]) -> d
     if command == "status":
         return {}
     if command == "snapshot":
-        return {"name": name, "tag": options.get("tag")}
+        return {"name": name, "tag": options.get("tag"), "automatic": False}
     if command == "diff":
         if "--json" in options:
             raise _UnusualError
@@ -174,33 +150,11 @@ def begin_command(words: list[str]) -> BegunCall | None:
     selector = options.get("workspace")
     if command == "status" and arguments:
         selector = arguments[0]
-    record = selection.selected(selector, os.getcwd(), _records(), os.environ)
+    records = [selection.read_record(path) for path in selection.record_paths()]
+    record = selection.selected(selector, os.getcwd(), records, os.environ)
     if record is None or record.version != __version__ or not record.alive:
         raise _UnusualError
     return begin(record.socket, command, params)
-
-
-def _records() -> list[_Record]:
-    if selection.runtime_dir() == selection.in_tmp():
-        selection.check_owner(selection.in_tmp())
-    directory = selection.socket_dir()
-    names = sorted(os.listdir(directory))
-    return [
-        _read(os.path.join(directory, name))
-        for name in names
-        if name.endswith(selection.RECORD_SUFFIX) and name[0] != "."
-    ]
-
-
-def _read(path: str) -> _Record:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _UnusualError
-        data = os.read(descriptor, _RECORD_MAX_BYTES)
-    finally:
-        os.close(descriptor)
-    return _Record(json.loads(data))
 
 
 # -- the answer -----------------------------------------------------------------------------------

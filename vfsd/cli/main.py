@@ -57,7 +57,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "exec": ("exec", "Run a command in the workspace."),
     "store": ("store", "Manage the snapshots that are kept on disk."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
-    "hooks": ("hooks", "Print the command with which an agent's hooks take snapshots."),
+    "hooks": ("hooks", "Take a snapshot after each step of an agent."),
+    "rewind": ("rewind", "Return to a state that the hooks of an agent kept."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
@@ -67,7 +68,7 @@ _GROUPS: Final = {
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec",),
-    "Agents": ("fs", "hooks"),
+    "Agents": ("fs", "hooks", "rewind"),
     "This machine": ("doctor", "completion"),
 }
 

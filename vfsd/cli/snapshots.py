@@ -84,7 +84,7 @@ def snapshots_command(app: App, no_changes: bool) -> None:
 
     In a pipe the columns are separated by tabs: name, time, files, bytes, changes since the previous snapshot
     (+added ~modified -removed), kind ("safety": taken by vfsd before a restore or import; "automatic": taken after a
-    command), tag, step.
+    command or by the hooks of an agent), tag, step.
 
     The step says how `vfsd restore --undo` and `--redo` reach a safety snapshot: two undos go back to "undo 2", and the
     last undo or redo went to "here".  50 steps are kept.  A safety snapshot without a step can be restored by its name

@@ -2,13 +2,17 @@
 
 `ControlClient` continues a `BegunCall`: it reads the rest of the answer, and reports errors.  It does not send the
 request again.  SIGINT and SIGTERM are blocked from the connection until then, because the full client handles them.
+`ask` makes a whole call, for programs that do not have the full client.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import socket
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ _WAIT_S: Final = 0.25  # for the answer; longer calls are continued by the full 
 _PATH_BYTES_MAX: Final = 107  # linux/un.h UNIX_PATH_MAX, without the closing NUL
 _RECEIVE_BYTES: Final = 64 * 1024
 _RECEIVED_BYTES_MAX: Final = 512 * 1024
+_ATTEMPTS: Final = 3
+_SHORTEST_WAIT_S: Final = 0.001  # a timeout of 0 would make the socket non-blocking
 REQUEST_ID: Final = 1  # the first of a `ControlClient`
 _PREFIX: Final = b'{"id":1,"jsonrpc":"2.0","result":'  # how vfsd's daemon begins the answer to it
 
@@ -81,12 +87,16 @@ def _is_signal_pending() -> bool:
     return any(number in signal.sigpending() for number in _SIGNALS)
 
 
+def _encoded(method: str, params: dict[str, Any]) -> bytes:
+    message = {"jsonrpc": "2.0", "method": method, "params": params, "id": REQUEST_ID}
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
 def begin(socket_path: str, method: str, params: dict[str, Any]) -> BegunCall | None:
     """Send a request.  None if nothing was sent."""
     if len(socket_path.encode()) > _PATH_BYTES_MAX:
         return None
-    message = {"jsonrpc": "2.0", "method": method, "params": params, "id": REQUEST_ID}
-    request = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    request = _encoded(method, params)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_WAIT_S)
     call = BegunCall(socket_path, sock, request)
@@ -101,3 +111,60 @@ def begin(socket_path: str, method: str, params: dict[str, Any]) -> BegunCall | 
     except OSError:
         pass  # the full client reads why, or reports that the connection ended
     return call
+
+
+# -- the whole call -------------------------------------------------------------------------------
+def ask(socket_path: str, method: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Make a call, wait for its answer, and return the result.
+
+    Takes at most `timeout_s` in total, after which the daemon cancels the call.  TimeoutError; ConnectionError if the
+    daemon is gone; OSError with the daemon's message, and with its errno if it names one.
+    """
+    deadline = time.monotonic() + timeout_s
+    for _ in range(_ATTEMPTS):
+        with _connected(socket_path, deadline) as sock:
+            sock.sendall(_encoded(method, params))
+            received = b""
+            while data := _received(sock, deadline):
+                *lines, received = (received + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if message.get("id") == REQUEST_ID and "method" not in message:
+                        return _result(message)
+        # The daemon closed an idle connection to accept this one, and did not run the call.
+    raise ConnectionError(errno.ECONNRESET, "the daemon closed the connection")
+
+
+def _connected(socket_path: str, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(_SHORTEST_WAIT_S, deadline - time.monotonic()))
+        if len(os.fsencode(socket_path)) <= _PATH_BYTES_MAX:
+            sock.connect(socket_path)
+            return sock
+        directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_CLOEXEC)
+        try:
+            sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(socket_path)}")
+        finally:
+            os.close(directory)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _received(sock: socket.socket, deadline: float) -> bytes:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(errno.ETIMEDOUT, "the daemon does not answer")
+    sock.settimeout(left_s)
+    return sock.recv(_RECEIVE_BYTES)
+
+
+def _result(message: dict[str, Any]) -> dict[str, Any]:
+    error = message.get("error")
+    if error is None:
+        result: dict[str, Any] = message["result"]
+        return result
+    code = getattr(errno, str((error.get("data") or {}).get("errno")), errno.EIO)
+    raise OSError(code, str(error.get("message")))

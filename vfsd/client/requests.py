@@ -62,14 +62,20 @@ class Requests:
 
     # -- snapshots --------------------------------------------------------------------------------
     def snapshot(
-        self, name: str | None = None, *, tag: str | None = None, on_progress: OnProgress | None = None
+        self,
+        name: str | None = None,
+        *,
+        tag: str | None = None,
+        automatic: bool = False,
+        on_progress: OnProgress | None = None,
     ) -> RemoteCall[Snapshot]:
         """Take a snapshot.  Without a `name`, the daemon chooses one ("snap-1", ...).
 
+        An `automatic` snapshot in memory is dropped when `max_memory` is reached; on disk it is like any other.
         FileExistsError if the name is in use.  `on_progress` is called now and then while the daemon works, here and in
         the other methods: a snapshot of "host:DIR" is written to disk, which may take a while.
         """
-        params = messages.SnapshotParams(name=name, tag=tag)
+        params = messages.SnapshotParams(name=name, tag=tag, automatic=automatic)
         return RemoteCall("snapshot", params, _to("Snapshot"), on_progress)
 
     def snapshots(self, *, changes: bool = True) -> RemoteCall[list[Snapshot]]:

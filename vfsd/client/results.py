@@ -38,8 +38,8 @@ class Change:
 class Snapshot:
     """An immutable state of the workspace.
 
-    `kind`: vfsd takes "safety" snapshots before a restore or import, and "automatic" ones after a command.  Automatic
-    snapshots are dropped if memory is short.
+    `kind`: vfsd takes "safety" snapshots before a restore or import, and "automatic" ones after a command or a call of
+    a tool.  Automatic snapshots are dropped if memory is short.
 
     `step`: the number of undos (below 0) or redos (above 0) that go to this state; 0 if the last undo or redo went to
     it; None if none leads to it.

@@ -1,6 +1,9 @@
 """Select a workspace: the runtime directory, and which record a name, a path or the current directory means.
 
-Start-up: the fast path of the command line imports this module, so it imports only `os`, `stat` and `errno`.
+`QuickRecord` reads the records that `vfsd.machine.runtime` defines, with few imports.  It refuses a record that needs
+decoding: one of a path with a backslash or a control character.
+
+Start-up: the fast path of the command line and the hooks of agents import this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import stat
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
-    from typing import Final, Protocol, TypeVar
+    from typing import Any, Final, Protocol, TypeVar
 
     class Record(Protocol):
         """What the selection reads of the record of a workspace."""
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
 WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
 RECORD_SUFFIX: Final = ".json"
+_NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+_RECORD_MAX_BYTES: Final = 64 * 1024
 _SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h
 
 
@@ -152,3 +157,51 @@ def follow_symlinks(path: str, stop_at: Container[str]) -> str:
 def _components(path: str) -> list[str]:
     """Split `path` into its names, last first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+# -- records --------------------------------------------------------------------------------------
+class QuickRecord:
+    """What a command needs of the record of a workspace.  ValueError, KeyError, TypeError for an unusual record."""
+
+    def __init__(self, members: dict[str, Any]) -> None:
+        self.name: str = members["name"]
+        self.mountpoint: str = members["mountpoint"]
+        self.socket: str = members["socket"]
+        self.version: str = members["version"]
+        self._pid: int = members["pid"]
+        self._start_ticks: int = members["pid_start_ticks"]
+        if not (_NAME_CHARACTERS.issuperset(self.name) and isinstance(members["backend"], str)):
+            raise ValueError("unusual record")
+        for path in (self.mountpoint, self.socket):
+            if "\\" in path or not path.isprintable():
+                raise ValueError("unusual record")
+
+    @property
+    def alive(self) -> bool:
+        return process_start_ticks(self._pid) == self._start_ticks
+
+
+def record_paths() -> list[str]:
+    """List the paths of all records, sorted.
+
+    OSError if there is no runtime directory, or if it belongs to another user.
+    """
+    if runtime_dir() == in_tmp():
+        check_owner(in_tmp())
+    directory = socket_dir()
+    names = sorted(os.listdir(directory))
+    return [os.path.join(directory, name) for name in names if name.endswith(RECORD_SUFFIX) and name[0] != "."]
+
+
+def read_record(path: str) -> QuickRecord:
+    """Read one record.  OSError, or an error of `QuickRecord`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        data = os.read(descriptor, _RECORD_MAX_BYTES)
+    finally:
+        os.close(descriptor)
+    import json  # noqa: PLC0415 start-up: other users of this module do not need it
+
+    return QuickRecord(json.loads(data))

@@ -221,10 +221,14 @@ class SnapshotRecord(msgspec.Struct):
 
 
 class SnapshotParams(Params):
-    """Parameters of `snapshot`.  Without a `name` the daemon picks one: "snap-1", ..."""
+    """Parameters of `snapshot`.  Without a `name` the daemon picks one: "snap-1", ...
+
+    An `automatic` snapshot in memory may be dropped to make room (`SnapshotRecord.kind`); on disk it is like any other.
+    """
 
     name: str | None = None
     tag: str | None = None
+    automatic: bool = False
 
 
 class SnapshotsParams(Params):

@@ -10,7 +10,7 @@ from typing import Final
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
 from protocol.types import ChangeCounts
-from protocol.volume import SnapshotInfo
+from protocol.volume import SnapshotInfo, SnapshotKind
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     change_record,
@@ -79,7 +79,8 @@ class SnapshotMethods:
         if params.name is not None:
             _check_snapshot_name(params.name)
         snapshots = self._snapshots
-        record = _record(await snapshots.take(params.name, params.tag, call))
+        kind: SnapshotKind = "automatic" if params.automatic else "user"
+        record = _record(await snapshots.take(params.name, params.tag, call, kind=kind))
         record.expired = expired_records((), snapshots.collect_pruned())
         return record
 

@@ -1,0 +1,136 @@
+"""The hook of Claude Code that keeps a state of the workspace: `python -I -S .../claude_hook.py`.
+
+Claude Code runs it after each call of a tool, at each prompt and when the agent stops, with a JSON object on standard
+input (https://code.claude.com/docs/en/hooks).  The hook takes an automatic snapshot of the workspace that the agent
+works in, or does nothing if there is none.  `vfsd rewind` goes back to these snapshots.
+
+It must not disturb the agent: it writes nothing to standard output, whose content Claude Code would add to the
+conversation; it waits for the daemon for a limited time; and its status is 0 or 1, never 2, which would block the
+agent.  Start-up: it runs after every call of a tool, so it imports the standard library and few small modules.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import errno
+    import json
+    import os
+
+    # At the end: modules of the standard library come first.
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from vfsd.client.agent_points import AgentPoint, snapshot_name
+    from vfsd.client.quick_call import ask
+    from vfsd.machine import selection
+except KeyboardInterrupt:
+    sys.exit(130)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, Final
+
+TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
+_INPUT_BYTES_MAX: Final = 256 << 20
+_PIECE_BYTES: Final = 1 << 20
+_PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"
+_KINDS: Final = {"PostToolUse": "tool", "PostToolUseFailure": "tool", "UserPromptSubmit": "prompt", "Stop": "stop"}
+# The argument that says best what a call of a tool did; the first that it has.
+_MAIN_ARGUMENTS: Final = ("command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description")
+
+
+def main() -> None:
+    """Run the hook."""
+    try:
+        keep_state(read_event(0), os.environ)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        sys.stderr.write(f"vfsd: no snapshot was taken: {what or type(error).__name__}\n")
+        sys.exit(1)
+
+
+def read_event(descriptor: int) -> dict[str, Any]:
+    """Read the hook's input to its end.  ValueError if it is not a JSON object, or too large."""
+    pieces = []
+    size = 0
+    while piece := os.read(descriptor, _PIECE_BYTES):
+        size += len(piece)
+        if size <= _INPUT_BYTES_MAX:
+            pieces.append(piece)
+    if size > _INPUT_BYTES_MAX:
+        raise ValueError(f"the hook's input has more than {_INPUT_BYTES_MAX >> 20} MiB")
+    try:
+        event = json.loads(b"".join(pieces).decode("utf-8", "replace"))
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ValueError("the hook's input is not a JSON object")  # noqa: TRY004 input, not a call
+    return event
+
+
+def point_of(event: Mapping[str, Any]) -> AgentPoint | None:
+    """Return the moment that a hook's input describes; None for an event that keeps no state."""
+    kind = _KINDS.get(_text(event, "hook_event_name"))
+    if kind is None:
+        return None
+    text = _text(event, "prompt") if kind == "prompt" else ""
+    if kind == "tool":
+        arguments = event.get("tool_input")
+        found = [_text(arguments, name) for name in _MAIN_ARGUMENTS] if isinstance(arguments, dict) else []
+        text = ": ".join([_text(event, "tool_name"), *filter(None, found)][:2])
+    ids = (_text(event, "session_id"), _text(event, "prompt_id"), _text(event, "tool_use_id"))
+    return AgentPoint(kind, *(ids if kind == "tool" else (*ids[:2], "")), text)
+
+
+def _text(members: Mapping[str, Any], name: str) -> str:
+    value = members.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Take the snapshot for `event`, if the agent works in a workspace.  OSError."""
+    point = point_of(event)
+    record = None if point is None else workspace_of(event, environ)
+    if point is None or record is None:
+        return
+    params = {"name": snapshot_name(point), "tag": point.tag(), "automatic": True}
+    try:
+        ask(record.socket, "snapshot", params, TIMEOUT_S)
+    except FileExistsError:  # an id that the agent gave twice
+        ask(record.socket, "snapshot", {**params, "name": None}, TIMEOUT_S)
+    except (ConnectionError, FileNotFoundError, TimeoutError):
+        reason = "does not answer" if record.alive else "is dead"
+        raise OSError(errno.ECONNREFUSED, f"the daemon of {record.name} {reason}") from None
+
+
+def workspace_of(event: Mapping[str, Any], environ: Mapping[str, str]) -> selection.QuickRecord | None:
+    """Return the workspace of $VFSD_WORKSPACE, else the one with the agent's current directory, else its project's.
+
+    None if the agent works in no workspace.
+    """
+    records = []
+    try:
+        paths = selection.record_paths()
+    except FileNotFoundError:
+        return None
+    for path in paths:
+        try:
+            records.append(selection.read_record(path))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # the file of a daemon that just ended, or a record that only the full command can read
+    cwd = _text(event, "cwd") or environ.get("PWD", "/")
+    if environ.get(selection.WORKSPACE_VARIABLE):
+        return selection.selected(None, cwd, records, environ)
+    for directory in (cwd, environ.get(_PROJECT_VARIABLE, "")):
+        if os.path.isabs(directory):
+            record = selection.containing(directory, records)
+            if record is not None:
+                return record
+    return None
+
+
+if __name__ == "__main__":
+    main()

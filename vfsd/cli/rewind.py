@@ -1,0 +1,166 @@
+"""`vfsd rewind`: return to a state that the hooks of an agent kept."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import click
+
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, did_you_mean
+from vfsd.cli.common.changes import show_changes, show_outcome, show_problems
+from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.common.wording import count_words, nothing_to_restore
+from vfsd.client.agent_points import AgentPoint, parse_tag
+from vfsd.wire import messages
+
+
+class _Moment(NamedTuple):
+    """A snapshot of an agent's hooks.  `prompt_number` counts the prompts from 1; 0 before the first."""
+
+    snapshot: messages.SnapshotRecord
+    point: AgentPoint
+    prompt_number: int
+
+
+@click.command(
+    "rewind",
+    cls=Command,
+    examples="""
+    vfsd rewind                            # to the state at the last prompt
+    vfsd rewind --list
+    vfsd rewind --to 3                     # to the state at the third prompt
+    vfsd rewind --to toolu_01A09q90qw90    # to the state after this call of a tool
+    vfsd rewind --dry-run --to 3
+    """,
+)
+@click.option(
+    "--to",
+    "to",
+    metavar="PROMPT|TOOL_USE_ID",
+    help="The number or the id of a prompt, for the state when it was submitted; or the id of a call of a tool, for"
+    " the state after it.",
+)
+@click.option("--list", "list_them", is_flag=True, help="List the states, oldest first.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show the changes without making them.")
+@click.pass_obj
+def rewind_command(app: App, to: str | None, list_them: bool, dry_run: bool) -> None:
+    """Return to a state that the hooks of an agent kept.
+
+    `vfsd hooks install claude` installs the hooks.  Without --to the workspace returns to the state at the last prompt.
+    A rewind undoes everything since then, whatever made the change: the agent's tools, its commands or you.  The
+    conversation of the agent does not change.
+
+    The state before the rewind is kept as a safety snapshot, and `vfsd restore --undo` brings it back.  The states
+    after the one that was restored stay, too, so a rewind can be followed by one forward.
+    """
+    if list_them and (to is not None or dry_run):
+        raise click.UsageError("--list stands alone")
+    answer: messages.SnapshotsResult = app.call(app.requests.snapshots(changes=list_them))
+    moments = _moments(answer.snapshots)
+    if list_them:
+        app.emit({"points": [_document(moment) for moment in moments]}, lambda _: _show_list(moments))
+        return
+    moment = _chosen(moments, to)
+    request = app.requests.restore(moment.snapshot.name, dry_run=dry_run)
+    words = _describe(moment)
+    if dry_run:
+
+        def show(restored: messages.RestoreResult, changes: ChangeSpool) -> None:
+            show_changes(changes)
+            if output.on_terminal(err=True):
+                output.note(f"would rewind to {words}: {count_words(restored.counts)}")
+
+        call_with_changes(app, request, "comparing", show)
+        return
+    restored: messages.RestoreResult = app.call(request, label="restoring")
+    app.emit(restored, lambda _: _show_restored(words, restored))
+    show_problems(restored.problems)
+
+
+def _moments(snapshots: Sequence[messages.SnapshotRecord]) -> list[_Moment]:
+    found = []
+    number = 0
+    for snapshot in snapshots:
+        point = parse_tag(snapshot.tag) if snapshot.kind != "safety" else None
+        if point is not None:
+            number += point.kind == "prompt"
+            found.append(_Moment(snapshot, point, number))
+    return found
+
+
+def _chosen(moments: Sequence[_Moment], to: str | None) -> _Moment:
+    """Return the moment that `to` means, or the last prompt.  FileNotFoundError, with advice."""
+    if not moments:
+        advice = "`vfsd hooks install claude` installs the hooks that keep states, `vfsd restore` takes any snapshot"
+        raise FileNotFoundError(errno.ENOENT, f"no hook of an agent has kept a state of this workspace; {advice}")
+    prompts = [moment for moment in moments if moment.point.kind == "prompt"]
+    if to is None:
+        if not prompts:
+            reason = "the hooks kept no state at a prompt: choose one with --to; `vfsd rewind --list` lists them"
+            raise FileNotFoundError(errno.ENOENT, reason)
+        return prompts[-1]
+    for moment in reversed(moments):  # the newest, if an id occurs twice
+        names = {moment.snapshot.name, moment.point.tool_use_id}
+        if moment.point.kind == "prompt":
+            names |= {moment.point.prompt, str(moment.prompt_number)}
+        if to in names:
+            return moment
+    ids = [moment.point.tool_use_id or moment.point.prompt for moment in moments]
+    advice = did_you_mean(to, dict.fromkeys(filter(None, ids))) or "; `vfsd rewind --list` lists them"
+    raise FileNotFoundError(errno.ENOENT, f"no prompt and no call of a tool has the id {to!r}{advice}")
+
+
+def _describe(moment: _Moment) -> str:
+    point = moment.point
+    if point.kind == "prompt":
+        return f"prompt {moment.prompt_number} ({point.text})"
+    if point.kind == "tool":
+        return f"the state after {point.tool_use_id or moment.snapshot.name} ({point.text})"
+    return f"the end of the turn after prompt {moment.prompt_number}"
+
+
+def _show_restored(words: str, answer: messages.RestoreResult) -> None:
+    if answer.safety_snapshot is None and not answer.problems:
+        output.say(nothing_to_restore(output.show_path(words)))
+    else:
+        show_outcome(f"rewound to {output.show_path(words)}", answer)
+
+
+# -- the list -------------------------------------------------------------------------------------
+_COLUMNS: Final = output.columns("PROMPT:count TIME:time ID CHANGED WHAT")
+
+
+def _show_list(moments: Sequence[_Moment]) -> None:
+    rows = [
+        (
+            moment.prompt_number or None,
+            moment.snapshot.created_at,
+            moment.point.tool_use_id or (moment.point.prompt if moment.point.kind == "prompt" else "") or None,
+            _signed(moment.snapshot.changes),
+            f"{moment.point.kind} {moment.point.text}".rstrip(),
+        )
+        for moment in moments
+    ]
+    output.table(_COLUMNS, rows, empty="no states yet; `vfsd hooks install claude` installs the hooks that keep them")
+
+
+def _signed(counts: messages.ChangeCounts | None) -> str | None:
+    return None if counts is None else f"+{counts.added} ~{counts.modified} -{counts.removed}"
+
+
+def _document(moment: _Moment) -> dict[str, object]:
+    point = moment.point
+    return {
+        "kind": point.kind,
+        "prompt_number": moment.prompt_number,
+        "session": point.session or None,
+        "prompt": point.prompt or None,
+        "tool_use_id": point.tool_use_id or None,
+        "text": point.text,
+        "snapshot": moment.snapshot.name,
+        "created_at": moment.snapshot.created_at,
+        "changes": moment.snapshot.changes,
+    }
