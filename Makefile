@@ -17,7 +17,13 @@ BIN := .venv/bin
 BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
 PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
 
-.PHONY: help setup demo test coverage coverage-report lint format bench clean
+# Of `make bench-short`: seconds for the table and for snapshots, and pairs of builds.
+TABLE_S ?= 450
+REWIND_S ?= 120
+PAIRS ?= 20
+MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
+
+.PHONY: help setup demo test coverage coverage-report lint format bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,14 +58,27 @@ format: ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: ## the tables of workloads and file systems, and a picture; ARGS=--quick for two rounds
+bench: ## the tables of workloads and file systems, and two pictures; ARGS=--quick for two rounds
 	@$(BOOTSTRAP) fuse tests
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
-	$(BIN)/python -m bench.table --json docs/bench.json --plot docs/bench.png $(ARGS)
+	@$(MATPLOTLIB)
+	$(BIN)/python -m bench.table --json docs/bench.json $(ARGS)
+	$(BIN)/python -m bench.rewind --json docs/bench-rewind.json
+	$(BIN)/python -m bench.latency_under_load --json docs/bench.json
+	$(BIN)/python -m bench.neighbours --json docs/bench.json
+	$(BIN)/python -m bench.report --pictures --targets
 	$(BIN)/python -m bench.control --json docs/bench-control.json $(filter --quick,$(ARGS))
 	$(BIN)/python -m bench.overlay
 	$(BIN)/python -m bench.store
 	$(BIN)/python -m bench.container --json docs/bench-container.json $(filter --quick,$(ARGS))
+
+bench-short: ## the same tables and pictures for four file systems, in about 12 minutes of an idle machine
+	@$(BOOTSTRAP) fuse tests
+	@$(MATPLOTLIB)
+	$(BIN)/python -m bench.table --short --budget $(TABLE_S) --json docs/bench.json $(ARGS)
+	$(BIN)/python -m bench.rewind --budget $(REWIND_S) --json docs/bench-rewind.json
+	$(BIN)/python -m bench.latency_under_load --seconds 3 --json docs/bench.json
+	$(BIN)/python -m bench.neighbours --pairs $(PAIRS) --json docs/bench.json
+	$(BIN)/python -m bench.report --pictures --targets
 
 clean: ## remove what was built and measured; .venv too
 	rm -rf .venv build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench._machine import AS_IT_IS, AWAKE
 from vfsd.client.workspace import Workspace
 
 LIMIT = "tmpfs"
@@ -46,6 +47,7 @@ class Mounted:
     path: Path
     pid: int | None = None  # of what serves it
     is_slow: bool = False  # so much that one round of fewer operations has to do
+    modes: tuple[str, ...] = (AS_IT_IS, AWAKE)  # in which it is measured
 
 
 def cpu_clock(pid: int | None) -> Callable[[], float]:
@@ -160,12 +162,18 @@ def vfsd_mount(place: Path, engine: str, backend: str = "memory") -> Iterator[tu
 
 
 @contextmanager
-def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[list[Mounted], dict[str, str]]]:
-    """Every file system that can be had, the limit first; and the gaps, with their reasons."""
+def all_mounted(
+    scratch: Path, wanted: Callable[[str], bool], modes: tuple[str, ...] = (AS_IT_IS,)
+) -> Iterator[tuple[list[Mounted], dict[str, str]]]:
+    """Every available file system, the limit first; and the gaps, with their reasons.
+
+    A vfsd workspace is measured in one mode only, and each mode has its own: with `--wakeups auto` a daemon learns
+    whether keeping CPUs awake gains anything, and would learn it from the wrong mode.
+    """
     gaps: dict[str, str] = {}
     mounted: list[Mounted] = []
 
-    def add(stack: ExitStack, name: str, make: Callable[[], object]) -> None:
+    def add(stack: ExitStack, name: str, make: Callable[[], object], modes: tuple[str, ...] = modes) -> None:
         if not wanted(name):
             return
         try:
@@ -174,17 +182,18 @@ def all_mounted(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
             gaps[name] = str(gap)
             return
         path, pid = found if isinstance(found, tuple) else (found, None)
-        mounted.append(Mounted(name, path, pid, is_slow=name in SLOW))
+        mounted.append(Mounted(name, path, pid, is_slow=name in SLOW, modes=modes))
 
     with ExitStack() as stack:
         add(stack, LIMIT, lambda: tmpfs(scratch / "tmpfs"))
         for name, (engine, backend) in OURS.items():
-            place = scratch / f"vfsd-{engine}-{backend}"
-            add(stack, name, functools.partial(vfsd_mount, place, engine, backend))
+            for mode in modes:
+                place = scratch / f"vfsd-{engine}-{backend}-{mode.replace(' ', '-')}"
+                add(stack, name, functools.partial(vfsd_mount, place, engine, backend), (mode,))
         add(stack, "bindfs", lambda: peer(scratch / "bindfs", "bindfs", lambda b, m: ["bindfs", "-f", b, m]))
         add(stack, "fuse-overlayfs", lambda: peer(scratch / "overlay", "fuse-overlayfs", overlayfs_command))
         try:
-            program = build_passthrough(scratch)
+            program = build_passthrough(scratch) if wanted("passthrough_ll") else ""
             add(
                 stack,
                 "passthrough_ll",

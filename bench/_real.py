@@ -12,6 +12,7 @@ from pathlib import Path
 from bench._filesystems import run
 
 SOURCE_FILES = 3000
+C_FILES = 60
 WORDS = (
     "def",
     "class",
@@ -27,7 +28,6 @@ WORDS = (
     "open",
     "read",
 )
-INSERTS = 2000
 GIT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_AUTHOR_NAME": "b",
@@ -46,11 +46,12 @@ class Real:
     prepare: Callable[[Path, Path], object] = lambda _place, _inputs: None
 
 
-def make_inputs(place: Path) -> None:
-    """A git repository of some thousand files with two branches, a tar of it, a wheel and a C project."""
+def make_inputs(place: Path, share: float = 1.0) -> None:
+    """A git repository of some thousand files with two branches, a tar of it and a C project; `share`: of all files."""
+    sources, parts = int(SOURCE_FILES * share), int(C_FILES * share)
     chance = random.Random(1)
     repo = place / "repo"
-    for number in range(SOURCE_FILES):
+    for number in range(sources):
         folder = repo / f"pkg{number % 40}" / f"sub{number % 7}"
         folder.mkdir(parents=True, exist_ok=True)
         lines = [f"{chance.choice(WORDS)}_{i} = {chance.choice(WORDS)!r}" for i in range(chance.randrange(5, 120))]
@@ -66,9 +67,9 @@ def make_inputs(place: Path) -> None:
     run("tar", "-cf", place / "repo.tar", "--exclude", ".git", "repo", cwd=place)
     build = place / "build"
     build.mkdir()
-    for number in range(60):
+    for number in range(parts):
         (build / f"part{number}.c").write_text(f"int part{number}(void) {{ return {number}; }}\n")
-    objects = " ".join(f"part{number}.o" for number in range(60))
+    objects = " ".join(f"part{number}.o" for number in range(parts))
     (build / "Makefile").write_text(f"all: {objects}\n%.o: %.c\n\t@cc -c -o $@ $<\n")
 
 
@@ -104,15 +105,6 @@ def checkout(place: Path, _inputs: Path) -> None:
     run("git", "checkout", "-q", "side", cwd=place / "clone", env=GIT)
 
 
-def sqlite(place: Path, _inputs: Path) -> None:
-    script = (
-        "import sqlite3\ndb = sqlite3.connect('db')\ndb.execute('create table t(a, b)')\n"
-        f"for i in range({INSERTS}):\n  db.execute('insert into t values (?, ?)', (i, 'x' * 50))\n"
-        "  if i % 10 == 0: db.commit()\ndb.commit()\n"
-    )
-    run(sys.executable, "-c", script, cwd=place)
-
-
 def venv(place: Path, _inputs: Path) -> None:
     run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=place)
 
@@ -139,7 +131,6 @@ REAL = (
     Real("rm -rf", command("rm", "-rf", "repo"), extract),
     Real("compileall", command(sys.executable, "-m", "compileall", "-q", "repo"), extract),
     Real("pip install into a venv", pip_install, venv),
-    Real("SQLite inserts", sqlite),
     Real("make", command("make", "-s", "-C", "build"), command("cp", "-r", "{inputs}/build", ".")),
 )
 

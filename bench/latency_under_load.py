@@ -1,9 +1,10 @@
 """How long requests and snapshots take while the workspace has other work: p50, p99 and the longest.
 
-    python -m bench.latency_under_load [--seconds N] [--files N]
+    python -m bench.latency_under_load [--seconds N] [--files N] [--json FILE]
 
 A stat of the mount is measured while nothing else runs, and during exports, greps and imports of a memory workspace.
-Snapshots are measured while four programs send requests through the mount without a pause.
+Snapshots are measured while four programs send requests through the mount without a pause.  `--json docs/bench.json`
+adds the figures to the results of `bench.table`, for the table of targets (`bench.report`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench import _machine, _results
 from bench._filesystems import end_cleanly, run
 from bench.control import FILE_BYTES, fill
 from vfsd.client.workspace import Workspace
@@ -38,10 +40,11 @@ while True:
 """
 
 
-def report(name: str, times: list[float]) -> None:
+def report(name: str, times: list[float]) -> dict[str, float]:
     times.sort()
-    p50, p99, longest = (times[int(len(times) * share)] * 1000 for share in (0.5, 0.99, 0.999999))
-    print(f"{name:28}{len(times):8}{p50:10.3f}{p99:10.3f}{longest:10.3f}", flush=True)
+    p50, p99, longest = (times[int(len(times) * share)] for share in (0.5, 0.99, 0.999999))
+    print(f"{name:28}{len(times):8}{p50 * 1e3:10.3f}{p99 * 1e3:10.3f}{longest * 1e3:10.3f}", flush=True)
+    return {"p50_s": p50, "p99_s": p99, "longest_s": longest}
 
 
 def timed(seconds: float, body: Callable[[], object]) -> list[float]:
@@ -95,7 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each row")
     parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--json", metavar="FILE", help="add the figures to those in FILE")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     archive = scratch / "out.zip"
@@ -105,7 +110,7 @@ def main() -> None:
             fill(place, options.files, FILE_BYTES)
             workspace.export(archive, overwrite=True)
             print(f"{'ms':28}{'times':>8}{'p50':>10}{'p99':>10}{'longest':>10}")
-            report("stat, idle", stats(place, options.seconds))
+            rows = {"stat, idle": report("stat, idle", stats(place, options.seconds))}
             works: dict[str, Callable[[], object]] = {
                 "export": lambda: workspace.export(archive, overwrite=True),
                 "grep": lambda: run(VFSD, "-w", workspace.name, "fs", "grep", "no_such_word_[0-9]+x"),
@@ -113,13 +118,17 @@ def main() -> None:
             }
             for name, work in works.items():
                 with repeating(work):
-                    report(f"stat during {name}", stats(place, options.seconds))
+                    title = f"stat during {name}"
+                    rows[title] = report(title, stats(place, options.seconds))
             for name, in_use in (("snapshot, idle", False), ("snapshot under load", True)):
                 with programs(place) if in_use else repeating(lambda: time.sleep(0.1)):
                     times = timed(options.seconds, workspace.snapshot)
-                report(name, times)
+                rows[name] = report(name, times)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        found = {"machine": _machine.machine(), "load": load, "files": options.files, "rows": rows}
+        _results.update(options.json, {"latency": found})
 
 
 if __name__ == "__main__":

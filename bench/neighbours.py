@@ -1,13 +1,14 @@
 """What CPU-bound programs lose if a mount keeps idle CPUs awake: paired builds of a C project with and without.
 
-    python -m bench.neighbours [--pairs N]
+    python -m bench.neighbours [--pairs N] [--json FILE]
 
 Two workspaces, one with `--wakeups on` and one with `--wakeups off`, take turns; the order within a pair alternates.
 `on the mount`: `make -j2` builds the project in the workspace.  `next to it`: `make -j2` builds it in a tmpfs while a
 client of the workspace makes a burst of files every 50 ms, the same number with both.
 
 Each row is the mean change from `off` to `on` with its 95 % confidence interval (Student's t over the logarithms of the
-pairs' ratios), in wall-clock time and in CPU time of make and its children.  Needs root, make and cc.
+pairs' ratios), in wall-clock time and in CPU time of make and its children.  `--json docs/bench.json` adds the figures
+to the results of `bench.table`, for the table of targets (`bench.report`).  Needs root, make and cc.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import _machine, _results
 from bench._filesystems import end_cleanly, run, tmpfs
 
 SOURCES = 24
@@ -142,16 +144,22 @@ def change(with_s: list[float], without_s: list[float]) -> tuple[float, float, f
     return middle, low, high
 
 
-def show(title: str, found: list[dict[str, Build]]) -> None:
-    def cell(measure: Callable[[Build], float]) -> str:
+def figures(found: list[dict[str, Build]]) -> dict[str, tuple[float, float, float, float]]:
+    """Return for "wall" and "cpu": the change in per cent, its interval, and the median in seconds with `off`."""
+
+    def of(measure: Callable[[Build], float]) -> tuple[float, float, float, float]:
         on, off = ([measure(pair[choice]) for pair in found] for choice in CHOICES)
-        middle, low, high = change(on, off)
-        return f"{statistics.median(off):.2f} s, {middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+        return *change(on, off), statistics.median(off)
 
-    print(f"{title:14}{cell(lambda one: one.wall_s):>36}{cell(lambda one: one.cpu_s):>36}", flush=True)
+    return {"wall": of(lambda one: one.wall_s), "cpu": of(lambda one: one.cpu_s)}
 
 
-def measure(scratch: Path, count: int) -> None:
+def show(title: str, row: dict[str, tuple[float, float, float, float]]) -> None:
+    cells = [f"{off_s:.2f} s, {middle:+.1f} % ({low:+.1f} to {high:+.1f})" for middle, low, high, off_s in row.values()]
+    print(f"{title:14}" + "".join(f"{cell:>36}" for cell in cells), flush=True)
+
+
+def measure(scratch: Path, count: int) -> dict[str, dict[str, tuple[float, float, float, float]]]:
     with ExitStack() as stack:
         made = {choice: stack.enter_context(workspace(scratch / choice, choice)) for choice in CHOICES}
         aside = stack.enter_context(tmpfs(scratch / "aside")) / "project"
@@ -168,27 +176,35 @@ def measure(scratch: Path, count: int) -> None:
 
         print(f"make -j{JOBS}, {count} pairs: median with `off`, and the change with `on` (95 % interval)")
         print(f"{'':14}{'wall-clock time':>36}{'CPU time':>36}")
+        rows = {}
         for title, one in (("on the mount", on_the_mount), ("next to it", next_to_it)):
             for choice in CHOICES:  # the first builds fill the page cache and the kernel's dentries
                 one(choice)
-            show(title, pairs(count, one))
+            rows[title] = figures(pairs(count, one))
+            show(title, rows[title])
         for choice, (_, name) in made.items():
             status = json.loads(run(*VFSD, "-w", name, "status", "--json"))
             print(f"--wakeups {choice}: {status['wakeups']}")
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--json", metavar="FILE", help="add the figures to those in FILE")
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error("--pairs: an interval needs two pairs or more")
     end_cleanly()
+    load = os.getloadavg()[0]
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     try:
-        measure(scratch, options.pairs)
+        rows = measure(scratch, options.pairs)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        found = {"machine": _machine.machine(), "load": load, "pairs": options.pairs, "rows": rows}
+        _results.update(options.json, {"neighbours": found})
 
 
 if __name__ == "__main__":

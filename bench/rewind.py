@@ -1,0 +1,466 @@
+"""Snapshot, restore and fork of the same tree of files: vfsd, git, `cp -a --reflink=auto`, and btrfs.
+
+    python -m bench.rewind [--files N] [--rounds N] [--budget SECONDS] [--only REGEX] [--json FILE]
+
+All systems get the same changes and take turns.  In each round some files are changed, a snapshot is taken, more is
+changed (files are written, created, removed, renamed, made executable), and the snapshot is restored.  After each
+restore the tree is compared with the tree at the snapshot: a system that restores something else has no figures.  A
+fork is a second, independent copy of the snapshot.
+
+- `vfsd call` and `vfsd command`: a memory workspace, through the Python API, and with `vfsd snapshot`, `vfsd restore`.
+- `git`: `add -A` and `commit`; `reset --hard` and `clean -fdx`; `worktree add`.  On tmpfs.
+- `cp -a`: a copy with `--reflink=auto`; `rm -rf` and a copy; a copy.  On tmpfs, which has no reflinks.
+- `cp --reflink`: the same on btrfs, which has them.
+- `btrfs`: `subvolume snapshot`; `subvolume delete` and `snapshot`; `snapshot`.  In a loop-mounted image in memory.
+
+Times are those of all commands of a step; milliseconds, medians, lowest and highest.  Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from bench import _machine, _results
+from bench._filesystems import GapError, end_cleanly, run, tmpfs
+from bench._real import GIT
+from bench._results import Budget
+from vfsd.client.workspace import Workspace
+
+STEPS: Final = ("snapshot", "restore", "fork")
+IN_A_DIRECTORY: Final = 100
+CHANGES: Final = 40
+IMAGE_BYTES: Final = 4 << 30
+NO_GIT_SETTINGS: Final = {**GIT, "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "gc.auto", "GIT_CONFIG_VALUE_0": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a restore has to bring back.  git keeps no other permissions, no times and no empty directories."""
+
+    kind: str  # "file" or "link"
+    is_executable: bool
+    digest: bytes
+
+
+Tree = Mapping[str, Entry]  # by path
+
+
+def differences(one: Tree, other: Tree) -> list[str]:
+    """Return the paths that are missing in one of both, or have other entries."""
+    return sorted(path for path in one.keys() | other.keys() if one.get(path) != other.get(path))
+
+
+def read_tree(top: Path) -> Tree:
+    """Read the files and symlinks below `top`, without git's own."""
+    entries = {}
+    for folder, directories, names in os.walk(top):
+        directories[:] = [name for name in directories if name != ".git"]
+        links = [name for name in directories if os.path.islink(os.path.join(folder, name))]
+        for name in [*names, *links]:
+            if name == ".git":  # a worktree has a file of that name
+                continue
+            path = os.path.join(folder, name)
+            key = os.path.relpath(path, top)
+            if os.path.islink(path):
+                entries[key] = Entry("link", False, os.fsencode(os.readlink(path)))
+                continue
+            with open(path, "rb") as file:
+                found = os.fstat(file.fileno())
+                entries[key] = Entry("file", bool(found.st_mode & 0o100), hashlib.blake2b(file.read()).digest())
+    return entries
+
+
+def fill(top: Path, count: int) -> None:
+    """Make `count` files of 0.5 to 4 KB in directories of 100."""
+    chance = random.Random(1)
+    for number in range(count):
+        folder = top / f"directory{number // IN_A_DIRECTORY}"
+        if number % IN_A_DIRECTORY == 0:
+            folder.mkdir()
+        (folder / f"file{number}.txt").write_bytes(chance.randbytes(chance.randrange(256, 2048)).hex().encode())
+
+
+def change(top: Path, seed: str) -> None:
+    """Change some files below `top`: the same changes for the same tree and `seed`, whatever order it is listed in."""
+    chance = random.Random(seed)
+    folders = sorted(path for path in top.iterdir() if path.is_dir() and not path.is_symlink() and path.name != ".git")
+    for number in range(CHANGES):
+        folder = chance.choice(folders)
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+        path = chance.choice(files)
+        kind = number % 5
+        if kind == 0:
+            with path.open("r+b") as file:
+                file.write(chance.randbytes(100))
+        elif kind == 1:
+            (folder / f"new-{seed}-{number}").write_bytes(chance.randbytes(1000))
+        elif kind == 2 and len(files) > IN_A_DIRECTORY // 2:
+            path.unlink()
+        elif kind == 3:
+            path.chmod(path.stat().st_mode ^ 0o111)
+        else:
+            path.rename(folder / f"renamed-{seed}-{number}")
+    (chance.choice(folders) / f"link-{seed}").symlink_to("file1.txt")
+    folder = chance.choice(folders)
+    folder.rename(top / f"moved-{seed}-{folder.name[-40:]}")
+
+
+class System:
+    """A way to take snapshots of the directory `live` and to restore them."""
+
+    def __init__(self, live: Path) -> None:
+        self.live = live
+
+    def begin(self) -> None:
+        """Prepare after the tree was made.  Not measured."""
+
+    def snapshot(self, name: str) -> None:
+        raise NotImplementedError
+
+    def restore(self, name: str) -> None:
+        """Restore the last snapshot, `name`."""
+        raise NotImplementedError
+
+    def fork(self, name: str, place: Path) -> None:
+        """Make an independent copy of the snapshot at `place`, which does not exist.  GapError: cannot."""
+        raise NotImplementedError
+
+    def forget(self, name: str, place: Path | None) -> None:
+        """Remove the snapshot and the fork at `place`.  Not measured."""
+
+
+class VfsdCall(System):
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__(Path(workspace.path))
+        self._workspace = workspace
+
+    def snapshot(self, name: str) -> None:
+        self._workspace.snapshot(name)
+
+    def restore(self, name: str) -> None:
+        self._workspace.restore(name)
+
+    def fork(self, name: str, place: Path) -> None:  # noqa: ARG002
+        raise GapError("vfsd has no fork")
+
+    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
+        self._workspace.drop(name)
+
+
+class VfsdCommand(VfsdCall):
+    def __init__(self, workspace: Workspace) -> None:
+        super().__init__(workspace)
+        self._vfsd = str(Path(sys.executable).with_name("vfsd"))
+        self._options = ("-w", workspace.name)
+
+    def snapshot(self, name: str) -> None:
+        run(self._vfsd, "snapshot", *self._options, name)
+
+    def restore(self, name: str) -> None:
+        run(self._vfsd, "restore", *self._options, name)
+
+
+class Git(System):
+    """Commits on one branch: HEAD is the last snapshot, which is the one that is restored and forked."""
+
+    def _git(self, *words: str | Path) -> str:
+        return run("git", *words, cwd=self.live, env=NO_GIT_SETTINGS)
+
+    def begin(self) -> None:
+        self._git("init", "-q")
+        self.snapshot("first")
+
+    def snapshot(self, name: str) -> None:
+        self._git("add", "-A")
+        self._git("commit", "-q", "--allow-empty", "-m", name)
+
+    def restore(self, name: str) -> None:  # noqa: ARG002
+        self._git("reset", "-q", "--hard", "HEAD")
+        self._git("clean", "-q", "-fdx")
+
+    def fork(self, name: str, place: Path) -> None:  # noqa: ARG002
+        self._git("worktree", "add", "-q", "--detach", place, "HEAD")
+
+    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
+        if place is not None:
+            self._git("worktree", "remove", "--force", place)
+
+
+class Copy(System):
+    def _copy(self, name: str) -> Path:
+        return self.live.with_name(f"copy-{name}")
+
+    def snapshot(self, name: str) -> None:
+        run("cp", "-a", "--reflink=auto", self.live, self._copy(name))
+
+    def restore(self, name: str) -> None:
+        run("rm", "-rf", self.live)
+        self.fork(name, self.live)
+
+    def fork(self, name: str, place: Path) -> None:
+        run("cp", "-a", "--reflink=auto", self._copy(name), place)
+
+    def forget(self, name: str, place: Path | None) -> None:
+        run("rm", "-rf", self._copy(name), *([place] if place else []))
+
+
+class Btrfs(System):
+    def _snapshot(self, name: str) -> Path:
+        return self.live.with_name(f"snapshot-{name}")
+
+    def snapshot(self, name: str) -> None:
+        run("btrfs", "subvolume", "snapshot", "-r", self.live, self._snapshot(name))
+
+    def restore(self, name: str) -> None:
+        run("btrfs", "subvolume", "delete", self.live)
+        self.fork(name, self.live)
+
+    def fork(self, name: str, place: Path) -> None:
+        run("btrfs", "subvolume", "snapshot", self._snapshot(name), place)
+
+    def forget(self, name: str, place: Path | None) -> None:
+        run("btrfs", "subvolume", "delete", self._snapshot(name), *([place] if place else []))
+
+
+@contextmanager
+def btrfs_image(place: Path) -> Iterator[Path]:
+    """Mount a new btrfs in an image in memory.  GapError: the machine cannot."""
+    for program in ("mkfs.btrfs", "btrfs", "losetup"):
+        if shutil.which(program) is None:
+            raise GapError(f"{program} is missing")
+    with tmpfs(place) as top:
+        image, mountpoint = top / "image", top / "mount"
+        with image.open("wb") as file:
+            file.truncate(IMAGE_BYTES)
+        mountpoint.mkdir()
+        try:
+            run("mkfs.btrfs", "-q", image)
+            run("mount", "-o", "loop", image, mountpoint)
+        except RuntimeError as error:
+            raise GapError(f"no btrfs in a loop image: {' '.join(str(error).split())[-100:]}") from None
+        try:
+            yield mountpoint
+        finally:
+            run("umount", mountpoint)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@contextmanager
+def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
+    """Yield the systems by name, each with an empty directory; and the missing ones with the reasons."""
+    found: dict[str, System] = {}
+    gaps: dict[str, str] = {}
+    with ExitStack() as stack:
+
+        def workspace(word: str) -> Workspace:
+            name = f"bench-rewind-{word}-{os.getpid()}"
+            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name))
+
+        def memory(word: str) -> Path:
+            return _made(stack.enter_context(tmpfs(scratch / word)) / "live")
+
+        def on_btrfs(word: str) -> Path:
+            return stack.enter_context(btrfs_image(scratch / word))
+
+        def subvolume() -> Path:
+            live = on_btrfs("btrfs") / "live"
+            run("btrfs", "subvolume", "create", live)
+            return live
+
+        makers: dict[str, Callable[[], System]] = {
+            "vfsd call": lambda: VfsdCall(workspace("call")),
+            "vfsd command": lambda: VfsdCommand(workspace("command")),
+            "git": lambda: Git(memory("git")),
+            "cp -a": lambda: Copy(memory("cp")),
+            "cp --reflink": lambda: Copy(_made(on_btrfs("reflink") / "live")),
+            "btrfs": lambda: Btrfs(subvolume()),
+        }
+        for name, make in makers.items():
+            if not wanted(name):
+                continue
+            try:
+                found[name] = make()
+            except GapError as gap:
+                gaps[name] = str(gap)
+        yield found, gaps
+
+
+class WrongTreeError(Exception):
+    """A restore or a fork did not give the tree of the snapshot."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """Seconds of each step, a value a round; and why a step has none."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {step: [] for step in STEPS})
+    gaps: dict[str, str] = field(default_factory=dict)
+
+
+def check(what: str, before: Tree, after: Tree) -> None:
+    """Raise WrongTreeError unless `after` has the entries of `before`."""
+    if wrong := differences(before, after):
+        raise WrongTreeError(f"after the {what}, {len(wrong)} paths differ from the snapshot: {', '.join(wrong[:3])}")
+
+
+def one_round(system: System, number: int, figures: Figures) -> None:
+    """Measure each step once.  WrongTreeError: the restore or the fork is wrong."""
+    name, place = f"round{number}", system.live.with_name(f"fork{number}")
+
+    def timed(step: str, body: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        body()
+        figures.seconds[step].append(time.perf_counter() - began)
+
+    change(system.live, f"{number}a")
+    before = read_tree(system.live)
+    timed("snapshot", lambda: system.snapshot(name))
+    change(system.live, f"{number}b")
+    if not differences(before, read_tree(system.live)):
+        raise AssertionError("the changes changed nothing, so the restore would not be tested")
+    timed("restore", lambda: system.restore(name))
+    check("restore", before, read_tree(system.live))
+    forked: Path | None = place
+    try:
+        timed("fork", lambda: system.fork(name, place))
+        check("fork", before, read_tree(place))
+    except GapError as gap:
+        figures.gaps["fork"] = str(gap)
+        forked = None
+    system.forget(name, forked)
+
+
+def measure(found: dict[str, System], files: int, rounds: int, budget: Budget) -> dict[str, Figures]:
+    """Measure all systems in turn.  A system that fails keeps no figures, only the reason."""
+    figures = {name: Figures() for name in found}
+    for system in found.values():
+        fill(system.live, files)
+        system.begin()
+    longest_s = 0.0
+    for number in range(rounds):
+        if number and not budget.allows(longest_s):
+            break
+        began = time.monotonic()
+        names = [name for name in found if "restore" not in figures[name].gaps]
+        turn = number % max(1, len(names))
+        for name in names[turn:] + names[:turn]:
+            try:
+                one_round(found[name], number, figures[name])
+            except (WrongTreeError, RuntimeError, OSError) as error:
+                why = " ".join(str(error).split())[:200]
+                figures[name] = Figures(gaps=dict.fromkeys(STEPS, why))
+        longest_s = max(longest_s, time.monotonic() - began)
+    return figures
+
+
+def document(figures: dict[str, Figures]) -> dict[str, dict[str, dict[str, object]]]:
+    """Return the figures as JSON has them: system -> step -> median, lowest and highest seconds, or a gap."""
+    return {
+        name: {
+            step: {
+                "seconds": statistics.median(each.seconds[step]),
+                "low": min(each.seconds[step]),
+                "high": max(each.seconds[step]),
+                "rounds": len(each.seconds[step]),
+            }
+            if each.seconds[step]
+            else {"gap": each.gaps.get(step, "not measured")}
+            for step in STEPS
+        }
+        for name, each in figures.items()
+    }
+
+
+def show(figures: dict[str, Figures]) -> None:
+    print(f"{'ms':16}" + "".join(f"{step:>30}" for step in STEPS))
+    for name, steps in document(figures).items():
+        cells = [
+            "gap"
+            if "gap" in step
+            else f"{step['seconds'] * 1e3:.2f} ({step['low'] * 1e3:.2f}-{step['high'] * 1e3:.2f})"  # type: ignore[operator]
+            for step in steps.values()
+        ]
+        print(f"{name:16}" + "".join(f"{each:>30}" for each in cells))
+        for why in dict.fromkeys(figures[name].gaps.values()):
+            print(f"{'':16}gap: {why}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="fewer rounds where the time is short")
+    parser.add_argument("--only", default="", help="only systems that match this expression")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if options.files < 2 * IN_A_DIRECTORY or options.rounds < 1:
+        parser.error(f"--files: at least {2 * IN_A_DIRECTORY}; --rounds: at least 1")
+    if options.budget is not None and not options.budget > 0:
+        parser.error("--budget: more than 0 seconds")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only: not a regular expression: {error}")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        parser.error(f"--json: the directory of {options.json} does not exist")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if os.geteuid() != 0:
+        sys.exit("the benchmark mounts tmpfs and btrfs: run it as root")
+    end_cleanly()
+    budget = Budget(options.budget)
+    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
+    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
+    load = os.getloadavg()[0]
+    print(f"{_machine.describe()}\nload at the start: {load:.1f}; {options.files:,} files, {CHANGES} changes a step")
+    try:
+        with systems(scratch, lambda name: re.search(options.only, name) is not None) as (found, gaps):
+            for name, why in gaps.items():
+                print(f"gap: {name}: {why}")
+            figures = measure(found, options.files, options.rounds, budget)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    show(figures)
+    if options.json:
+        machine = {
+            **_machine.machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "load_before": load, "load_after": os.getloadavg()[0],
+        }  # fmt: skip
+        _results.update(
+            options.json,
+            {
+                "machine": machine,
+                "files": options.files,
+                "changes": CHANGES,
+                "gaps": gaps,
+                "systems": document(figures),
+            },
+        )
+    failed = {name: each.gaps["restore"] for name, each in figures.items() if "restore" in each.gaps}
+    if failed:
+        sys.exit("; ".join(f"{name}: {why}" for name, why in failed.items()))
+
+
+if __name__ == "__main__":
+    main()
