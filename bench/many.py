@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -71,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workspaces", type=int, nargs="+", default=[50, 1000])
     counts = parser.parse_args().workspaces
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # unmounts what is mounted
     with tempfile.TemporaryDirectory() as base:
         os.environ["VFSD_RUNTIME_DIR"] = f"{base}/run"
         first = mount_one(Path(base, "first"))  # starts the fork server
