@@ -179,7 +179,7 @@ def ensure_server() -> None:
             return
         lock_fd = _lock(path)
         try:
-            if sum(_is_served(other) for other in _sockets(os.path.dirname(path)) - {path}) >= _SERVERS_MAX:
+            if sum(map(_is_served, _known_sockets(os.path.dirname(path)) - {path})) >= _SERVERS_MAX:
                 return
             server = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(lock_fd), path],
@@ -207,19 +207,21 @@ def _lock(path: str) -> int:
     return lock_fd
 
 
-def _sockets(directory: str) -> set[str]:
-    """Return the paths of the fork servers' sockets."""
-    names = (name for name in os.listdir(directory) if name.startswith(fork_messages.SOCKET_PREFIX))
-    return {os.path.join(directory, name) for name in names if not name.endswith(fork_messages.LOCK_SUFFIX)}
+def _known_sockets(directory: str) -> set[str]:
+    """Return the paths of the sockets for which there is a lock.  A server has its lock before its socket."""
+    prefix, suffix = fork_messages.SOCKET_PREFIX, fork_messages.LOCK_SUFFIX
+    names = (name for name in os.listdir(directory) if name.startswith(prefix) and name.endswith(suffix))
+    return {os.path.join(directory, name.removesuffix(suffix)) for name in names}
 
 
 def _is_served(path: str) -> bool:
-    """Whether a server has this socket.  Removes the socket of one that was killed."""
+    """Whether a server has this socket, or is being started for it.  Removes what an ended server left."""
     try:
         lock_fd = _lock(path)
     except BlockingIOError:
         return True
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    for left in (path, path + fork_messages.LOCK_SUFFIX):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(left)  # a server that is started meanwhile ends when a third one replaces its socket
     os.close(lock_fd)
     return False
