@@ -16,8 +16,7 @@ import trio
 
 from tests.mount.conftest import BACKENDS, mounted
 from tests.mount.programs import VFSD
-from vfsd.client.async_workspace import AsyncWorkspace
-from vfsd.client.workspace import Workspace
+from vfsd.client.workspace import AsyncWorkspace, Workspace
 
 MANY = 10_500  # more than one answer lists
 GIT = ("git", "-c", "core.autocrlf=false", "-c", "init.defaultBranch=main")

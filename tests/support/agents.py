@@ -15,12 +15,12 @@ from typing import Any
 
 import trio
 
-from protocol.backends.container.agent.link import AgentLink, HelperStream
+from protocol.backends.container.agent.link import AgentLink
 from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.agent.stream import STDERR, STDOUT, HelperStream, Output
 from protocol.backends.container.agent.tree import AgentTree
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.idmap import IDENTITY, IdMap
-from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import DirectoryEntry
 
 TIMEOUT_S = 60.0
@@ -85,12 +85,11 @@ class LocalStream:
             await self.process.wait()
 
 
-class Agent:
-    """A volume over a helper, whose methods wait for their answers: `Agent.volume` is like any other volume."""
+class Driven:
+    """A volume of a loop in another thread, whose methods wait for their answers: like any other volume."""
 
-    def __init__(self, volume: AgentVolume, link: AgentLink, token: trio.lowlevel.TrioToken) -> None:
+    def __init__(self, volume: Any, token: trio.lowlevel.TrioToken) -> None:
         self.inner = volume
-        self.agent_link = link
         self._token = token
 
     def __getattr__(self, name: str) -> Any:
@@ -98,10 +97,6 @@ class Agent:
         if not callable(method):
             return method
         return lambda *args, **options: self.run(lambda: method(*args, **options))
-
-    def tree(self, ids: IdMap = IDENTITY, **options: Any) -> AgentTree:
-        """The live state, for the thread that asks."""
-        return AgentTree(self.agent_link, self._token, ids, **options)
 
     def run(self, ask: Callable[[], Any]) -> Any:
         """What `ask` answers, once it is there."""
@@ -123,6 +118,20 @@ class Agent:
                 page = list(self.run(lambda: self.inner.readdir(inode, at)))  # noqa: B023 (called at once)
 
         return every()
+
+
+class Agent(Driven):
+    """A volume over a helper."""
+
+    inner: AgentVolume
+
+    def __init__(self, volume: AgentVolume, link: AgentLink, token: trio.lowlevel.TrioToken) -> None:
+        super().__init__(volume, token)
+        self.agent_link = link
+
+    def tree(self, ids: IdMap = IDENTITY, **options: Any) -> AgentTree:
+        """The live state, for the thread that asks."""
+        return AgentTree(self.agent_link, self._token, ids, **options)
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import zygote
-from vfsd.client.daemon_process import daemon_environment
-from vfsd.client.fork_server import ensure_server, socket_path
-from vfsd.machine.process_properties import process_properties
+from vfsd.client.fork_server import ensure_server
+from vfsd.wire.fork_messages import SOCKET_NAME
 
 
 @contextlib.contextmanager
@@ -29,7 +28,7 @@ def running_fork_server(directory: Path) -> Iterator[int]:
         patch.setattr("vfsd.client.fork_server._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
         with zygote.starting_interpreters():
             ensure_server()
-        path = Path(socket_path(process_properties(daemon_environment())))
+        path = directory / "vfsd" / SOCKET_NAME
         wait_until(lambda: _answers(path), "a fork server listens")
         pid = _server_pid(path)
         pidfd = os.pidfd_open(pid)

@@ -62,8 +62,14 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.adapters.path_filter",),
-    "anyio": ("vfsd.client",),
-    "trio": ("vfsd.daemon", "vfsd.kernel", "protocol.execution", "protocol.backends.container"),
+    "trio": (
+        "vfsd.client",
+        "vfsd.daemon",
+        "vfsd.kernel",
+        "protocol.execution",
+        "protocol.backends.container",
+        "protocol.backends.remote",
+    ),
     "podman": ("protocol.backends.container.podman",),
     "h11": ("protocol.backends.container.podman",),
     # System calls, and the layouts of other programs' structures.

@@ -69,6 +69,7 @@ _option = functools.partial(click.option, cls=_MountOption)
     vfsd mount ~/work --sandbox image:docker.io/library/python:3.12 --snapshot-each
     vfsd mount ~/work --backend container:web --workdir /srv/app
     vfsd mount ~/work --backend image:docker.io/library/python:3.12
+    vfsd mount ~/work --backend exec:'ssh build python3' --workdir /srv/app
     """,
 )
 @click.argument(
@@ -83,8 +84,9 @@ _option = functools.partial(click.option, cls=_MountOption)
     default="memory",
     show_default=True,
     metavar="BACKEND",
-    help="Where the content is: memory, host:DIR, overlay:DIR, container:NAME (a running Podman container), or"
-    " image:REF (a new container of that image, removed with the workspace).",
+    help="Where the content is: memory, host:DIR, overlay:DIR, container:NAME (a running Podman container),"
+    " image:REF (a new container of that image, removed with the workspace), or exec:'COMMAND' (a directory where"
+    " COMMAND starts a Python, such as 'ssh HOST python3').",
 )
 @_option("--name", type=NAME, help="The workspace's name; by default made from the mountpoint.")
 @_option("--engine", type=_EngineName(ENGINES), default="auto", show_default=True, help="The FUSE implementation.")
@@ -116,7 +118,8 @@ _option = functools.partial(click.option, cls=_MountOption)
     "cache_timeout_s",
     type=Seconds(min=0),
     metavar="SECONDS",
-    help="Show what other programs change in host:DIR or in a container within SECONDS; 1 by default.",
+    help="Show what other programs change in host:DIR, in a container or where exec:COMMAND leads within SECONDS; 1 by"
+    " default.",
 )
 @_option(
     "--no-xattrs",
@@ -180,7 +183,11 @@ _option = functools.partial(click.option, cls=_MountOption)
     help="The Podman service: unix:///PATH, ssh://[USER@]HOST/PATH or tcp://HOST:PORT; by default $CONTAINER_HOST, or a"
     " socket of this machine.",
 )
-@_option("--workdir", metavar="DIR", help="The directory in the container; /workspace by default.")
+@_option(
+    "--workdir",
+    metavar="DIR",
+    help="The directory in the container, or where exec:COMMAND leads; /workspace by default.",
+)
 @_option(
     "--transport",
     type=click.Choice(TRANSPORTS),

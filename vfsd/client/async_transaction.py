@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
-import anyio
+import trio
 
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.transaction import BaseTransaction, OpenTransactions, Steps
@@ -38,7 +38,7 @@ class AsyncTransaction(BaseTransaction):
 
     async def _drive(self, steps: Steps, *, shield: bool) -> None:
         """Run `steps`.  What follows a failed step cleans up, and is shielded from cancellation, too."""
-        with anyio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
+        with trio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
             call = next(steps)
             while True:
                 try:

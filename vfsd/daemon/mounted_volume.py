@@ -36,7 +36,7 @@ _IDLE_TIMEOUT_S: Final = 5.0  # the longest replay takes about one second
 
 
 class ContainerStatus(Protocol):
-    """The container that holds a volume."""
+    """The container that holds a volume, or the command that leads to it."""
 
     @property
     def transport_name(self) -> Literal["rootfs", "agent"]: ...
@@ -58,7 +58,7 @@ class ContainerStatus(Protocol):
 class MountedVolume:
     """One volume, its engine and its mountpoint.  `nursery` outlives every call.
 
-    `container`: the container that holds the volume, if one does.
+    `container`: the container that holds the volume, or the command that leads to it, if there is one.
     """
 
     def __init__(

@@ -113,6 +113,8 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     def content_after_crash(self) -> str:
         """A clause that states where the content is after the daemon died."""
         backend = BackendSpec.split(self.backend)
+        if backend.kind == "exec":
+            return f"its content is at the other end of `{backend.argument}`"
         if backend.kind in {"host", "container"}:
             return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
         return "its content is lost"
@@ -151,12 +153,6 @@ def read_records() -> list[WorkspaceRecord]:
         return []
     paths = [os.path.join(directory, name) for name in names if name.endswith(RECORD_SUFFIX) and name[0] != "."]
     return [record for path in paths if (record := _read(path)) is not None]
-
-
-def read_record(name: str) -> WorkspaceRecord | None:
-    """Read the record of workspace `name`; None if there is none.  Logs an unreadable one.  ValueError for an invalid
-    name."""
-    return _read(record_path(name))
 
 
 def _read(path: str) -> WorkspaceRecord | None:
@@ -251,8 +247,9 @@ def unique_name(base: str) -> str:
     base = os.path.normpath(base)
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))
     name = fitting.lstrip("._-")[:_NAME_LENGTH] or "workspace"
+    taken = {record.name for record in read_records() if record.alive or record.mountpoint != base}
     number, candidate = 1, name
-    while (record := read_record(candidate)) is not None and (record.alive or record.mountpoint != base):
+    while candidate in taken:
         number += 1
         candidate = f"{name[: _NAME_LENGTH - len(str(number)) - 1]}-{number}"
     return candidate

@@ -17,12 +17,14 @@ BACKENDS: Final = {
     "host": "host:DIR",
     "container": "container:NAME",
     "image": "image:REF",
+    "exec": "exec:COMMAND",
 }
 _ARGUMENTS: Final = {
     "overlay": "a directory",
     "host": "a directory",
     "container": "a container's name",
     "image": "an image's name",
+    "exec": "a command that starts a Python",
 }
 
 
@@ -62,7 +64,7 @@ def known_backends() -> list[str]:
 
 
 def parse_backend(text: str) -> BackendSpec:
-    """Parse a backend string.  ValueError for an unknown kind, and where the kind's argument is missing.
+    """Parse a backend string.  ValueError for an unknown kind, and where the kind's argument is missing or malformed.
 
     Installed packages are searched only for a kind that is not built in.  Their backends check their arguments
     themselves.
@@ -71,6 +73,11 @@ def parse_backend(text: str) -> BackendSpec:
     if spec.kind in _ARGUMENTS:
         if not spec.argument:
             raise ValueError(f"{text!r} lacks {_ARGUMENTS[spec.kind]} after the colon")
+        if spec.kind == "exec":
+            # Start-up: only this kind needs the parser of command lines.
+            from protocol.backends.remote.command import RemoteCommand  # noqa: PLC0415
+
+            RemoteCommand(spec.argument)
     elif text != "memory" and (spec.kind in BACKENDS or spec.kind not in entry_point_names(BACKENDS_GROUP)):
         raise ValueError(f"{text!r} is not one of {', '.join(known_backends())}")
     return spec

@@ -179,15 +179,16 @@ class StatusResult(msgspec.Struct, frozen=True):
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
     cache: CacheChoice = "writethrough"
-    started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it
     commands: str | None = None  # where `vfsd exec` runs commands, such as "on this host"; None: it cannot
     # Backends container:NAME and image:REF only.
     container: str | None = None  # its state in Podman: "running", "paused", "exited with status 137", ...
+    # These and exec:COMMAND only.
     transport: Literal["rootfs", "agent"] | None = None
     connected: bool | None = None  # while False, every request fails with EIO
+    remote: str | None = None  # exec:COMMAND only: "connected", or why not
 
 
 class ExpiredRecord(msgspec.Struct):

@@ -68,7 +68,7 @@ class Scope(Value):
 
 
 _IN_MEMORY: Final = ("memory", "overlay")
-_ON_DISK: Final = ("host", "container", "image")
+_ON_DISK: Final = ("host", "container", "image", "exec")
 _LIMITS: Final = Scope(_IN_MEMORY, "the others have the limits of their file system")
 _FILTER: Final = Scope(("overlay",), "only an overlay filters the directory below it")
 _NEW_CONTAINER: Final = Scope(("image",), "it is for a container that vfsd creates", ("sandbox",))
@@ -83,9 +83,11 @@ SCOPES: Final[Mapping[str, Scope]] = {
     "store": Scope(_ON_DISK, "the others keep their snapshots in memory"),
     "include": _FILTER,
     "exclude": _FILTER,
-    "sandbox": Scope(("memory", "overlay", "host"), "the commands of a workspace in a container run in that container"),
+    "sandbox": Scope(
+        ("memory", "overlay", "host", "exec"), "the commands of a workspace in a container run in that container"
+    ),
     "podman_url": Scope(("container", "image"), "nothing else uses Podman", ("sandbox",)),
-    "workdir": Scope(("container", "image"), "it is a directory of their container"),
+    "workdir": Scope(("container", "image", "exec"), "it is a directory in a container, or where a command leads"),
     "transport": Scope(("container", "image"), "it reaches the files of their container"),
     "network": _NEW_CONTAINER,
     "pids_limit": _NEW_CONTAINER,
@@ -164,7 +166,9 @@ def _check_memory(max_bytes: int | None, max_memory: int | None) -> None:
 def _check_workdir(workdir: str | None) -> None:
     if workdir is not None and (not workdir.startswith("/") or ".." in workdir.split("/")):
         raise OptionError(
-            "{workdir} must be an absolute path in the container, without '..', not {value!r}", value=workdir
+            "{workdir} must be an absolute path, in the container or at the other end of the command, without '..', not"
+            " {value!r}",
+            value=workdir,
         )
 
 

@@ -83,7 +83,10 @@ class CommandOptions(Value):
 
 
 class ContainerOptions(Value):
-    """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates."""
+    """How to reach the container of a backend or of a sandbox, and the limits of one that vfsd creates.
+
+    `workdir` also applies to the backend "exec".
+    """
 
     podman_url: str | None = None  # None: $CONTAINER_HOST, else the user's own service
     workdir: str | None = None  # None: /workspace

@@ -1,24 +1,26 @@
-"""ContainerConnection: keeps a volume connected to a container while the container stops and starts.
+"""TransportConnection: keeps a volume connected to a container while the container stops and starts.
 
 One loop inspects the container, opens the transport, waits until it is lost, closes it, and starts again.  While the
-container is not running, the loop polls Podman.
+container is not running, the loop polls Podman.  A command (`protocol.backends.remote`) is run again in the same way.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, Literal, TypeAlias
+from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import trio
 
-from protocol.backends.container.podman.state import ContainerState
-from protocol.backends.container.podman.target import ContainerTarget, check_running
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
 from protocol.volume import CacheInvalidation
 
 _logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+T = TypeVar("T")
 
 # Invalidates kernel caches.  It may wait for requests of the kernel, which the loop must go on answering.
 InvalidateCaches: TypeAlias = Callable[[CacheInvalidation], Awaitable[None]]
@@ -28,14 +30,52 @@ _RETRY_MOST_S: Final = 2.0
 _INSPECT_TIMEOUT_S: Final = 10.0
 
 
-class ContainerConnection:
-    """Serves the container as `volume` while `attend` runs."""
+class Target(Protocol[S_co]):
+    """What a connection connects to: a container, or a command.  The methods block, for a worker thread."""
 
-    def __init__(self, target: ContainerTarget, transport: Transport, *, read_only: bool = False) -> None:
+    @property
+    def label(self) -> str:
+        """In words: "container web"."""
+        ...
+
+    @property
+    def no_answer(self) -> str:
+        """The error if a method does not return in time."""
+        ...
+
+    def check(self) -> S_co:
+        """The state of a container that runs.  OSError, with advice, if it cannot be connected to."""
+        ...
+
+    def describe(self) -> str:
+        """The state in words: "running".  OSError."""
+        ...
+
+    def advice(self, reason: str) -> str:
+        """Why there is no connection, and what to do.  `reason`: of the loss, or of the last attempt.  OSError."""
+        ...
+
+
+class TransportConnection(Generic[S]):
+    """Serves the directory of `target` as `volume` while `attend` runs.
+
+    `longest_pause_s`: between two attempts while there is no connection.
+    """
+
+    def __init__(
+        self,
+        target: Target[S],
+        transport: Transport[S],
+        *,
+        read_only: bool = False,
+        longest_pause_s: float = _RETRY_MOST_S,
+    ) -> None:
         self.target: Final = target
         self.transport: Final = transport
+        self._longest_pause_s = longest_pause_s
         self.volume: Final = ReconnectingVolume(read_only=read_only, supports_acl=transport.supports_acl)
         self._last_error = ""
+        self._reason = ""
         self._invalidate: InvalidateCaches | None = None
 
     async def attend(
@@ -48,19 +88,20 @@ class ContainerConnection:
 
         async def connected_again(caches: CacheInvalidation) -> None:
             self._last_error = ""
-            _logger.info("container %s is running again and served", self.target.name, extra={"operation": "container"})
+            _logger.info("%s is running again and served", self.target.label, extra={"operation": "container"})
             await invalidate(caches)
 
         self._invalidate = invalidate
-        await self._attend_once(await self._running(), invalidate, connected_first)
+        await self._attend_once(await self._asked(self.target.check), invalidate, connected_first)
         delay_s = _RETRY_FIRST_S
         while True:
             await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _RETRY_MOST_S)
+            delay_s = min(2 * delay_s, self._longest_pause_s)
             try:
-                state = await self._running()
+                state = await self._asked(self.target.check)
                 await self._attend_once(state, invalidate, connected_again)
             except OSError as error:
+                self._reason = error.strerror or str(error)
                 self._log_once(error)
             else:
                 delay_s = _RETRY_FIRST_S
@@ -70,12 +111,6 @@ class ContainerConnection:
         if self._invalidate is not None:
             await self._invalidate(self.volume.cached_by_kernel())
 
-    async def inspect(self) -> ContainerState:
-        """The container's current state.  ContainerNotFoundError, TimeoutError, and the errors of `PodmanService`."""
-        with trio.move_on_after(_INSPECT_TIMEOUT_S):
-            return await trio.to_thread.run_sync(self.target.inspect, abandon_on_cancel=True)
-        raise TimeoutError(f"Podman does not answer at {self.target.service.address}")
-
     @property
     def transport_name(self) -> Literal["rootfs", "agent"]:
         """The name of the transport, as `vfsd status` shows it."""
@@ -83,35 +118,31 @@ class ContainerConnection:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the container runs and its volume answers."""
+        """Whether the volume answers."""
         return self.volume.connected
 
     async def describe(self) -> str:
-        """The container's status in words."""
+        """The status of the container (or command) in words."""
         try:
-            return (await self.inspect()).describe()
-        except FileNotFoundError:
-            return "removed"
+            return await self._asked(self.target.describe)
         except OSError as error:
             return f"unknown: {error.strerror or error}"
 
     async def advice(self) -> str:
         """Why the volume is not connected, and what to do, in words."""
         try:
-            await self._running()
-        except FileNotFoundError:
-            return f"the container {self.target.name} was removed: `vfsd unmount`, or create it again under this name"
+            return await self._asked(lambda: self.target.advice(self._reason))
         except OSError as error:
             return error.strerror or str(error)
-        return "the container is running, but is not connected yet: try again"
 
-    async def _running(self) -> ContainerState:
-        return check_running(await self.inspect())
+    async def _asked(self, ask: Callable[[], T]) -> T:
+        """Call a method of the target, which blocks, in a worker thread.  TimeoutError, and its errors."""
+        with trio.move_on_after(_INSPECT_TIMEOUT_S):
+            return await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
+        raise TimeoutError(self.target.no_answer)
 
-    async def _attend_once(
-        self, state: ContainerState, invalidate: InvalidateCaches, connected: InvalidateCaches
-    ) -> None:
-        """Serve one run of the container until the transport is lost.  OSError if connecting fails."""
+    async def _attend_once(self, state: S, invalidate: InvalidateCaches, connected: InvalidateCaches) -> None:
+        """Serve one run of the container or command until the transport is lost.  OSError if connecting fails."""
         reason = "its transport failed"
         failure: Exception | None = None
         try:
@@ -131,8 +162,9 @@ class ContainerConnection:
                 await self.transport.close()
         if failure is not None:
             raise failure from None
+        self._reason = reason
         _logger.warning(
-            "container %s: %s; every request fails with EIO until it is running again", state.name, reason,
+            "%s: %s; every request fails with EIO until it is running again", self.target.label, reason,
             extra={"operation": "container"},
         )  # fmt: skip
         await invalidate(stale)

@@ -1,4 +1,4 @@
-"""The files of a container's workspace, as a snapshot store reads and writes them.
+"""The files of a container's workspace, or of a remote directory, as a snapshot store reads and writes them.
 
 A restore writes through the mount, in a worker thread: so the kernel and inotify watchers see each change, open files
 stay usable, and the same code serves every transport.  A scan reads the helper's bulk listing with the agent transport,
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import trio
 
-from protocol.backends.container.agent.transport import AgentTransport
-from protocol.backends.container.connection import ContainerConnection
+from protocol.backends.container.agent.helper_transport import HelperTransport
+from protocol.backends.container.connection import TransportConnection
 from protocol.store import DirectorySource, DirectoryTarget, Source, TreeSource
 from protocol.store.directory.scan import FileProgress, Scanned, Unreadable
 from protocol.store.directory.statcache import StatCache
@@ -30,14 +30,14 @@ class ContainerSource:
 
     identity: Final = None
 
-    def __init__(self, connection: ContainerConnection, mountpoint: str) -> None:
+    def __init__(self, connection: TransportConnection[Any], mountpoint: str) -> None:
         self._connection = connection
         self._mountpoint = mountpoint
 
     def _now(self) -> Source:
         """The source for the present run of the container."""
         transport = self._connection.transport
-        if isinstance(transport, AgentTransport):
+        if isinstance(transport, HelperTransport):
             return TreeSource(trio.from_thread.run_sync(transport.tree))
         return DirectorySource(self._mountpoint)
 

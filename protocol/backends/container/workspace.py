@@ -1,6 +1,6 @@
 """open_container and open_image: the workspace of a container, over the best transport that reaches it.
 
-Both block, for a worker thread.  They check that the container can be reached; `ContainerConnection.attend` connects.
+Both block, for a worker thread.  They check that the container can be reached; `TransportConnection.attend` connects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from protocol.backends.container.agent.transport import AgentTransport
-from protocol.backends.container.connection import ContainerConnection
+from protocol.backends.container.connection import TransportConnection
 from protocol.backends.container.podman.ownership import create_owned
 from protocol.backends.container.podman.service import Container, PodmanService
 from protocol.backends.container.podman.spec import PIDS_LIMIT, ContainerSpec
@@ -35,12 +35,9 @@ TransportChoice: TypeAlias = Literal["auto", "rootfs", "agent"]
 class ContainerWorkspace:
     """A workspace in a container.  `close` releases its resources and removes a container of vfsd's own."""
 
-    connection: ContainerConnection
+    target: ContainerTarget
+    connection: TransportConnection[ContainerState]
     close: Callable[[], None]
-
-    @property
-    def target(self) -> ContainerTarget:
-        return self.connection.target
 
 
 def open_container(
@@ -92,7 +89,8 @@ def _opened(
 ) -> ContainerWorkspace:
     """The workspace of a running container, which takes over what `stack` closes."""
     transport = _transport(target, state, choice, read_only=read_only)
-    return ContainerWorkspace(ContainerConnection(target, transport, read_only=read_only), stack.pop_all().close)
+    connection = TransportConnection(target, transport, read_only=read_only)
+    return ContainerWorkspace(target, connection, stack.pop_all().close)
 
 
 def _remove(container: Container) -> None:
@@ -104,7 +102,7 @@ def _remove(container: Container) -> None:
 
 def _transport(
     target: ContainerTarget, state: ContainerState, choice: TransportChoice, *, read_only: bool
-) -> Transport:
+) -> Transport[ContainerState]:
     """The transport for `choice`.  "auto" prefers rootfs where it reaches every file: on this machine, as root."""
     if choice == "rootfs" and not target.service.is_local:
         reason = f"a container at {target.service.address} cannot be reached through /proc; use --transport agent"

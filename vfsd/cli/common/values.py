@@ -117,7 +117,7 @@ def in_home(backend: str) -> str:
 
 
 class Backend(_TextType):
-    """memory, host:DIR, overlay:DIR, container:NAME or image:REF."""
+    """memory, host:DIR, overlay:DIR, container:NAME, image:REF or exec:COMMAND."""
 
     name = "backend"
 

@@ -99,9 +99,9 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         *_if_any("changed-below", "count", status.changed_below),
         *_if_any("commands", "text", status.commands),
         *_if_any("container", "text", container_words(status) if status.container else None),
+        *_if_any("remote", "text", status.remote),
         *_if_any("interrupted", "text", status.interrupted),
         ("pid", "text", status.pid),
         ("started", "time", status.started_at),
-        *_if_any("started by", "text", status.started_by),
         ("version", "text", status.version),
     ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.tree import ByteProgress
 from protocol.values import Value
 from protocol.volume import Volume
 
 if TYPE_CHECKING:
+    from protocol.backends.container.connection import TransportConnection
     from protocol.backends.container.workspace import ContainerWorkspace
     from vfsd.daemon.snapshots.stored import Stored
     from vfsd.wire.options import MountOptions
@@ -24,7 +25,8 @@ class Backend(Value):
     the volume.
     `tidy`: called on the daemon's loop about once a second.
     `close`: called once, on the daemon's loop, after the unmount or a failed mount.
-    `container`: the container that holds the volume; the daemon watches its connection.
+    `connection`: keeps a volume connected that is in a container, or on another machine; the daemon attends it.
+    `container`: the container that holds the volume, in which commands run.
     `recovered`: one sentence on what an interrupted apply or restore left in the directory, for the user.
     `stored`: the snapshots of a volume that does not keep them in memory; they are in a store.
     """
@@ -33,6 +35,7 @@ class Backend(Value):
     cache_timeout_s: float = math.inf
     tidy: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
+    connection: TransportConnection[Any] | None = None
     container: ContainerWorkspace | None = None
     recovered: str | None = None
     stored: Stored | None = None

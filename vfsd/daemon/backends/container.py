@@ -55,6 +55,7 @@ def open_container(options: MountOptions, _progress: ByteProgress) -> Backend:
         workspace.connection.volume,
         cache_timeout_s(options),
         close=workspace.close,
+        connection=workspace.connection,
         container=workspace,
         recovered=describe_interrupted(stored),
         stored=stored,

@@ -29,6 +29,7 @@ _BUILT_IN: Final = {
     "host": ("vfsd.daemon.backends.host", "open_host"),
     "container": ("vfsd.daemon.backends.container", "open_container"),
     "image": ("vfsd.daemon.backends.container", "open_container"),
+    "exec": ("vfsd.daemon.backends.exec", "open_exec"),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from vfsd.daemon.control.method_groups import MethodGroups
 
 
-class Start(NamedTuple):
-    """When (ISO 8601 in UTC) and by what the daemon was started."""
-
-    at: str
-    by: str
-
-
 class Methods:
     """All methods of one workspace.  `snapshots` is None if its backend has none.
 
@@ -45,7 +38,7 @@ class Methods:
         mounted: MountedVolume,
         snapshots: SnapshotService | None,
         options: WorkspaceOptions,
-        start: Start,
+        started_at: str,
         commands: Commands,
         wait_imported: Callable[[], Awaitable[None]],
     ) -> None:
@@ -53,7 +46,7 @@ class Methods:
         self._commands = commands
         self._snapshots = snapshots
         self._options = options
-        self._start = start
+        self._started_at = started_at
         self._wait_imported = wait_imported
         self._groups: MethodGroups | None = None
 
@@ -98,6 +91,7 @@ class Methods:
     async def _status(self, _params: Empty, _call: CallContext) -> StatusResult:
         options, engine, snapshots = self._options, self._mounted.engine, self._snapshots
         volume, container = snapshotable(self._mounted.volume), self._mounted.container
+        remote = container if options.backend.kind == "exec" else None
         # Other volumes would have to walk the whole tree.
         usage = VolumeUsage() if volume is None else volume.usage()
         return StatusResult(
@@ -107,8 +101,7 @@ class Methods:
             engine=engine.name,
             pid=os.getpid(),
             version=vfsd.__version__,
-            started_at=self._start.at,
-            started_by=self._start.by,
+            started_at=self._started_at,
             read_only=options.read_only,
             snapshots=None if snapshots is None else len(await snapshots.infos()),
             requests=engine.requests,
@@ -117,8 +110,9 @@ class Methods:
             wakeups=engine.wakeups,
             interrupted=None if snapshots is None else await snapshots.unfinished(),
             commands=self._commands.where,
-            container=None if container is None else await container.describe(),
+            container=None if container is None or container is remote else await container.describe(),
             transport=None if container is None else container.transport_name,
             connected=None if container is None else container.is_connected,
+            remote=None if remote is None else "connected" if remote.is_connected else await remote.advice(),
             **asdict(usage),
         )

@@ -49,7 +49,8 @@ def required(snapshots: SnapshotService | None) -> SnapshotService:
     if snapshots is None:
         raise OSError(
             errno.EOPNOTSUPP,
-            "this backend has no snapshots: use memory, overlay:DIR, host:DIR, container:NAME or image:REF",
+            "this backend has no snapshots: use memory, overlay:DIR, host:DIR, container:NAME, image:REF or"
+            " exec:COMMAND",
         )
     return snapshots
 

@@ -15,11 +15,12 @@ import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import trio
 
 from protocol.backends.container.agent.frames import Frame, FrameDecoder
+from protocol.backends.container.agent.stream import STDERR, HelperStream
 from protocol.backends.container.helper.wire import (
     CHUNK_BYTES,
     FORGET,
@@ -30,7 +31,6 @@ from protocol.backends.container.helper.wire import (
     pack,
     unpack,
 )
-from protocol.backends.container.podman.exec_stream import STDERR, Output
 from protocol.errors import os_error
 
 Reply: TypeAlias = tuple[tuple[int, ...], list[bytes]]
@@ -49,18 +49,6 @@ _RECEIVE_BYTES: Final = 256 * 1024
 _MOST_FORGETS: Final = CHUNK_BYTES // FORGET.size
 # Errnos with which a kernel does more than fail the request.
 _REPLACED_ERRNOS: Final = {errno.ENOSYS: errno.EOPNOTSUPP, errno.EINTR: errno.EIO}
-
-
-class HelperStream(Protocol):
-    """The two-way stream to a helper, such as `protocol.backends.container.podman.exec_stream.ExecStream`."""
-
-    async def send(self, data: bytes) -> None: ...
-    def send_nowait(self, data: bytes) -> int:
-        """Send what fits without waiting, while no `send` is under way; return the number of bytes."""
-        ...
-
-    async def receive(self, max_bytes: int = ...) -> Output | None: ...
-    async def aclose(self) -> None: ...
 
 
 class Pending:

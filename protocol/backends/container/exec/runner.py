@@ -15,10 +15,11 @@ from typing import Final
 
 import trio
 
+from protocol.backends.container.agent.stream import STDERR
 from protocol.backends.container.exec.command_processes import CommandProcesses, kill_abandoned
 from protocol.backends.container.exec.non_utf8 import is_utf8, through_shell
 from protocol.backends.container.exec.stdin_wrapper import StdinWrapper
-from protocol.backends.container.podman.exec_stream import STDERR, ExecStream, exec_status, open_exec
+from protocol.backends.container.podman.exec_stream import ExecStream, exec_status, open_exec
 from protocol.backends.container.podman.service import Container
 from protocol.backends.container.podman.target import DEFAULT_WORKDIR
 from protocol.errors import os_error

@@ -22,30 +22,22 @@ import signal
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 from urllib.parse import quote, urlencode
 
 import trio
 
+from protocol.backends.container.agent.stream import STDERR, STDOUT, Output
 from protocol.backends.container.podman.conmon import release_monitor
 from protocol.backends.container.podman.http_connection import PodmanConnection, connect
 from protocol.backends.container.podman.service import PodmanService
 
-STDOUT: Final = 1
-STDERR: Final = 2
 _FRAME: Final = struct.Struct(">BxxxI")
 _RECEIVE_BYTES: Final = 64 * 1024
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.5
 _KILL_S: Final = 10.0
 _CONNECT_S: Final = 30.0
-
-
-class Output(NamedTuple):
-    """A piece of output, from STDOUT or STDERR (with a terminal always STDOUT)."""
-
-    channel: Literal[1, 2]
-    data: bytes
 
 
 class ExecStream:

@@ -29,6 +29,31 @@ class ContainerTarget:
         """The container's current state.  ContainerNotFoundError."""
         return self.service.inspect(self.name)
 
+    # -- `protocol.backends.container.connection.Target` ---------------------------------------------------
+    @property
+    def label(self) -> str:
+        return f"container {self.name}"
+
+    @property
+    def no_answer(self) -> str:
+        return f"Podman does not answer at {self.service.address}"
+
+    def check(self) -> ContainerState:
+        return check_running(self.inspect())
+
+    def describe(self) -> str:
+        try:
+            return self.inspect().describe()
+        except FileNotFoundError:
+            return "removed"
+
+    def advice(self, reason: str) -> str:  # noqa: ARG002 (Podman's answer says more)
+        try:
+            self.check()
+        except FileNotFoundError:
+            return f"the container {self.name} was removed: `vfsd unmount`, or create it again under this name"
+        return "the container is running, but is not connected yet: try again"
+
     def container(self) -> Container:
         """A handle of the current container.  ContainerNotFoundError."""
         return self.service.container(self.name)

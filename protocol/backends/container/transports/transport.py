@@ -1,20 +1,24 @@
-"""Transport: the contract of a way to reach a container's workspace directory.  Implementations: rootfs and agent.
+"""Transport: the contract of a way to reach a directory that may come and go, such as that of a container.
 
-A transport serves one run of the container at a time.  `ContainerConnection` opens and closes it, and
+Implementations: rootfs and agent for containers; `protocol.backends.remote` for the other end of a command.  `S` is the
+state of what is reached: `ContainerState` for containers.
+
+A transport serves one run of the container (or command) at a time.  `TransportConnection` opens and closes it, and
 `ReconnectingVolume` makes one volume of the successive runs.  Threading: the serving loop.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import trio
 
-from protocol.backends.container.podman.state import ContainerState
 from protocol.volume import Volume
 
+S_contra = TypeVar("S_contra", contravariant=True)
 
-class Transport(Protocol):
+
+class Transport(Protocol[S_contra]):
     """`open`, then `wait_lost` and `close`; then, when the container runs again, `open` once more."""
 
     @property
@@ -25,8 +29,10 @@ class Transport(Protocol):
         """Whether the kernel should check permissions by the volume's ACLs.  Known before `open`."""
         ...
 
-    async def open(self, state: ContainerState, nursery: trio.Nursery) -> Volume:
-        """Open a volume of the workspace directory of the running container `state`; create a missing directory.
+    async def open(self, state: S_contra, nursery: trio.Nursery) -> Volume:
+        """Open a volume of the workspace directory of the running container (or command) `state`.
+
+        Creates a missing directory.
 
         `nursery` runs the transport's tasks: it is cancelled before `close`, and an exception in it counts as a loss.
         OSError with advice if the directory cannot be reached, or the container has stopped meanwhile.  The volume's

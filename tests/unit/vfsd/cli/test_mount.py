@@ -127,7 +127,7 @@ def test_a_sandbox_is_chosen_with_its_podman_its_network_and_its_limits(started:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["--workdir", "/srv"], "--workdir goes with container:NAME or image:REF"),
+        (["--workdir", "/srv"], "--workdir goes with container:NAME, image:REF or exec:COMMAND"),
         (["--transport", "agent"], "--transport goes with container:NAME or image:REF"),
         (["--backend", "container:web", "--workdir", "srv"], "--workdir must be an absolute path"),
         (["--backend", "container:web", "--workdir", "/srv/../etc"], "--workdir must be an absolute path"),

@@ -47,7 +47,7 @@ def test_the_opener_of_an_entry_point_gets_the_options_and_its_backend_is_used(
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(OSError, match=r"there is no backend 'tape': use one of memory, .*image:REF$") as caught:
+    with pytest.raises(OSError, match=r"there is no backend 'tape': use one of memory, .*exec:COMMAND$") as caught:
         open_backend(MountOptions.of("/m", "m", backend=BackendSpec("tape", "x")))
     assert caught.value.errno == errno.EOPNOTSUPP
 

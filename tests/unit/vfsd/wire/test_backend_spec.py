@@ -18,6 +18,7 @@ from vfsd.wire.backend_spec import BackendSpec, known_backends, parse_backend
         ("overlay:~", BackendSpec("overlay", "~")),
         ("container:web", BackendSpec("container", "web")),
         ("image:docker.io/library/python:3.12", BackendSpec("image", "docker.io/library/python:3.12")),
+        ("exec:ssh a:b 'python3'", BackendSpec("exec", "ssh a:b 'python3'")),
     ],
 )
 def test_a_backend_string_is_a_kind_and_an_argument(text: str, spec: BackendSpec) -> None:
@@ -27,13 +28,22 @@ def test_a_backend_string_is_a_kind_and_an_argument(text: str, spec: BackendSpec
 
 @pytest.mark.parametrize("text", ["", ":", "tape", "tape:x", "memory:", "memory:x", "Memory"])
 def test_an_unknown_kind_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not one of memory, overlay:DIR, host:DIR, container:NAME, image:REF$"):
+    with pytest.raises(
+        ValueError, match=r"is not one of memory, overlay:DIR, host:DIR, container:NAME, image:REF, exec:COMMAND$"
+    ):
         parse_backend(text)
 
 
 def test_a_missing_argument_is_named() -> None:
     with pytest.raises(ValueError, match="'host:' lacks a directory after the colon"):
         parse_backend("host:")
+    with pytest.raises(ValueError, match="'exec:' lacks a command that starts a Python after the colon"):
+        parse_backend("exec:")
+
+
+def test_a_command_that_cannot_be_split_into_words_is_refused() -> None:
+    with pytest.raises(ValueError, match="No closing quotation"):
+        parse_backend("exec:ssh 'host")
 
 
 def test_an_entry_point_adds_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +52,7 @@ def test_an_entry_point_adds_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert parse_backend("toy:a:b") == BackendSpec("toy", "a:b")
     assert parse_backend("toy") == BackendSpec("toy")
     assert known_backends()[-1] == "toy:ARG"
-    with pytest.raises(ValueError, match=r"image:REF, toy:ARG$"):
+    with pytest.raises(ValueError, match=r"exec:COMMAND, toy:ARG$"):
         parse_backend("tape:x")
 
 

@@ -53,7 +53,20 @@ VALUES: dict[str, list[str]] = {
     "--log-format": ["json", "", "xml"],
     "--max-memory": ["64MiB", "", "0", "-1"],
 }
-WRONG_BACKENDS = ["", "tape", "host:", "overlay:", "container:", "image:", ":", "memory:", "host:missing", "host:file"]
+WRONG_BACKENDS = [
+    "",
+    "tape",
+    "host:",
+    "overlay:",
+    "container:",
+    "image:",
+    "exec:",
+    "exec:'",
+    ":",
+    "memory:",
+    "host:missing",
+    "host:file",
+]
 
 
 def options_of_mount() -> list[click.Option]:
@@ -125,6 +138,7 @@ BACKEND_WORDS = {
     "host": "host:below",
     "container": "container:web",
     "image": "image:docker.io/library/alpine:3.20",
+    "exec": "exec:ssh build python3",
 }
 
 

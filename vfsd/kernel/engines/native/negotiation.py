@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 from typing import Final
 
 from protocol.values import Value
@@ -47,7 +46,7 @@ class Agreement(Value):
 
 
 def negotiate(
-    message: bytes | bytearray | mmap.mmap,
+    message: bytes | bytearray,
     length: int,
     *,
     cache_timeout_s: float,

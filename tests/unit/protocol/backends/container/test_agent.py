@@ -19,10 +19,10 @@ import trio.testing
 
 from protocol.backends.container.agent.link import AgentLink
 from protocol.backends.container.agent.start import helper_command, helper_program
+from protocol.backends.container.agent.stream import STDERR, STDOUT, Output
 from protocol.backends.container.agent.volume import AgentVolume
 from protocol.backends.container.helper.wire import ENTRY, FORGET, HEADER, MAGIC, Op, pack, unpack
 from protocol.backends.container.idmap import IdMap, swapped
-from protocol.backends.container.podman.exec_stream import STDERR, STDOUT, Output
 from protocol.volume import AttributeChanges, Caller
 from tests.support.agents import LocalStream, local_agent
 

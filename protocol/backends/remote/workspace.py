@@ -1,0 +1,26 @@
+"""open_remote: the workspace at the other end of a command."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from protocol.backends.container.connection import TransportConnection
+from protocol.backends.remote.command import RemoteCommand
+from protocol.backends.remote.transport import RemoteTransport
+
+DEFAULT_DIRECTORY: Final = "/workspace"
+_LONGEST_PAUSE_S: Final = 10.0  # each attempt may be a login on another machine
+
+
+def open_remote(
+    command: str, *, directory: str = DEFAULT_DIRECTORY, read_only: bool = False
+) -> TransportConnection[RemoteCommand]:
+    """Check that `command` gives a Python that reaches `directory` (absolute, there; created if it is missing).
+
+    Blocks, for a worker thread.  `TransportConnection.attend` connects.  ValueError for a command that cannot be split
+    into words; OSError with what the command said if it gives no Python, or the directory cannot be reached.
+    """
+    target = RemoteCommand(command)
+    transport = RemoteTransport(directory, read_only=read_only)
+    transport.probe(target)
+    return TransportConnection(target, transport, read_only=read_only, longest_pause_s=_LONGEST_PAUSE_S)

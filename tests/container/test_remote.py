@@ -1,0 +1,257 @@
+"""`--backend exec:COMMAND`, mounted: `python3` here, `podman exec` into a container, `ssh` to an sshd."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from protocol import Filesystem, HostFilesystem
+from protocol.backends.container.podman.service import PodmanService
+from protocol.backends.container.podman.spec import ContainerSpec
+from protocol.testing import FilesystemContract, StreamingContract
+from tests.container.conftest import attempt, control
+from tests.container.sshd import NoSshdError, running_sshd
+from tests.mount.conftest import check_invariants, complaints
+from tests.support.unmounting import unmount_when_idle
+from vfsd.client.launch import log_path
+from vfsd.client.workspace import Workspace
+
+pytestmark = pytest.mark.fuse
+
+PATIENCE_S = 60.0
+LOST = "the helper is lost"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The other end of a command."""
+
+    command: str
+    directory: str
+    shell: Callable[[str], bytes]  # runs a shell line there
+    programs: Path | None = None  # for PATH
+
+    def inside(self, line: str) -> bytes:
+        return self.shell(f"cd {self.directory} && {line}")
+
+
+def _shell(line: str) -> bytes:
+    return subprocess.run(["sh", "-c", line], check=True, capture_output=True).stdout
+
+
+@contextmanager
+def _python_end(place: Path) -> Iterator[End]:
+    yield End(shlex.quote(sys.executable), str(place / "there"), _shell)
+
+
+@contextmanager
+def _ssh_end(place: Path) -> Iterator[End]:
+    try:
+        with running_sshd(place / "sshd") as server:
+            host, _, port = server.host.rpartition(":")
+            command = f"ssh -p {port} {host} {shlex.quote(sys.executable)}"
+            yield End(command, str(place / "over-ssh"), _shell, server.programs)
+    except NoSshdError as error:
+        pytest.skip(f"no sshd can be run here: {error}")
+
+
+@contextmanager
+def _podman_end(podman: PodmanService, image: str) -> Iterator[End]:
+    container = podman.create(ContainerSpec(image, name="remote-end"))
+
+    def shell(line: str) -> bytes:
+        status, out, error = attempt(container, "/bin/sh", "-c", line)
+        assert status == 0, (line, status, out, error)
+        return out
+
+    try:
+        container.start()
+        command = f"podman --url {podman.address.url} exec -i {container.name} python3"
+        yield End(command, "/srv/work", shell)
+    finally:
+        container.remove()
+
+
+@pytest.fixture(scope="module", params=["python3", "podman exec", "ssh"])
+def end(request: pytest.FixtureRequest, session_dir: str, no_leaks_of_the_session: None) -> Iterator[End]:
+    place = Path(session_dir, "remote")
+    place.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        if request.param == "podman exec":
+            podman = request.getfixturevalue("podman")
+            yield stack.enter_context(_podman_end(podman, request.getfixturevalue("python_image")))
+        else:
+            yield stack.enter_context((_python_end if request.param == "python3" else _ssh_end)(place))
+
+
+@contextmanager
+def mounted(end: End, place: Path, *expected: str, **options: object) -> Iterator[Workspace]:
+    with pytest.MonkeyPatch.context() as patch:
+        if end.programs is not None:
+            patch.setenv("PATH", f"{end.programs}:{os.environ['PATH']}")
+        name = place.parent.name + "-" + place.name
+        arguments = {"name": name, "workdir": end.directory, **options}
+        with Workspace.mount(place, f"exec:{end.command}", **arguments) as workspace:  # type: ignore[arg-type]
+            yield workspace
+            check_invariants(workspace)
+            unmount_when_idle(workspace)
+    unexpected = [line for line in complaints(workspace.name) if not any(part in line for part in expected)]
+    assert unexpected == []
+
+
+@pytest.fixture
+def workspace(end: End, workdir: Path) -> Iterator[Workspace]:
+    with mounted(end, workdir / "m", LOST) as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def root(workspace: Workspace) -> Path:
+    return Path(workspace.path)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "never seen"
+        time.sleep(0.01)
+
+
+def test_both_ends_see_one_directory_and_its_snapshots(end: End, workspace: Workspace, root: Path) -> None:
+    status = workspace.status()
+    assert (status.remote, status.connected, status.container) == ("connected", True, None)
+    (root / "d").mkdir()
+    (root / "d" / "f").write_text("from here")
+    (root / "link").symlink_to("d/f")
+    assert end.inside("cat link") == b"from here"
+
+    workspace.snapshot("one")
+    end.inside("echo from there > d/g; rm d/f; chmod 750 d")
+    assert (root / "d" / "g").read_text() == "from there\n"
+    assert {change.path for change in workspace.diff("one").changes} >= {"d/f", "d/g"}
+    workspace.restore("one")
+    assert end.inside("ls d; cat d/f") == b"f\nfrom here"
+
+    for name in ("d/f", "link"):
+        (root / name).unlink()
+    (root / "d").rmdir()
+    assert end.inside("ls -A") == b""
+
+
+def command_of(workspace: Workspace) -> int:
+    """The process that the daemon runs for its command."""
+    pid = workspace.status().pid
+    (child,) = [int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in _children(task)]
+    return child
+
+
+def _children(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except OSError:  # the thread has ended
+        return []
+
+
+def served_again(workspace: Workspace, times: int = 1) -> None:
+    log = Path(log_path(workspace.name))
+    eventually(lambda: log.read_text().count("is running again and served") == times)
+
+
+def test_a_command_that_ends_is_run_again_and_open_files_go_on(workspace: Workspace, root: Path) -> None:
+    (root / "f").write_text("0123456789")
+    with (root / "f").open("r+b", buffering=0) as file:
+        assert file.read(5) == b"01234"
+        for times in (1, 2):
+            os.kill(command_of(workspace), signal.SIGKILL)
+            served_again(workspace, times)
+        assert file.read() == b"56789"
+        file.write(b"!")
+    assert (root / "f").read_text() == "0123456789!"
+    (root / "f").unlink()
+
+
+def test_requests_under_way_fail_with_eio_when_the_command_ends(workspace: Workspace, root: Path, end: End) -> None:
+    pid = command_of(workspace)
+    os.kill(pid, signal.SIGSTOP)
+    failed: list[int] = []
+
+    def ask() -> None:
+        try:
+            os.stat(root / "not cached")
+        except OSError as error:
+            failed.append(error.errno or 0)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    # A request that the kernel sends after the command runs again is answered.
+    assert set(failed) <= {errno.EIO, errno.ENOENT}
+    served_again(workspace)
+    with pytest.raises(FileNotFoundError):
+        os.stat(root / "not cached")
+
+
+@pytest.fixture(scope="module")
+def shared(end: End, session_dir: str) -> Iterator[Path]:
+    """One mount for all tests of the contract."""
+    with mounted(end, Path(session_dir, "work", "contract")) as workspace:
+        yield Path(workspace.path)
+
+
+class OnMount:
+    @pytest.fixture
+    def filesystem(self, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Filesystem:
+        root = shared / tmp_path_factory.mktemp("test").name
+        root.mkdir()
+        return HostFilesystem(root)
+
+
+class TestFilesystem(OnMount, FilesystemContract):
+    pass
+
+
+class TestStreaming(OnMount, StreamingContract):
+    pass
+
+
+# -- an end that goes away -------------------------------------------------------------------------------
+def test_while_a_container_is_stopped_all_is_eio_and_vfsd_says_why(
+    podman: PodmanService, python_image: str, workdir: Path
+) -> None:
+    with _podman_end(podman, python_image) as end, mounted(end, workdir / "m", LOST) as workspace:
+        container = podman.container("remote-end")
+        (Path(workspace.path) / "f").write_text("kept")
+        control(container, "stop", timeout=0)
+        eventually(lambda: not workspace.status().connected)
+        with pytest.raises(OSError, check=lambda error: error.errno == errno.EIO):
+            os.listdir(workspace.path)
+        eventually(lambda: "has ended with status" in (workspace.status().remote or ""))
+        assert end.command in (workspace.status().remote or "")
+        with pytest.raises(OSError, match="goes on running it until it answers"):
+            workspace.snapshot()
+
+        container.start()
+        served_again(workspace)
+        assert (Path(workspace.path) / "f").read_text() == "kept"
+
+
+def test_a_mount_of_a_command_that_starts_no_python_is_refused_in_one_line(workdir: Path) -> None:
+    with pytest.raises(OSError, match="has ended with status 255: no route"):
+        Workspace.mount(workdir / "m", "exec:sh -c 'echo no route >&2; exit 255'")
+    with pytest.raises(ValueError, match="No closing quotation"):
+        Workspace.mount(workdir / "m", "exec:ssh 'open")

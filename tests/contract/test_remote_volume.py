@@ -1,0 +1,26 @@
+"""The volume of `exec:COMMAND` keeps the contract of protocol.volume, with the command `python3`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from protocol.volume import Volume
+from tests.contract import test_host_volume
+from tests.support.remote import remote_volume
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a tmpfs, and gives files to others")
+
+
+class TestRemoteVolume(test_host_volume.OverHostDirectory):
+    # As over the helper alone, in test_host_volume.py: what they show is the same.
+    test_a_scan_lists_each_lasting_name_once_while_others_come_and_go = None  # type: ignore[assignment]
+    test_rm_rf_of_20_000_files_removes_each_while_listing = None  # type: ignore[assignment]
+
+    def opened(self, place: Path) -> AbstractContextManager[Volume]:
+        return remote_volume(shlex.quote(sys.executable), str(place))  # type: ignore[return-value]
