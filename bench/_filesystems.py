@@ -30,6 +30,7 @@ OURS = {  # engine and backend of each column
     "vfsd pyfuse3 host": ("pyfuse3", "host"),
     "vfsd pyfuse3 overlay": ("pyfuse3", "overlay"),
 }
+PEERS = ("bindfs", "fuse-overlayfs", "passthrough_ll", "rclone")
 # rclone takes milliseconds for what others do in microseconds, and would be most of the run.
 SLOW = frozenset({"rclone"})
 PASSTHROUGH_SOURCE = Path("/usr/share/doc/libfuse3-dev/examples/passthrough_ll.c")
@@ -65,8 +66,9 @@ def cpu_clock(pid: int | None) -> Callable[[], float]:
 
 
 def end_cleanly() -> None:
-    """Let a SIGTERM (timeout(1), CI) unwind the stack, so that no mount is left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM (timeout(1), CI) and Ctrl-C unwind the stack, so that no mount is left behind."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _frame: sys.exit(128 + got))
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -156,7 +158,8 @@ def vfsd_mount(place: Path, engine: str, backend: str = "memory") -> Iterator[tu
         if backend != "memory":
             backend += f":{stack.enter_context(tmpfs(place / 'backing'))}"
         name = f"bench-{place.name}-{os.getpid()}"
-        workspace = Workspace.mount(place / "mount", engine=engine, backend=backend, name=name)
+        # Without the fork server, which would start the second workspace in another way than the first.
+        workspace = Workspace.mount(place / "mount", backend, engine=engine, name=name, fork_server=False)
         stack.enter_context(workspace)
         yield Path(workspace.path), workspace.pid
 

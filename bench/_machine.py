@@ -86,7 +86,7 @@ class Modes:
                 "Run as root on a kernel that has the device, or pass --awake no"
             )
             if choice == "yes":
-                raise OSError(error.errno, self.gap) from None
+                raise OSError(self.gap) from None
             self.names = (AS_IT_IS,)
 
     def __enter__(self) -> Modes:

@@ -71,6 +71,11 @@ def update(path: str | Path, parts: Mapping[str, object]) -> None:
     write_whole(path, json.dumps({**read(path), **parts}, indent=1) + "\n")
 
 
+def check_writable(path: str | Path) -> None:
+    """Write the results in `path` as they are, before a run takes minutes.  OSError and ValueError as `update`."""
+    update(path, {})
+
+
 def write_whole(path: str | Path, text: str) -> None:
     """Replace the content of `path` by `text`, completely or not at all."""
     path = Path(path)

@@ -50,7 +50,7 @@ def measure(inserts: Inserts, place: str, clock: Callable[[], float], share: flo
             database.execute("commit")
     took_s = clock() - began
     with closing(sqlite3.connect(path)) as database:
-        count = database.execute("select count(*) from t").fetchone()[0]
+        count: int = database.execute("select count(*) from t").fetchone()[0]
     if count != transactions * inserts.rows:
         raise RuntimeError(f"the database has {count} rows instead of {transactions * inserts.rows}")
     return took_s / count

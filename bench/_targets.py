@@ -45,10 +45,8 @@ class Target:
 
 def ratio(row: Row, name: str, other: str) -> float | None:
     """Return the median over the rounds of the time on `name` divided by the time on `other`; None for a gap."""
-    cells = [row.get(each, {}).get("each_s") for each in (name, other)]
-    if not all(cells):
-        return None
-    return statistics.median(ratios(*cells))
+    ours, theirs = (row.get(each, {}).get("each_s") for each in (name, other))
+    return statistics.median(ratios(ours, theirs)) if ours and theirs else None
 
 
 def _is_warm(name: str) -> bool:

@@ -101,6 +101,11 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="add the figures to those in FILE")
     options = parser.parse_args()
     load = os.getloadavg()[0]
+    try:
+        if options.json:
+            _results.check_writable(options.json)
+    except (OSError, ValueError) as error:
+        parser.error(f"--json: {error}")
     end_cleanly()
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
     archive = scratch / "out.zip"

@@ -195,6 +195,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error("--pairs: an interval needs two pairs or more")
+    try:
+        if options.json:
+            _results.check_writable(options.json)
+    except (OSError, ValueError) as error:
+        parser.error(f"--json: {error}")
     end_cleanly()
     load = os.getloadavg()[0]
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))

@@ -67,7 +67,7 @@ def mounts_title(rows: Mapping[str, Row]) -> str:
     if not multiples:
         return "vfsd was not measured"
     return (
-        f"vfsd is the fastest FUSE file system in {fastest} of {len(multiples)} workloads,\n"
+        f"vfsd is the fastest of these file systems in {fastest} of {len(multiples)} workloads,\n"
         f"and takes {number(min(multiples))} to {number(max(multiples))} times as long as tmpfs"
     )
 
@@ -155,9 +155,9 @@ def draw_mounts(results: Mapping[str, Any], path: Path) -> None:
     axis.set_xlim(0.7, max(20.0, highest * 1.3))
     axis.set_yticks(range(len(rows)), [PICTURED_ROWS[name] for name in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlabel("time as a multiple of tmpfs (1); less is better")
+    axis.set_xlabel(f"time as a multiple of tmpfs (1); less is better\n{where(results)}")
     axis.set_title(mounts_title(rows), loc="left", fontweight="bold")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=4, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.18), ncols=4, frameon=False)
     _save(figure, axis, path)
 
 
@@ -186,9 +186,9 @@ def draw_rewind(results: Mapping[str, Any], path: Path) -> None:
     axis.set_xlim(left=lowest / 2)
     axis.set_yticks(range(len(systems)), [REWIND_LABELS[name] for name in systems])
     axis.invert_yaxis()
-    axis.set_xlabel("milliseconds; less is better")
+    axis.set_xlabel(f"milliseconds; less is better\n{where(results)}")
     axis.set_title(rewind_title(results), loc="left", fontweight="bold")
-    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3, frameon=False)
+    axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=3, frameon=False)
     _save(figure, axis, path)
 
 
@@ -219,6 +219,15 @@ def _cell(found: Mapping[str, Any], name: str, unit: str) -> str:
     return f"{1 / found['seconds']:,.0f} MiB/s" if unit == "MiB" else duration(found["seconds"])
 
 
+def where(results: Mapping[str, Any]) -> str:
+    """Return the machine in a few words."""
+    machine = results["machine"]
+    kind = "virtual machine, " if machine.get("idle", {}).get("guest") == "yes" else ""
+    return (
+        f"{kind}{machine['cpus']} CPUs, Linux {machine['kernel'].partition('-')[0]}, load {machine['load_before']:.1f}"
+    )
+
+
 def conditions(results: Mapping[str, Any]) -> str:
     """Return a paragraph about the machine and the run."""
     machine = results["machine"]
@@ -233,7 +242,8 @@ def conditions(results: Mapping[str, Any]) -> str:
     )
     return (
         f"Measured on {machine.get('date', 'an unknown day')}: {kind} with {machine['cpus']} CPUs, "
-        f"Linux {machine['kernel']}, Python {machine['python']}; idle CPUs: {parameters or 'unknown'}; load "
+        f"Linux {machine['kernel'].partition('-')[0]}, Python {machine['python']}; "
+        f"idle CPUs: {parameters or 'unknown'}; load "
         f"{machine['load_before']:.1f} at the start and {machine['load_after']:.1f} at the end; "
         f"{min(rounds, default=0)} to {max(rounds, default=0)} rounds (median {statistics.median(rounds or [0]):.0f})."
     )

@@ -40,6 +40,7 @@ from bench._real import GIT
 from bench._results import Budget
 from vfsd.client.workspace import Workspace
 
+SYSTEMS: Final = ("vfsd call", "vfsd command", "git", "cp -a", "cp --reflink", "btrfs")
 STEPS: Final = ("snapshot", "restore", "fork")
 IN_A_DIRECTORY: Final = 100
 CHANGES: Final = 40
@@ -272,7 +273,7 @@ def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict
 
         def workspace(word: str) -> Workspace:
             name = f"bench-rewind-{word}-{os.getpid()}"
-            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name))
+            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name, fork_server=False))
 
         def memory(word: str) -> Path:
             return _made(stack.enter_context(tmpfs(scratch / word)) / "live")
@@ -285,15 +286,15 @@ def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict
             run("btrfs", "subvolume", "create", live)
             return live
 
-        makers: dict[str, Callable[[], System]] = {
-            "vfsd call": lambda: VfsdCall(workspace("call")),
-            "vfsd command": lambda: VfsdCommand(workspace("command")),
-            "git": lambda: Git(memory("git")),
-            "cp -a": lambda: Copy(memory("cp")),
-            "cp --reflink": lambda: Copy(_made(on_btrfs("reflink") / "live")),
-            "btrfs": lambda: Btrfs(subvolume()),
-        }
-        for name, make in makers.items():
+        makers: tuple[Callable[[], System], ...] = (
+            lambda: VfsdCall(workspace("call")),
+            lambda: VfsdCommand(workspace("command")),
+            lambda: Git(memory("git")),
+            lambda: Copy(memory("cp")),
+            lambda: Copy(_made(on_btrfs("reflink") / "live")),
+            lambda: Btrfs(subvolume()),
+        )
+        for name, make in zip(SYSTEMS, makers, strict=True):
             if not wanted(name):
                 continue
             try:
@@ -416,11 +417,10 @@ def arguments() -> argparse.Namespace:
     if options.budget is not None and not options.budget > 0:
         parser.error("--budget: more than 0 seconds")
     try:
-        re.compile(options.only)
+        if not any(re.search(options.only, name) for name in SYSTEMS):
+            parser.error(f"--only: no system matches; there are {', '.join(SYSTEMS)}")
     except re.error as error:
         parser.error(f"--only: not a regular expression: {error}")
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        parser.error(f"--json: the directory of {options.json} does not exist")
     return options
 
 
@@ -428,6 +428,11 @@ def main() -> None:
     options = arguments()
     if os.geteuid() != 0:
         sys.exit("the benchmark mounts tmpfs and btrfs: run it as root")
+    try:
+        if options.json:
+            _results.check_writable(options.json)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--json: {error}")
     end_cleanly()
     budget = Budget(options.budget)
     scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import _machine, _micro, _real, _results, _sqlite
-from bench._filesystems import LIMIT, Mounted, all_mounted, cpu_clock, end_cleanly
+from bench._filesystems import LIMIT, OURS, PEERS, Mounted, all_mounted, cpu_clock, end_cleanly
 from bench._machine import AS_IT_IS, Modes
 from bench._results import Budget, Cells, Row
 
@@ -258,15 +258,17 @@ def arguments() -> argparse.Namespace:
         parser.error("--rounds: at least 1")
     if options.budget is not None and not options.budget > 0:
         parser.error("--budget: more than 0 seconds")
-    for name in ("rows", "only"):
-        try:
-            re.compile(getattr(options, name))
-        except re.error as error:
-            parser.error(f"--{name}: not a regular expression: {error}")
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        parser.error(f"--json: the directory of {options.json} does not exist")
     if options.short and not options.only:
         options.only = SHORT_SYSTEMS
+    for name, there in (
+        ("rows", [job.name for job in jobs("", Path(), is_short=options.short)]),
+        ("only", [*OURS, *PEERS]),
+    ):
+        try:
+            if not any(re.search(getattr(options, name), each) for each in there):
+                parser.error(f"--{name}: nothing matches; there are {', '.join(there)}")
+        except re.error as error:
+            parser.error(f"--{name}: not a regular expression: {error}")
     return options
 
 
@@ -276,7 +278,7 @@ def main() -> None:
         sys.exit("the benchmark mounts tmpfs and drops caches: run it as root")
     try:
         if options.json:
-            _results.read(options.json)
+            _results.check_writable(options.json)
         modes = Modes(options.awake or ("no" if options.cpu else "both"))
     except (OSError, ValueError) as error:
         sys.exit(str(error))

@@ -9,6 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Final
 
+    from vfsd.client.async_workspace import AsyncWorkspace as AsyncWorkspace
     from vfsd.client.results import Applied as Applied
     from vfsd.client.results import Change as Change
     from vfsd.client.results import Counts as Counts
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from vfsd.client.results import Snapshot as Snapshot
     from vfsd.client.results import Status as Status
     from vfsd.client.results import Unmounted as Unmounted
-    from vfsd.client.workspace import AsyncWorkspace as AsyncWorkspace
     from vfsd.client.workspace import Workspace as Workspace
 
 __version__: Final = "0.1.0"
@@ -40,7 +40,8 @@ _MODULES: Final = {
         "Status",
         "Unmounted",
     ),
-    "vfsd.client.workspace": ("AsyncWorkspace", "Workspace"),
+    "vfsd.client.async_workspace": ("AsyncWorkspace",),
+    "vfsd.client.workspace": ("Workspace",),
 }
 _EXPORTS: Final = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604 (the keys are strings)

@@ -1,4 +1,4 @@
-"""System calls that Python's os module lacks: openat2, syncfs.  (See also `statx` and `portable`.)
+"""System calls that Python's os module lacks: openat2, syncfs, mount.  (See also `statx` and `portable`.)
 
 Source: the man pages of section 2; include/uapi/linux/openat2.h.  The numbers of system calls
 above 424 are the same on every architecture (arch/*/kernel/syscalls: "common").
@@ -59,6 +59,12 @@ def seek_hole(descriptor: int, offset: int) -> int:
     if found == -1:
         raise os_error(ctypes.get_errno())
     return found if found >= 0 else _OFFSET_MAX
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    """mount(2): mount a file system of type `kind` at `target`.  `flags` are MS_* of linux/mount.h."""
+    if _LIBC.mount(*(os.fsencode(each) for each in (source, target, kind)), ctypes.c_ulong(flags), options.encode()):
+        raise os_error(ctypes.get_errno(), target)
 
 
 def syncfs(descriptor: int) -> None:

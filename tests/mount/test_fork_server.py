@@ -16,9 +16,11 @@ import pytest
 from tests.support.fork_server import running_fork_server, wait_until
 from vfsd import Workspace
 from vfsd.client import fork_server
+from vfsd.client.daemon_process import daemon_environment
 from vfsd.client.fork_server import ForkedProcess
 from vfsd.client.launch import launch
 from vfsd.machine.mounts import clear_dead_mount
+from vfsd.machine.process_properties import process_properties
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 
@@ -99,7 +101,42 @@ def test_a_process_that_differs_is_refused(server: int, workdir: Path, monkeypat
     assert server
     monkeypatch.setenv("LD_BIND_NOW", "1")
     reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
-    assert reason == "the environment of the interpreter differs from that of the fork server"
+    assert reason == "no fork server is running"  # for that environment
+
+
+def test_a_process_of_another_cgroup_is_refused(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server
+    ours = process_properties(daemon_environment())
+    monkeypatch.setattr(fork_server, "process_properties", lambda _environment: {**ours, "cgroup": "/other"})
+    reason = fork_server.start(MountOptions.of(str(workdir), "forked"), 1, 2)
+    assert reason == "the cgroup differs from that of the fork server"
+
+
+def test_another_environment_has_a_server_of_its_own(
+    server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_BIND_NOW", "1")
+    with running_fork_server(Path(os.environ["VFSD_RUNTIME_DIR"])) as other, mounted(workdir / "m") as ready:
+        assert other != server
+        assert int(status(ready.pid)["PPid"]) == other
+
+
+def test_a_user_has_few_servers(server: int, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server
+    monkeypatch.setattr(fork_server, "_SERVERS_MAX", 1)
+    monkeypatch.setenv("LD_BIND_NOW", "1")
+    monkeypatch.setattr(fork_server.subprocess, "Popen", lambda *_, **__: pytest.fail("a second server is started"))
+    fork_server.ensure_server()
+
+
+def test_status_says_what_started_the_daemon(server: int, workdir: Path) -> None:
+    assert server
+    with mounted(workdir / "m"):
+        assert Workspace.attach("forked").status().started_by == "the fork server"
+    launch(MountOptions.of(str(workdir / "m"), "direct"), fork_server=False)
+    with Workspace.attach("direct") as workspace:
+        assert workspace.status().started_by == "a new interpreter"
+        workspace.unmount()
 
 
 def test_a_mount_does_not_wait_for_a_stopped_server(

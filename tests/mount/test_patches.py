@@ -16,7 +16,8 @@ import trio
 
 from tests.mount.conftest import BACKENDS, mounted
 from tests.mount.programs import VFSD
-from vfsd.client.workspace import AsyncWorkspace, Workspace
+from vfsd.client.async_workspace import AsyncWorkspace
+from vfsd.client.workspace import Workspace
 
 MANY = 10_500  # more than one answer lists
 GIT = ("git", "-c", "core.autocrlf=false", "-c", "init.defaultBranch=main")

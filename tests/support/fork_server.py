@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import zygote
-from vfsd.client.fork_server import ensure_server
-from vfsd.wire.fork_messages import SOCKET_NAME
+from vfsd.client.daemon_process import daemon_environment
+from vfsd.client.fork_server import ensure_server, socket_path
+from vfsd.machine.process_properties import process_properties
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def running_fork_server(directory: Path) -> Iterator[int]:
         patch.setattr("vfsd.client.fork_server._ANSWER_TIMEOUT_S", 60.0)  # the machine may be loaded
         with zygote.starting_interpreters():
             ensure_server()
-        path = directory / "vfsd" / SOCKET_NAME
+        path = Path(socket_path(process_properties(daemon_environment())))
         wait_until(lambda: _answers(path), "a fork server listens")
         pid = _server_pid(path)
         pidfd = os.pidfd_open(pid)

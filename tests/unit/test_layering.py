@@ -62,8 +62,8 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.adapters.path_filter",),
+    "anyio": ("vfsd.client",),
     "trio": (
-        "vfsd.client",
         "vfsd.daemon",
         "vfsd.kernel",
         "protocol.execution",

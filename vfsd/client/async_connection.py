@@ -1,34 +1,62 @@
-"""The client of the control socket for trio.  It makes the calls of `connection`, several in parallel."""
+"""The client of the control socket for asyncio and trio.  It makes the calls of `connection`, several in parallel.
+
+No call blocks the loop for long: large answers are decoded and converted in worker threads.  Nothing is shared between
+two calls, so an await in one of them breaks no invariant of another.
+"""
 
 from __future__ import annotations
 
+import errno
 import inspect
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+import socket
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import msgspec
-import trio
 
-from vfsd.client.connection import ATTEMPTS, ClosingError, Exchange, connected, timed_out, vanished
+from vfsd.client import answers as answers  # noqa: PLC0414 its import takes 10 ms, which the first call must not wait for
+from vfsd.client.cancelling import ANSWER_S, CancelledCall, words_of
+from vfsd.client.connection import ATTEMPTS, ClosingError, ControlError, Exchange, connected, timed_out, vanished
+from vfsd.client.requests import RemoteCall
 from vfsd.wire.lines import RECEIVE_BYTES, LineBuffer
 from vfsd.wire.messages import ProgressReport
 
+T = TypeVar("T")
 _BACKLOG_PAUSE_S: Final = 0.05
+# A longer answer is interpreted in a worker thread.  More than one message with output, which is 256 KiB at most.
+_LARGE_BYTES: Final = 512 * 1024
 
 
 class AsyncControlClient:
     """Calls a daemon's methods.
 
-    Each call has a connection of its own.  Cancelling a call closes its connection, so the daemon cancels exactly that
-    call.
+    Each call has a connection of its own.  Cancelling a call cancels exactly that call in the daemon.  A call that
+    changes something, or runs a command, then waits for the outcome for up to 3 s (`ANSWER_S`): `on_cancelled` is
+    called with it, and the cancellation's exception gets it as a note.  Other calls are left at once.
+
     `timeout_s` bounds each silence (no answer, no progress, no output), not the whole call.
     """
 
-    def __init__(self, socket_path: str, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        timeout_s: float | None = None,
+        on_cancelled: Callable[[CancelledCall], object] | None = None,
+    ) -> None:
         self._path = socket_path
         self._timeout_s = timeout_s
+        self._on_cancelled = on_cancelled
+
+    async def run(self, call: RemoteCall[T]) -> T:
+        """Send `call` and return its converted answer.  Errors as for `call`."""
+        answer, received_bytes = await self._call(call.method, call.params, call.on_progress, call.on_output)
+        if received_bytes < _LARGE_BYTES:
+            return call.result(answer)
+        return await anyio.to_thread.run_sync(call.result, answer)
 
     async def call(
         self,
@@ -39,58 +67,129 @@ class AsyncControlClient:
         on_output: Callable[[bytes], object] | None = None,
     ) -> Any:
         """As `ControlClient.call`; awaits a callback that returns an awaitable."""
+        answer, _ = await self._call(method, params, on_progress, on_output)
+        return answer
+
+    async def _call(
+        self,
+        method: str,
+        params: msgspec.Struct | None,
+        on_progress: Callable[[ProgressReport], object] | None,
+        on_output: Callable[[bytes], object] | None,
+    ) -> tuple[Any, int]:
+        """Return the answer, and the number of bytes received."""
         for attempt in range(ATTEMPTS):
             exchange = Exchange(attempt, method, params, on_progress, on_output)
             with await self._connected() as sock:
+                conversation = _Conversation(sock, exchange, self._timeout_s, self._path)
                 try:
-                    await self._send(sock, exchange)
-                    await self._receive(sock, exchange)
+                    await conversation.send(exchange.request)
+                    await conversation.receive_answer()
                 except ClosingError:
                     continue
-            return exchange.result
+                except anyio.get_cancelled_exc_class() as error:
+                    await self._stop(conversation, error)
+                    raise
+            return exchange.result, conversation.received_bytes
         raise vanished(self._path, method)
 
-    async def _connected(self) -> trio.socket.SocketType:
+    async def _connected(self) -> socket.socket:
         while True:
-            await trio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
             try:
-                return trio.socket.from_stdlib_socket(connected(self._path, 0))
+                sock = connected(self._path, 0)
             except BlockingIOError:
                 # The daemon's backlog is full.  No event reports that it has room again: connect(2), EAGAIN.
-                await trio.sleep(_BACKLOG_PAUSE_S)
+                await anyio.sleep(_BACKLOG_PAUSE_S)
+            else:
+                sock.setblocking(False)
+                return sock
 
-    async def _send(self, sock: trio.socket.SocketType, exchange: Exchange) -> None:
-        left = memoryview(exchange.request)
+    async def _stop(self, conversation: _Conversation, error: BaseException) -> None:
+        """Cancel a call in the daemon and report what became of it.  `error` is the cancellation."""
+        method = conversation.exchange.method
+        words = words_of(method)
+        if words is None or not conversation.is_sent:
+            return  # closing the connection is enough
+        exchange = conversation.exchange
+        outcome = None
+        try:
+            with anyio.move_on_after(ANSWER_S, shield=True):
+                exchange.mute()
+                try:
+                    await conversation.send(exchange.cancel_request)
+                    await conversation.receive_answer()
+                    outcome = CancelledCall.completed(method, words)
+                except ControlError as answer:
+                    if answer.errno == errno.ECANCELED:
+                        outcome = CancelledCall.stopped(method, words)
+                    else:
+                        outcome = CancelledCall(method, "stopped", f"{words.what} failed: {answer}")
+        except OSError:
+            pass  # the daemon is gone
+        finally:  # also if asyncio's `Task.cancel` is called a second time
+            if outcome is None:
+                outcome = CancelledCall.left(method, words, exchange.cancel_state)
+            error.add_note(str(outcome))
+            if self._on_cancelled is not None:
+                self._on_cancelled(outcome)
+
+
+class _Conversation:
+    """One call on one connection."""
+
+    def __init__(self, sock: socket.socket, exchange: Exchange, timeout_s: float | None, path: str) -> None:
+        self.exchange: Final = exchange
+        self.is_sent = False  # all of the request
+        self.received_bytes = 0
+        self._sock = sock
+        self._timeout_s = timeout_s
+        self._path = path
+        self._lines = LineBuffer()
+
+    async def send(self, data: bytes) -> None:
+        left = memoryview(data)
         while left:
             try:
-                with self._time_limit(exchange):
-                    left = left[await sock.send(left) :]
+                left = left[self._sock.send(left) :]
+            except BlockingIOError:
+                await self._silence_limited(anyio.wait_writable)
             except ConnectionError:
-                return  # refused: the daemon's message can still be read
+                break  # refused: the daemon's message can still be read
+        self.is_sent = not left
 
-    async def _receive(self, sock: trio.socket.SocketType, exchange: Exchange) -> None:
+    async def receive_answer(self) -> None:
         """Receive until the exchange is done."""
-        lines = LineBuffer()
-        while True:
-            while (line := lines.next_line()) is not None:
-                answered = exchange.take(line)
-                if inspect.isawaitable(answered):
-                    await answered
-                if exchange.done:
-                    return
+        while not self.exchange.done:
+            line = await self._next_line()
+            if len(line) < _LARGE_BYTES:
+                answered = self.exchange.take(line)
+            else:
+                answered = await anyio.to_thread.run_sync(self.exchange.take, line)
+            if inspect.isawaitable(answered):
+                await answered
+
+    async def _next_line(self) -> bytes:
+        while (line := self._lines.next_line()) is None:
+            await self._silence_limited(anyio.wait_readable)
             try:
-                with self._time_limit(exchange):
-                    data = await sock.recv(RECEIVE_BYTES)
+                data = self._sock.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                continue  # a spurious event
             except ConnectionError:
                 data = b""
             if not data:
-                raise vanished(self._path, exchange.method)
-            lines.feed(data)
+                raise vanished(self._path, self.exchange.method)
+            self.received_bytes += len(data)
+            self._lines.feed(data)
+        return line
 
-    @contextmanager
-    def _time_limit(self, exchange: Exchange) -> Iterator[None]:
+    async def _silence_limited(self, wait: Callable[[socket.socket], Any]) -> None:
+        if self._timeout_s is None:
+            await wait(self._sock)
+            return
         try:
-            with trio.fail_after(math.inf if self._timeout_s is None else self._timeout_s):
-                yield
-        except trio.TooSlowError:
-            raise timed_out(self._path, exchange.method, self._timeout_s) from None
+            with anyio.fail_after(self._timeout_s):
+                await wait(self._sock)
+        except TimeoutError:
+            raise timed_out(self._path, self.exchange.method, self._timeout_s) from None

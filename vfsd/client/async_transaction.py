@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
-import trio
+import anyio
 
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.client.transaction import BaseTransaction, OpenTransactions, Steps
@@ -38,7 +38,7 @@ class AsyncTransaction(BaseTransaction):
 
     async def _drive(self, steps: Steps, *, shield: bool) -> None:
         """Run `steps`.  What follows a failed step cleans up, and is shielded from cancellation, too."""
-        with trio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
+        with anyio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
             call = next(steps)
             while True:
                 try:

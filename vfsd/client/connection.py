@@ -1,6 +1,7 @@
 """The blocking client of the control socket, used by the command line and by `Workspace`.
 
-Does not import trio, which would slow down the start of every command.  `async_connection` is the client for trio.
+Does not import trio or anyio, which would slow down the start of every command.  `async_connection` is the client for
+asyncio and trio.
 """
 
 from __future__ import annotations
@@ -182,6 +183,10 @@ class Exchange:
         self.result: Any = None
         self._cancel_id = f"cancel {request_id}"
         self.cancel_state: CancelState | None = None
+
+    def mute(self) -> None:
+        """Call no callback any more."""
+        self._on_progress = self._on_output = None
 
     @property
     def cancel_request(self) -> bytes:

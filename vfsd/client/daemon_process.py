@@ -44,12 +44,12 @@ class DirectProcess:
         self._name = name
 
     @classmethod
-    def start(cls, module: str, options: MountOptions, report_fd: int, log_fd: int) -> DirectProcess:
-        """Start `module` in a new interpreter."""
+    def start(cls, module: str, options: MountOptions, report_fd: int, log_fd: int, why: str) -> DirectProcess:
+        """Start `module` in a new interpreter.  `why`: what kept the fork server from it, if anything."""
         with _pipe_holding(encode_options(options)) as options_fd:
             # -P: do not import from the current directory, "/".
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(options_fd), str(report_fd)],
+                [sys.executable, "-P", "-m", module, str(options_fd), str(report_fd), why],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
 from vfsd.client.connection import ControlClient
-from vfsd.wire.fs_messages import FsExecParams
+from vfsd.client.requests import RemoteCall
+from vfsd.wire.fs_messages import FsExecParams, FsExecResult
 from vfsd.wire.messages import wire_path
 
 
@@ -38,14 +39,29 @@ class WorkspaceExecutor:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See `Executor`.  `stdin` and `argv` together are limited to 512 KiB."""
-        params = FsExecParams(
-            argv=[wire_path(os.fsencode(word)) for word in argv],
-            cwd=wire_path(os.fsencode(cwd)),
-            env=dict(env or {}),
-            timeout_s=timeout_s,
-            output_limit_bytes=output_limit_bytes,
-            stdin=stdin,
-        )
         with ControlClient(self._socket_path) as client:
-            done = client.call("fs.exec", params)
-        return ExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)
+            return client.run(exec_call(argv, cwd, env, timeout_s, output_limit_bytes, stdin))
+
+
+def exec_call(
+    argv: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str] | None,
+    timeout_s: float,
+    output_limit_bytes: int,
+    stdin: bytes,
+) -> RemoteCall[ExecResult]:
+    """Build the request of `Executor.run`."""
+    params = FsExecParams(
+        argv=[wire_path(os.fsencode(word)) for word in argv],
+        cwd=wire_path(os.fsencode(cwd)),
+        env=dict(env or {}),
+        timeout_s=timeout_s,
+        output_limit_bytes=output_limit_bytes,
+        stdin=stdin,
+    )
+    return RemoteCall("fs.exec", params, _result)
+
+
+def _result(done: FsExecResult) -> ExecResult:
+    return ExecResult(done.exit_status, done.stdout, done.stderr, done.timed_out, done.truncated)

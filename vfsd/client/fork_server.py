@@ -24,7 +24,7 @@ from typing import Final
 from protocol.linux.regular_file import open_regular
 from vfsd.client.daemon_process import daemon_environment
 from vfsd.machine import memory_limits
-from vfsd.machine.process_properties import RESOURCES, is_in_private_mounts, process_properties
+from vfsd.machine.process_properties import RESOURCES, interpreter_key, is_in_private_mounts, process_properties
 from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Accepted, Ended, Forked, Go, Hello, Message, Refused, Start
@@ -36,7 +36,8 @@ _ANSWER_TIMEOUT_S: Final = 1.0
 _MODULE: Final = "vfsd.daemon.keeper"
 # A server in a small cgroup would use memory that the workspaces need.
 _MEMORY_MIN_BYTES: Final = 1 << 30
-_DIRECTORY_BYTES_MAX: Final = 107 - len("/" + fork_messages.SOCKET_NAME)  # the address of a Unix socket (unix(7))
+_ADDRESS_BYTES_MAX: Final = 107  # the address of a Unix socket (unix(7))
+_SERVERS_MAX: Final = 4  # in one runtime directory; each keeps about 40 MB for ten minutes
 
 
 class ForkedProcess:
@@ -104,10 +105,11 @@ def start(options: MountOptions, report_fd: int, log_fd: int) -> ForkedProcess |
 
 def _request(connection: socket.socket, options: MountOptions, report_fd: int, log_fd: int) -> ForkedProcess | str:
     environment = daemon_environment()
-    connection.connect(os.path.join(ensure_socket_dir(), fork_messages.SOCKET_NAME))
+    properties = process_properties(environment)
+    connection.connect(socket_path(properties))
     if peer_credentials(connection).uid != os.geteuid():
         return "the fork server belongs to another user"
-    connection.send(fork_messages.encode(Hello(process_properties(environment))))
+    connection.send(fork_messages.encode(Hello(properties)))
     answer, _ = _receive(connection)
     if isinstance(answer, Refused):
         return answer.reason
@@ -127,6 +129,11 @@ def _request(connection: socket.socket, options: MountOptions, report_fd: int, l
         process.release()
         return "the forked process ended"
     return process
+
+
+def socket_path(properties: Mapping[str, str]) -> str:
+    """Return the path of the socket of the fork server for processes with these properties."""
+    return os.path.join(ensure_socket_dir(), fork_messages.SOCKET_PREFIX + interpreter_key(properties))
 
 
 def _start_message(options: MountOptions, environment: dict[str, str]) -> Start:
@@ -166,22 +173,55 @@ def ensure_server() -> None:
     with contextlib.suppress(OSError):
         if is_in_private_mounts() or memory_limits.available_memory() < _MEMORY_MIN_BYTES:
             return
-        directory = ensure_socket_dir()
-        if len(os.fsencode(directory)) > _DIRECTORY_BYTES_MAX:
+        environment = daemon_environment()
+        path = socket_path(process_properties(environment))
+        if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
             return
-        lock_fd = open_regular(os.path.join(directory, fork_messages.LOCK_NAME), os.O_RDWR | os.O_CREAT)
+        lock_fd = _lock(path)
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if a server runs
+            if sum(map(_is_served, _known_sockets(os.path.dirname(path)) - {path})) >= _SERVERS_MAX:
+                return
             server = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(lock_fd)],
+                [sys.executable, "-P", "-m", _MODULE, str(lock_fd), path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock_fd,),
                 cwd="/",
                 start_new_session=True,
-                env=daemon_environment(),
+                env=environment,
             )
         finally:
             os.close(lock_fd)  # the server holds the lock
         threading.Thread(target=server.wait, name="vfsd-fork-server", daemon=True).start()
+
+
+def _lock(path: str) -> int:
+    """Lock the fork server's socket at `path`; return the lock's descriptor.  BlockingIOError if a server runs."""
+    lock_fd = open_regular(path + fork_messages.LOCK_SUFFIX, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _known_sockets(directory: str) -> set[str]:
+    """Return the paths of the sockets for which there is a lock.  A server has its lock before its socket."""
+    prefix, suffix = fork_messages.SOCKET_PREFIX, fork_messages.LOCK_SUFFIX
+    names = (name for name in os.listdir(directory) if name.startswith(prefix) and name.endswith(suffix))
+    return {os.path.join(directory, name.removesuffix(suffix)) for name in names}
+
+
+def _is_served(path: str) -> bool:
+    """Whether a server has this socket, or is being started for it.  Removes what an ended server left."""
+    try:
+        lock_fd = _lock(path)
+    except BlockingIOError:
+        return True
+    for left in (path, path + fork_messages.LOCK_SUFFIX):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(left)  # a server that is started meanwhile ends when a third one replaces its socket
+    os.close(lock_fd)
+    return False

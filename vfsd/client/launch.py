@@ -86,6 +86,7 @@ def log_path(name: str) -> str:
 # -- the process ------------------------------------------------------------------------------------
 def _start(module: str, options: MountOptions, log_fd: int, *, uses_server: bool) -> tuple[DaemonProcess, int]:
     """Start a daemon; return it, and the descriptor of its report."""
+    why = ""
     if uses_server:
         report_fd, child_report_fd = os.pipe()
         daemon: ForkedProcess | str = ""
@@ -97,9 +98,10 @@ def _start(module: str, options: MountOptions, log_fd: int, *, uses_server: bool
                 os.close(report_fd)
         if not isinstance(daemon, str):
             return daemon, report_fd
+        why = daemon
     report_fd, child_report_fd = os.pipe()
     try:
-        return DirectProcess.start(module, options, child_report_fd, log_fd), report_fd
+        return DirectProcess.start(module, options, child_report_fd, log_fd, why), report_fd
     except BaseException:
         os.close(report_fd)
         raise

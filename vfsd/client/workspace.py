@@ -1,6 +1,6 @@
 """The Python API: mount a workspace, or attach to a running one.
 
-`Workspace` has blocking methods, `AsyncWorkspace` the same ones for trio.
+`Workspace` has blocking methods; `vfsd.client.async_workspace.AsyncWorkspace` has the same ones for asyncio and trio.
 
     with Workspace.mount("/tmp/work") as ws:
         agent.run(cwd=ws.path)
@@ -26,15 +26,11 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack, overload
 
-import trio
-
 from vfsd.client import launch
-from vfsd.client.async_connection import AsyncControlClient
-from vfsd.client.async_transaction import AsyncTransaction
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
@@ -57,7 +53,7 @@ T = TypeVar("T")
 Kind = type[BaseException] | None
 
 
-class _Base:
+class WorkspaceBase:
     """The properties that `Workspace` and `AsyncWorkspace` share.  No I/O, except in `filesystem`."""
 
     def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
@@ -122,21 +118,10 @@ def _blocking(build: Callable[Concatenate[Requests, P], RemoteCall[T]]) -> Calla
     def method(workspace: Workspace, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return workspace._run(build(workspace._requests, *args, **kwargs))  # noqa: SLF001 a method of that class
 
-    return _described(method, build)
+    return described(method, build)
 
 
-def _awaitable(
-    build: Callable[Concatenate[Requests, P], RemoteCall[T]],
-) -> Callable[Concatenate[AsyncWorkspace, P], Awaitable[T]]:
-    """Make the same method of `AsyncWorkspace`."""
-
-    async def method(workspace: AsyncWorkspace, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await workspace._run(build(workspace._requests, *args, **kwargs))  # noqa: SLF001 a method of that class
-
-    return _described(method, build)
-
-
-def _described(method: Callable[P, T], build: Callable[..., Any]) -> Callable[P, T]:
+def described(method: Callable[P, T], build: Callable[..., Any]) -> Callable[P, T]:
     """Give `method` the name, the docstring and the signature of `build`, without RemoteCall[...] around the result."""
     signature = inspect.signature(build)
     result = str(signature.return_annotation).removeprefix("RemoteCall[").removesuffix("]")
@@ -145,7 +130,7 @@ def _described(method: Callable[P, T], build: Callable[..., Any]) -> Callable[P,
     return method
 
 
-class Workspace(_Base):
+class Workspace(WorkspaceBase):
     """A running workspace with blocking methods.  Made by `mount` or `attach`."""
 
     @overload
@@ -239,7 +224,7 @@ class Workspace(_Base):
             if options != plain:
                 raise ValueError("a filesystem object takes no backend, archive, limits, read_only or exec_on_host")
             return _mount_object(filesystem, options, create=create)
-        return cls(_launch(options, create=create, fork_server=fork_server), unmount_at_exit=True)
+        return cls(launch_workspace(options, create=create, fork_server=fork_server), unmount_at_exit=True)
 
     @classmethod
     def attach(cls, selector: str | None = None) -> Self:
@@ -256,7 +241,7 @@ class Workspace(_Base):
 
     def __exit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
         if self._unmount_at_exit:
-            with _unmounting(self):
+            with unmounting(self):
                 self.unmount(lazy=True)
 
     def _run(self, call: RemoteCall[T]) -> T:
@@ -300,104 +285,7 @@ class Workspace(_Base):
             with daemon_end(self._daemon.pid) as wait_ended:
                 self._unmounted = self._run(self._requests.unmount(lazy=lazy))
                 self._not_left()
-                wait_ended(_end_timeout_s(self._unmounted))
-        return self._unmounted
-
-
-class Opening:
-    """A workspace that is being mounted or attached: use `async with` or `await`."""
-
-    def __init__(self, open_it: Callable[[], Awaitable[AsyncWorkspace]]) -> None:
-        self._open_it = open_it
-        self._workspace: AsyncWorkspace | None = None
-
-    def __await__(self) -> Generator[Any, Any, AsyncWorkspace]:
-        return self._open_it().__await__()
-
-    async def __aenter__(self) -> AsyncWorkspace:
-        self._workspace = await self
-        return await self._workspace.__aenter__()
-
-    async def __aexit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._workspace is not None, "entered before it is left"
-        await self._workspace.__aexit__(kind, error, at)
-
-
-class AsyncWorkspace(_Base):
-    """`Workspace` for trio: the same methods, awaited.  `async with AsyncWorkspace.mount("/tmp/work") as ws:`.
-
-    Cancelling a call also cancels it in the daemon.
-    """
-
-    @classmethod
-    def mount(
-        cls,
-        path: FilePath,
-        backend: str = "memory",
-        *,
-        create: bool = True,
-        fork_server: bool = True,
-        **arguments: Unpack[MountArguments],
-    ) -> Opening:
-        """As `Workspace.mount`.  It cannot be cancelled: it waits until the mount answers, or has failed."""
-        options = mount_options(path, backend, **arguments)
-
-        async def start() -> AsyncWorkspace:
-            ready = await trio.to_thread.run_sync(lambda: _launch(options, create=create, fork_server=fork_server))
-            return cls(ready, unmount_at_exit=True)
-
-        return Opening(start)
-
-    @classmethod
-    def attach(cls, selector: str | None = None) -> Opening:
-        """As `Workspace.attach`."""
-
-        async def find() -> AsyncWorkspace:
-            return cls(await trio.to_thread.run_sync(running_workspace, selector), unmount_at_exit=False)
-
-        return Opening(find)
-
-    async def __aenter__(self) -> Self:
-        self._not_left()
-        return self
-
-    async def __aexit__(self, kind: Kind, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._unmount_at_exit:
-            # Shielded: a cancelled block unmounts its workspace, too.
-            with _unmounting(self), trio.CancelScope(shield=True):
-                await self.unmount(lazy=True)
-
-    async def _run(self, call: RemoteCall[T]) -> T:
-        answer = await AsyncControlClient(self._daemon.socket).call(
-            call.method, call.params, on_progress=call.on_progress, on_output=call.on_output
-        )
-        return call.result(answer)
-
-    def transaction(self, tag: str | None = None) -> AsyncTransaction:
-        """As `Workspace.transaction`, for `async with`.  A block that is cancelled is undone, too."""
-        return AsyncTransaction(self._requests, self._transactions, tag, self._run)
-
-    snapshot = _awaitable(Requests.snapshot)
-    snapshots = _awaitable(Requests.snapshots)
-    drop = _awaitable(Requests.drop)
-    restore = _awaitable(Requests.restore)
-    undo = _awaitable(Requests.undo)
-    redo = _awaitable(Requests.redo)
-    apply = _awaitable(Requests.apply)
-    discard = _awaitable(Requests.discard)
-    diff = _awaitable(Requests.diff)
-    patch = _awaitable(Requests.patch)
-    export = _awaitable(Requests.export)
-    import_archive = _awaitable(Requests.import_archive)
-    status = _awaitable(Requests.status)
-
-    async def unmount(self, *, lazy: bool = False) -> Unmounted:
-        """As `Workspace.unmount`."""
-        if self._unmounted is None:
-            with daemon_end(self._daemon.pid) as wait_ended:
-                self._unmounted = await self._run(self._requests.unmount(lazy=lazy))
-                self._not_left()
-                await trio.to_thread.run_sync(wait_ended, _end_timeout_s(self._unmounted))
+                wait_ended(end_timeout_s(self._unmounted))
         return self._unmounted
 
 
@@ -413,7 +301,8 @@ def _warn_of_left(workspace: str, daemon: Ready | WorkspaceRecord, mounted_by: i
     warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
-def _launch(options: MountOptions, *, create: bool, fork_server: bool) -> Ready:
+def launch_workspace(options: MountOptions, *, create: bool, fork_server: bool) -> Ready:
+    """Start a daemon and wait until its mount answers; with `create`, make the missing directories first."""
     if create:
         # `launch` reports anything else at that path, and replaces a dead mount.
         with contextlib.suppress(FileExistsError):
@@ -436,13 +325,13 @@ def _mount_object(filesystem: Filesystem, options: MountOptions, *, create: bool
     )
 
 
-def _end_timeout_s(unmounted: Unmounted) -> float:
+def end_timeout_s(unmounted: Unmounted) -> float:
     """Return how long to wait for the daemon's end, after which the workspace's name is free again."""
     return HELD_TIMEOUT_S if unmounted.holders else END_TIMEOUT_S
 
 
 @contextlib.contextmanager
-def _unmounting(workspace: _Base) -> Generator[None]:
+def unmounting(workspace: WorkspaceBase) -> Generator[None]:
     """Handle the end of a `with` block, in which the caller unmounts `workspace` lazily.
 
     A workspace that something else has unmounted is not an error.  A warning names the programs that still use the

@@ -30,7 +30,7 @@ import vfsd
 from protocol.linux.regular_file import open_regular
 from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
-from vfsd.daemon.control.methods import Methods
+from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
 from vfsd.daemon.memory_trim import MemoryTrim
@@ -60,8 +60,10 @@ _TIDY_S: Final = 1.0
 _LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
-async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -> None:
+async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None], started_by: str) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
+
+    `started_by` is what `vfsd status` says.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
@@ -87,7 +89,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
-    daemon = _Daemon(options, engine, backend, replay)
+    daemon = _Daemon(options, engine, backend, replay, started_by)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -102,8 +104,11 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None]) -
 class _Daemon:
     """A mounted workspace while it is served."""
 
-    def __init__(self, options: MountOptions, engine: Engine, backend: Backend, replay: Replay) -> None:
+    def __init__(
+        self, options: MountOptions, engine: Engine, backend: Backend, replay: Replay, started_by: str
+    ) -> None:
         self._options = options
+        self._started_by = started_by
         self._engine = engine
         self._backend = backend
         self._replay = replay
@@ -142,7 +147,8 @@ class _Daemon:
                 )
                 snapshots = open_snapshots(mounted, self._backend.stored)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
-                methods = Methods(mounted, snapshots, options.workspace, started_at, commands, self._imported.wait)
+                start = Start(started_at, self._started_by)
+                methods = Methods(mounted, snapshots, options.workspace, start, commands, self._imported.wait)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
@@ -312,14 +318,14 @@ def _recover(options: MountOptions) -> str | None:
 
     FileExistsError for a name in use; otherwise as `mounts.check_mountpoint`.
     """
-    left = runtime.read_records()
-    for record in left:
-        if record.name == options.workspace.name and record.alive:
-            reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
-            raise FileExistsError(errno.EEXIST, reason)
+    record = runtime.read_record(options.workspace.name)
+    if record is not None and record.alive:
+        reason = f"a workspace named {record.name!r} is mounted at {record.mountpoint}; give --name another name"
+        raise FileExistsError(errno.EEXIST, reason)
     dead = mounts.check_mountpoint(options.workspace.mountpoint)
     if dead is None:
         return None
+    left = runtime.read_records()
     mounts.clear_dead_mount(options.workspace.mountpoint)
     mounts.check_mountpoint(options.workspace.mountpoint)
     costs = [record.content_after_crash for record in left if record.mountpoint == options.workspace.mountpoint]

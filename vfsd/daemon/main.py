@@ -1,4 +1,6 @@
-"""A daemon as a process: `python -m vfsd.daemon.main OPTIONS_FD REPORT_FD`, as `vfsd.client.launch` starts it.
+"""A daemon as a process: `python -m vfsd.daemon.main OPTIONS_FD REPORT_FD WHY`, as `vfsd.client.launch` starts it.
+
+WHY is why no fork server started it, or empty.
 
 Reads the options from one inherited descriptor, runs the daemon, and reports on the other that the mount answers, or
 why it does not.  Both are pipes, so the options are not in the process list, and the starter reads EOF if the daemon
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import select
@@ -65,7 +68,8 @@ def foreground(options: MountOptions, *, ready: Callable[[Ready], None] | None =
     """
     from vfsd.daemon.daemon import run_daemon  # noqa: PLC0415 (a test runs this module without an engine)
 
-    run(options, ready or (lambda _: None), run_daemon)
+    started_by = "systemd" if os.environ.get("NOTIFY_SOCKET") else "vfsd mount --foreground"
+    run(options, ready or (lambda _: None), functools.partial(run_daemon, started_by=started_by))
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
@@ -121,7 +125,7 @@ def _wait_for_closed_reader(pipe: int) -> None:
 
 def main(arguments: list[str], run_daemon: RunDaemon) -> int:
     """Return the exit status: 0 after a clean unmount, 1 if the start or the daemon failed."""
-    options_fd, report_fd = (int(argument) for argument in arguments)
+    options_fd, report_fd = (int(argument) for argument in arguments[:2])
     with open(options_fd, "rb") as file:
         options = decode_options(file.read())
     return serve_starter(options, report_fd, run_daemon)
@@ -144,4 +148,6 @@ def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) 
 if __name__ == "__main__":
     from vfsd.daemon.daemon import run_daemon
 
-    sys.exit(main(sys.argv[1:], run_daemon))
+    *_, why = sys.argv
+    started_by = f"a new interpreter: {why}" if why else "a new interpreter"
+    sys.exit(main(sys.argv[1:], functools.partial(run_daemon, started_by=started_by)))

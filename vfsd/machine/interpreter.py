@@ -21,6 +21,7 @@ _HUGE_PAGES: Final = "glibc.malloc.hugetlb=1"
 _M_TRIM_THRESHOLD: Final = -1  # mallopt(3)
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 _HEAP_STEP_BYTES: Final = 16 << 20  # a multiple of the huge page size, 2 MiB on x86
 _MMAP_BYTES: Final = 32 << 20  # glibc's maximum, so that content blocks come from the heap
 
@@ -66,6 +67,8 @@ def set_up() -> None:
     libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NS))  # new threads inherit it
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:
+        # A heap for each thread would hold a huge page each, and threads seldom allocate without the interpreter lock.
+        mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         mallopt(_M_TOP_PAD, _HEAP_STEP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 4 * _HEAP_STEP_BYTES)

@@ -16,6 +16,8 @@ from vfsd.machine.selection import follow_symlinks
 VFSD_TYPE: Final = "fuse.vfsd"
 SOURCE_PREFIX: Final = "vfsd:"
 _OCTAL: Final = re.compile(rb"\\([0-7]{3})")
+# The mountpoint of a FUSE mount.  Starts use this: to parse 1,000 lines takes milliseconds.
+_FUSE_POINT: Final = re.compile(rb"^(?:\S+ ){4}(\S+) .* - fuse(?:\.\S*)? ", re.MULTILINE)
 
 
 class Mount(NamedTuple):
@@ -71,13 +73,24 @@ def _parse_line(line: bytes) -> Mount:
 
 
 def _decode(field: bytes) -> str:
+    if b"\\" not in field:
+        return os.fsdecode(field)
     return os.fsdecode(_OCTAL.sub(lambda match: bytes([int(match[1], 8)]), field))
 
 
 def mounts(pid: int | str = "self") -> list[Mount]:
     """List the mounts in the mount namespace of process `pid`."""
+    return parse_mountinfo(_read(pid))
+
+
+def _read(pid: int | str = "self") -> bytes:
     with open(f"/proc/{pid}/mountinfo", "rb") as file:
-        return parse_mountinfo(file.read())
+        return file.read()
+
+
+def mounts_at(mountpoint: str) -> list[Mount]:
+    """List the mounts at `mountpoint` (absolute, without symlinks), the topmost last."""
+    return [_parse_line(line) for line in _read().splitlines() if _decode(line.split(b" ", 5)[4]) == mountpoint]
 
 
 def vfsd_mounts() -> list[Mount]:
@@ -91,14 +104,14 @@ def resolve(path: str) -> str:
     The part below a FUSE mount is normalized but not looked up, because only the daemon could answer.
     OSError (ELOOP) for a cycle of symlinks.
     """
-    fuse_points = {mount.mountpoint for mount in mounts() if mount.is_fuse}
+    fuse_points = {_decode(point) for point in _FUSE_POINT.findall(_read())}
     return follow_symlinks(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), fuse_points)
 
 
 def mount_at(path: str) -> Mount | None:
     """Return the topmost mount at `path`, or None."""
-    resolved = resolve(path)
-    return next((mount for mount in reversed(mounts()) if mount.mountpoint == resolved), None)
+    found = mounts_at(resolve(path))
+    return found[-1] if found else None
 
 
 def find_mount(path: str) -> Mount | None:

@@ -74,7 +74,7 @@ def _probe(mount: Mount, timeout_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         child.kill()
     try:
-        child.wait(timeout_s)
+        child.wait(PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         # The daemon has read the request and does not answer; not even SIGKILL ends that wait
         # (request_wait_answer in fs/fuse/dev.c).  Init reaps the child; the return code silences Popen's warning.

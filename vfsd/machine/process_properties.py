@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import zlib
 from collections.abc import Mapping
 from typing import Final
 
@@ -30,6 +31,8 @@ _STATUS_FIELDS: Final = {
 }
 # The dynamic linker, the C library and the interpreter read these before the first line of a program.
 _VARIABLES: Final = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "COVERAGE", "COV_")
+_INTERPRETER: Final = "environment of the interpreter"
+_INSTALLATION: Final = "installation"
 RESOURCES: Final = tuple(sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")))
 
 
@@ -46,8 +49,8 @@ def process_properties(environment: Mapping[str, str]) -> dict[str, str]:
         "hard limits": " ".join(str(resource.getrlimit(each)[1]) for each in RESOURCES),
         "nice value": str(os.getpriority(os.PRIO_PROCESS, 0)),
         "scheduling policy": str(os.sched_getscheduler(0)),
-        "installation": f"{vfsd.__version__} {vfsd.__file__} {sys.executable} {sys.prefix} {sys.version}",
-        "environment of the interpreter": "\n".join(
+        _INSTALLATION: f"{vfsd.__version__} {vfsd.__file__} {sys.executable} {sys.prefix} {sys.version}",
+        _INTERPRETER: "\n".join(
             f"{name}={environment[name]}" for name in sorted(environment) if name.startswith(_VARIABLES)
         ),
     }
@@ -56,6 +59,15 @@ def process_properties(environment: Mapping[str, str]) -> dict[str, str]:
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """Return the name of the first property that differs, or None."""
     return next((name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None)
+
+
+def interpreter_key(properties: Mapping[str, str]) -> str:
+    """Return eight hexadecimal digits for the interpreter and its variables: each kind has a fork server of its own.
+
+    Two kinds may have the same key; their servers refuse each other's mounts.
+    """
+    kind = "\0".join(properties[name] for name in (_INSTALLATION, _INTERPRETER))
+    return f"{zlib.crc32(kind.encode('utf-8', 'surrogateescape')):08x}"
 
 
 def is_in_private_mounts() -> bool:

@@ -155,6 +155,12 @@ def read_records() -> list[WorkspaceRecord]:
     return [record for path in paths if (record := _read(path)) is not None]
 
 
+def read_record(name: str) -> WorkspaceRecord | None:
+    """Read the record of workspace `name`; None if there is none.  Logs an unreadable one.  ValueError for an invalid
+    name."""
+    return _read(record_path(name))
+
+
 def _read(path: str) -> WorkspaceRecord | None:
     try:
         record = msgspec.json.decode(read_regular(path, _RECORD_MAX_BYTES), type=WorkspaceRecord)
@@ -247,9 +253,8 @@ def unique_name(base: str) -> str:
     base = os.path.normpath(base)
     fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(base))
     name = fitting.lstrip("._-")[:_NAME_LENGTH] or "workspace"
-    taken = {record.name for record in read_records() if record.alive or record.mountpoint != base}
     number, candidate = 1, name
-    while candidate in taken:
+    while (record := read_record(candidate)) is not None and (record.alive or record.mountpoint != base):
         number += 1
         candidate = f"{name[: _NAME_LENGTH - len(str(number)) - 1]}-{number}"
     return candidate

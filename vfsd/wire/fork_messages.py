@@ -19,8 +19,8 @@ import msgspec
 
 MAX_BYTES: Final = 192 * 1024  # below the send buffer of a Unix socket, 208 KiB (net.core.wmem_default)
 DESCRIPTORS: Final = 2  # of the report and of the log
-SOCKET_NAME: Final = ".fork-server"
-LOCK_NAME: Final = ".fork-server.lock"
+SOCKET_PREFIX: Final = ".fork-server-"  # before `process_properties.interpreter_key`
+LOCK_SUFFIX: Final = ".lock"  # after the name of the socket
 SWITCH: Final = "VFSD_FORK_SERVER"
 
 

@@ -179,6 +179,7 @@ class StatusResult(msgspec.Struct, frozen=True):
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
     cache: CacheChoice = "writethrough"
+    started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
     interrupted: str | None = None  # an interrupted restore or apply, and how to finish or undo it

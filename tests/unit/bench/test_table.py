@@ -22,7 +22,7 @@ def modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Modes:
 
 
 def mounted(tmp_path: Path) -> list[Mounted]:
-    found = []
+    found: list[Mounted] = []
     for name, each in (("tmpfs", (AS_IT_IS, AWAKE)), ("vfsd native", (AS_IT_IS,)), ("vfsd native", (AWAKE,))):
         place = tmp_path / f"{name}-{len(found)}"
         place.mkdir()

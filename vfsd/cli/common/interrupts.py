@@ -16,35 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vfsd.cli.common import output
+from vfsd.client.cancelling import ANSWER_S, WORDS, left_sentence
 
 if TYPE_CHECKING:
     from vfsd.client.connection import ControlClient
     from vfsd.wire.messages import CancelState
 
 AFTER_SIGNAL: Final = 128  # the exit status that a shell reports for signal N is 128 + N
-_ANSWER_S: Final = 3.0  # how long the daemon may take to answer
 
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """The words for a call: its name, and the effect if it was stopped or completed."""
-
-    what: str
-    stopped: str
-    complete: str
-
-
-_UNDO: Final = "; `vfsd restore --undo` takes it back"
-# Calls that change something.  Other calls are cancelled without effect when their client ends.
-_WORDS: Final = {
-    "snapshot": _Words("the snapshot", "no snapshot was taken", "the snapshot was taken; `vfsd drop` removes it"),
-    "drop": _Words("the removal", "the snapshot is still there", "the snapshot was dropped"),
-    "restore": _Words("the restore", "nothing was changed", f"the restore is complete{_UNDO}"),
-    "import": _Words("the import", "nothing was changed", f"the import is complete{_UNDO}"),
-    "export": _Words("the export", "no file was written", "the archive is complete"),
-    "apply": _Words("the apply", "nothing was written", "the apply is complete"),
-    "unmount": _Words("the unmount", "the workspace is still mounted", "the workspace was unmounted"),
-}
 
 # The effects of calls that a signal ends at once.
 _UNINTERRUPTED: Final = {
@@ -75,12 +54,12 @@ class Signalled:
 
 def completed(signalled: Signalled) -> str:
     """Describe a call that was completed despite a signal."""
-    return f"it was too late to stop: {_WORDS[signalled.method].complete}"
+    return f"it was too late to stop: {WORDS[signalled.method].complete}"
 
 
 def effect(method: str) -> str | None:
     """Describe the effect of a call of `method` that was completed; None if it changes nothing."""
-    return _WORDS[method].complete if method in _WORDS else _UNINTERRUPTED.get(method)
+    return WORDS[method].complete if method in WORDS else _UNINTERRUPTED.get(method)
 
 
 @contextmanager
@@ -90,7 +69,7 @@ def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
     If the daemon does not answer the request to stop within some seconds, the command ends.
     """
     signalled = Signalled(method)
-    if method not in _WORDS or threading.current_thread() is not threading.main_thread():
+    if method not in WORDS or threading.current_thread() is not threading.main_thread():
         yield signalled
         return
     with _handling(client, signalled):
@@ -100,24 +79,24 @@ def interruptible(client: ControlClient, method: str) -> Iterator[Signalled]:
         except OSError as error:
             if signalled.number is None or error.errno != errno.ECANCELED:
                 raise
-            raise Interrupted(f"stopped: {_WORDS[method].stopped}", signalled.number, errno.ECANCELED) from None
+            raise Interrupted(f"stopped: {WORDS[method].stopped}", signalled.number, errno.ECANCELED) from None
 
 
 @contextmanager
 def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
-    words = _WORDS[signalled.method]
+    words = WORDS[signalled.method]
 
     def handle(number: int, _frame: Any) -> None:
         if number == signal.SIGALRM:
             if client.cancel_state is None:  # the daemon hangs
-                raise Interrupted(_left(words, None), signalled.number or signal.SIGINT, errno.EINTR)
+                raise Interrupted(left_sentence(words, None), signalled.number or signal.SIGINT, errno.EINTR)
             return
         first = signalled.number is None
         signalled.number = number
         if not first:
-            raise Interrupted(_left(words, client.cancel_state), number, errno.EINTR)
+            raise Interrupted(left_sentence(words, client.cancel_state), number, errno.EINTR)
         client.cancel()
-        signal.setitimer(signal.ITIMER_REAL, _ANSWER_S)
+        signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
 
     def report(state: CancelState) -> None:
         if state == "finishing":
@@ -136,12 +115,3 @@ def _handling(client: ControlClient, signalled: Signalled) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _left(words: _Words, state: CancelState | None) -> str:
-    """Describe the outcome of a call whose client exits after the daemon's answer `state` to the request to stop it."""
-    if state == "stopping":
-        return f"the daemon was asked to stop {words.what}: {words.stopped}, unless it was complete before"
-    if state == "finishing":
-        return f"the daemon completes {words.what} in the background; then {words.complete}"
-    return f"the daemon did not answer: {words.what} may or may not be completed; see `vfsd status` and `vfsd diff`"

@@ -103,5 +103,6 @@ def status_rows(status: StatusResult) -> list[tuple[str, Kind, Cell]]:
         *_if_any("interrupted", "text", status.interrupted),
         ("pid", "text", status.pid),
         ("started", "time", status.started_at),
+        *_if_any("started by", "text", status.started_by),
         ("version", "text", status.version),
     ]

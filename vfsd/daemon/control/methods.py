@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from vfsd.daemon.control.method_groups import MethodGroups
 
 
+class Start(NamedTuple):
+    """When (ISO 8601 in UTC) and by what the daemon was started."""
+
+    at: str
+    by: str
+
+
 class Methods:
     """All methods of one workspace.  `snapshots` is None if its backend has none.
 
@@ -38,7 +45,7 @@ class Methods:
         mounted: MountedVolume,
         snapshots: SnapshotService | None,
         options: WorkspaceOptions,
-        started_at: str,
+        start: Start,
         commands: Commands,
         wait_imported: Callable[[], Awaitable[None]],
     ) -> None:
@@ -46,7 +53,7 @@ class Methods:
         self._commands = commands
         self._snapshots = snapshots
         self._options = options
-        self._started_at = started_at
+        self._start = start
         self._wait_imported = wait_imported
         self._groups: MethodGroups | None = None
 
@@ -101,7 +108,8 @@ class Methods:
             engine=engine.name,
             pid=os.getpid(),
             version=vfsd.__version__,
-            started_at=self._started_at,
+            started_at=self._start.at,
+            started_by=self._start.by,
             read_only=options.read_only,
             snapshots=None if snapshots is None else len(await snapshots.infos()),
             requests=engine.requests,

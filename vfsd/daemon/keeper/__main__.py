@@ -1,6 +1,6 @@
-"""The fork server as a process: `python -m vfsd.daemon.keeper LOCK_FD`, as `vfsd.client.fork_server` starts it.
+"""The fork server as a process: `python -m vfsd.daemon.keeper LOCK_FD SOCKET`, as `vfsd.client.fork_server` starts it.
 
-LOCK_FD is the lock that excludes a second server, locked by the process that starts this one.
+LOCK_FD is the lock that excludes a second server at the path SOCKET, locked by the process that starts this one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 
 
-def main(lock_fd: int) -> int:
+def main(lock_fd: int, path: str) -> int:
     """Serve; in a forked process, run its daemon.  Return the exit status."""
     started_ns = time.time_ns()
     os.set_inheritable(lock_fd, False)
@@ -23,8 +23,6 @@ def main(lock_fd: int) -> int:
     from vfsd.daemon.keeper.loaded_files import LoadedFiles  # noqa: PLC0415
     from vfsd.daemon.keeper.server import ForkServer  # noqa: PLC0415
     from vfsd.machine.process_properties import process_properties  # noqa: PLC0415
-    from vfsd.machine.runtime import ensure_socket_dir  # noqa: PLC0415
-    from vfsd.wire.fork_messages import SOCKET_NAME  # noqa: PLC0415
 
     preload.preload()
     preload.import_rest()
@@ -33,10 +31,9 @@ def main(lock_fd: int) -> int:
         file.write("1000")  # the kernel ends this process before any that has work to do
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
-    path = os.path.join(ensure_socket_dir(), SOCKET_NAME)
     forked = ForkServer(path, lambda: process_properties(environment), LoadedFiles(started_ns)).serve()
     return 0 if forked is None else child.run(forked)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Forked, Go, Refused, Start
 from vfsd.wire.handshake import decode_options
 
+_run_daemon = functools.partial(run_daemon, started_by="the fork server")
 _GO_TIMEOUT_S: Final = 30.0  # the mount answers at once, or has ended
 
 
@@ -49,7 +51,7 @@ def run(forked: ForkedStart) -> int:
             return 1
         finally:
             os.close(pidfd)
-    return serve_starter(decode_options(forked.start.options.encode()), forked.report_fd, run_daemon)
+    return serve_starter(decode_options(forked.start.options.encode()), forked.report_fd, _run_daemon)
 
 
 def _take_over(forked: ForkedStart) -> None:

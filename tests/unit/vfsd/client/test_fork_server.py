@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vfsd.client import fork_server
+from vfsd.client.daemon_process import daemon_environment
 from vfsd.machine.process_properties import difference, process_properties
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Ended, Forked, Hello, Start
@@ -22,7 +23,7 @@ OPTIONS = MountOptions.of("/mnt/x", "x")
 def socket_path(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VFSD_RUNTIME_DIR", str(workdir))
     (workdir / "vfsd").mkdir(mode=0o700)
-    return workdir / "vfsd" / fork_messages.SOCKET_NAME
+    return Path(fork_server.socket_path(process_properties(daemon_environment())))
 
 
 def test_the_variable_is_on_or_off() -> None:

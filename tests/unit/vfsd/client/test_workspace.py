@@ -1,4 +1,4 @@
-"""The Python API, plain and for trio, against the real control socket of a daemon without a mount."""
+"""The Python API, blocking and for asyncio and trio, against the real control socket of a daemon without a mount."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
-import trio
 
 import vfsd
 from tests.support.fake_workspace import FakeDaemon
@@ -44,6 +44,14 @@ def launched(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> list[MountO
     return asked
 
 
+LOOPS = ("asyncio", "trio")
+
+
+@pytest.fixture(params=LOOPS)
+def loop(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 class Driver:
     """Calls a method of either twin, so that one test holds for both."""
 
@@ -59,10 +67,10 @@ class Driver:
             async with AsyncWorkspace.attach() as ws:
                 return await getattr(ws, method)(*args, **kwargs)
 
-        return trio.run(body)
+        return anyio.run(body, backend=self.kind)
 
 
-@pytest.fixture(params=["plain", "trio"])
+@pytest.fixture(params=["plain", *LOOPS])
 def call(request: pytest.FixtureRequest, daemon: FakeDaemon) -> Driver:
     return Driver(request.param)
 
@@ -174,25 +182,27 @@ def test_the_end_of_the_block_unmounts_after_an_exception(daemon: FakeDaemon, la
     assert daemon.ended
 
 
-def test_the_end_of_the_block_unmounts_after_cancellation(daemon: FakeDaemon, launched: list[MountOptions]) -> None:
+def test_the_end_of_the_block_unmounts_after_cancellation(
+    daemon: FakeDaemon, launched: list[MountOptions], loop: str
+) -> None:
     async def cancelled() -> None:
-        with trio.CancelScope() as scope:
+        with anyio.CancelScope() as scope:
             async with AsyncWorkspace.mount(daemon.mountpoint):
                 scope.cancel()
-                await trio.sleep_forever()
+                await anyio.sleep_forever()
 
-    trio.run(cancelled)
+    anyio.run(cancelled, backend=loop)
     assert daemon.unmounted
     assert daemon.ended
 
 
-def test_an_async_workspace_can_be_awaited_instead(daemon: FakeDaemon, launched: list[MountOptions]) -> None:
+def test_an_async_workspace_can_be_awaited_instead(daemon: FakeDaemon, launched: list[MountOptions], loop: str) -> None:
     async def body() -> None:
         ws = await AsyncWorkspace.mount(daemon.mountpoint)
         assert not daemon.unmounted
         await ws.unmount()
 
-    trio.run(body)
+    anyio.run(body, backend=loop)
     assert daemon.unmounted
 
 
@@ -316,6 +326,7 @@ def test_every_exported_name_is_there_and_results_are_frozen() -> None:
 
 
 def test_importing_vfsd_imports_next_to_nothing() -> None:
-    code = "import sys, vfsd; print(sorted({'trio', 'msgspec', 'click', 'vfsd.client.workspace'} & set(sys.modules)))"
+    others = {"anyio", "trio", "msgspec", "click", "vfsd.client.workspace"}
+    code = f"import sys, vfsd; print(sorted({others} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

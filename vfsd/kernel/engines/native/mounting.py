@@ -1,4 +1,4 @@
-"""Mounting and unmounting through fusermount3, which works for root and for other users.
+"""Mounting by mount(2), which only root may call, or through fusermount3; unmounting through fusermount3.
 
 fusermount3 opens /dev/fuse, mounts it and passes the descriptor back over the socket that the environment variable
 _FUSE_COMMFD names, as it does for libfuse (lib/mount.c).  libfuse itself is not used, because it answers INIT in its
@@ -11,14 +11,22 @@ import array
 import errno
 import os
 import socket
+import stat
 import subprocess
 from typing import Final
 
+from protocol.linux import syscalls
 from protocol.values import Value
 from vfsd.kernel.engines.base import EngineSettings, mount_options
-from vfsd.machine.mountinfo import mounts
+from vfsd.machine.mountinfo import SOURCE_PREFIX, VFSD_TYPE, mounts_at
 
 _FUSERMOUNT: Final = "fusermount3"
+_DEVICE: Final = "/dev/fuse"
+_KERNEL_OPTIONS: Final = {"allow_other", "default_permissions"}  # fs/fuse/inode.c
+# linux/mount.h
+_MS_RDONLY: Final = 1
+_MS_NOSUID: Final = 2
+_MS_NODEV: Final = 4
 
 
 class FuseMount(Value):
@@ -40,6 +48,32 @@ def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, FuseM
     """
     # Resolved before the mount exists: afterwards this process would have to answer its own request.
     mountpoint = os.path.realpath(settings.mountpoint)
+    descriptor = _mount_as_root(settings, mountpoint, checked) if os.geteuid() == 0 else None
+    if descriptor is None:
+        descriptor = _mount_with_fusermount(settings, mountpoint, checked)
+    devices = _devices(mountpoint)
+    return descriptor, FuseMount(mountpoint, devices[-1] if devices else 0)
+
+
+def _mount_as_root(settings: EngineSettings, mountpoint: str, checked: bool) -> int | None:
+    """Mount without a helper process.  None if that fails: fusermount3 finds the same error and says more about it."""
+    try:
+        descriptor = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        root_type = stat.S_IFMT(os.stat(mountpoint).st_mode)
+        options = [f"fd={descriptor},rootmode={root_type:o},user_id=0,group_id={os.getegid()}"]
+        options += mount_options(settings, checked=checked) & _KERNEL_OPTIONS
+        flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if settings.read_only else 0)
+        syscalls.mount(SOURCE_PREFIX + settings.name, mountpoint, VFSD_TYPE, flags, ",".join(options))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _mount_with_fusermount(settings: EngineSettings, mountpoint: str, checked: bool) -> int:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
         with theirs:
@@ -56,8 +90,7 @@ def mount(settings: EngineSettings, *, checked: bool = True) -> tuple[int, FuseM
         message = done.stderr.decode(errors="replace").strip() or f"{_FUSERMOUNT} failed"
         code = errno.EPERM if os.path.isdir(mountpoint) else errno.ENOENT
         raise OSError(code, message, settings.mountpoint)
-    devices = _devices(mountpoint)
-    return descriptor, FuseMount(mountpoint, devices[-1] if devices else 0)
+    return descriptor
 
 
 def is_mounted(made: FuseMount) -> bool:
@@ -116,4 +149,4 @@ def _receive_descriptor(channel: socket.socket) -> int | None:
 
 def _devices(mountpoint: str) -> list[int]:
     """Return the device numbers of the mounts at `mountpoint`, the topmost last."""
-    return [mount.device for mount in mounts() if mount.mountpoint == mountpoint]
+    return [mount.device for mount in mounts_at(mountpoint)]

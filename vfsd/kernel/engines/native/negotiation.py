@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 from typing import Final
 
 from protocol.values import Value
@@ -46,7 +47,7 @@ class Agreement(Value):
 
 
 def negotiate(
-    message: bytes | bytearray,
+    message: bytes | bytearray | mmap.mmap,
     length: int,
     *,
     cache_timeout_s: float,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import mmap
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -41,7 +42,7 @@ from vfsd.kernel.engines.native.wire import WRITE_DATA_AT, InitFlag, Opcode
 from vfsd.kernel.engines.policy import PERMISSIONS
 
 T = TypeVar("T")
-Request = bytearray  # the session's buffer; the message is its first `length` bytes
+Request = bytearray | mmap.mmap  # the session's buffer; the message is its first `length` bytes
 Method = Callable[[int, Request, int], Any]
 
 BODY: Final = wire.IN_HEADER_BYTES

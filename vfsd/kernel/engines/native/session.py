@@ -15,6 +15,7 @@ import errno
 import functools
 import io
 import logging
+import mmap
 import os
 import select
 import struct
@@ -38,7 +39,7 @@ from vfsd.kernel.engines.native.negotiation import (
     Agreement,
     negotiate,
 )
-from vfsd.kernel.engines.native.operations import Handler, Operations
+from vfsd.kernel.engines.native.operations import Handler, Operations, Request
 from vfsd.kernel.engines.native.polling import Poller, RunnableThreads
 from vfsd.kernel.engines.native.replies import NO_CACHE, Message, Replies, Validity
 from vfsd.kernel.engines.native.wakeups import Wakeups, make_wakeups
@@ -97,7 +98,7 @@ class NativeEngine:
         is_cached = settings.write_back and not settings.read_only
         self._barrier = Barrier(settings.mountpoint) if is_cached else None
         self._operations = self._operations_over(volume, self._replies)
-        self._buffer = bytearray(MAX_REQUEST_BYTES)
+        self._buffer = _new_buffer()
         self._requests = 0
         self._wakeups = Wakeups(None, why_off="the workspace is not served")
         self._warning: str | None = None
@@ -261,7 +262,7 @@ class NativeEngine:
             else:
                 await trio.lowlevel.checkpoint()
 
-    def _answer_slice(self, read: Callable[[bytearray], int | None], descriptor: int, poller: Poller) -> bool:
+    def _answer_slice(self, read: Callable[[Request], int | None], descriptor: int, poller: Poller) -> bool:
         """Answer requests until the device is empty (True) or the slice is over (False).  OSError only from reading."""
         answered = monotonic()
         deadline = answered + _SLICE_S
@@ -375,7 +376,7 @@ class NativeEngine:
         assert self._nursery is not None
         if opcode == Opcode.WRITE:
             # The data stays in this buffer until the volume has stored it, so the loop gets another buffer.
-            self._buffer = bytearray(MAX_REQUEST_BYTES)
+            self._buffer = _new_buffer()
         self._pending[unique] = pending = _PendingRequest()
         self._nursery.start_soon(self._finish, pending, descriptor, operations, opcode, unique, answer)
 
@@ -506,3 +507,8 @@ class NativeEngine:
             with self._notify_lock:
                 self._notifications -= 1
                 self._close_if_unused()
+
+
+def _new_buffer() -> Request:
+    """A buffer for the largest request.  The pages of a mapping exist once they are used: most requests use one."""
+    return mmap.mmap(-1, MAX_REQUEST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

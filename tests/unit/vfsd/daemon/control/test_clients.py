@@ -1,4 +1,4 @@
-"""Both clients, blocking and trio, against a real server: one suite, two subjects."""
+"""The clients, blocking and async, against a real server: one suite; the async one runs on asyncio and on trio."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import trio
 import trio.testing
@@ -61,10 +62,24 @@ class TrioSubject(AsyncControlClient):
         pass
 
 
-Subject = type[BlockingSubject] | type[TrioSubject]
+class AsyncioSubject:
+    """`AsyncControlClient` on an asyncio loop of its own, in a worker thread."""
+
+    def __init__(self, path: str, timeout_s: float | None = None) -> None:
+        self._client = AsyncControlClient(path, timeout_s=timeout_s)
+
+    async def call(self, method: str, params: Any = None, **callbacks: Any) -> Any:
+        call = partial(self._client.call, method, params, **callbacks)
+        return await trio.to_thread.run_sync(partial(anyio.run, call, backend="asyncio"))
+
+    def close(self) -> None:
+        pass
 
 
-@pytest.fixture(params=[BlockingSubject, TrioSubject], ids=["blocking", "trio"])
+Subject = type[BlockingSubject] | type[TrioSubject] | type[AsyncioSubject]
+
+
+@pytest.fixture(params=[BlockingSubject, TrioSubject, AsyncioSubject], ids=["blocking", "trio", "asyncio"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     kind: Subject = request.param
     return kind
@@ -435,8 +450,10 @@ async def test_an_error_survives_pickling(path: str) -> None:
     assert (str(copy), copy.code, copy.errno, copy.filename) == ("no such snapshot: x", -32000, errno.ENOENT, "x")
 
 
-def test_the_blocking_client_loads_no_trio() -> None:
-    code = "import sys, vfsd.client.connection, vfsd.machine.runtime; sys.exit('trio' in sys.modules)"
+def test_the_blocking_client_loads_no_loop() -> None:
+    code = (
+        "import sys, vfsd.client.workspace, vfsd.machine.runtime; sys.exit(bool({'trio', 'anyio'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

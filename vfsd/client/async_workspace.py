@@ -1,0 +1,193 @@
+"""The Python API for asyncio and trio: `Workspace` with the same methods, awaited.
+
+    async with AsyncWorkspace.mount("/tmp/work") as ws:
+        await ws.snapshot("turn-1")
+        await ws.async_filesystem.write("a.txt", "hello")
+        await ws.async_executor.run(["make", "test"])
+        await ws.restore("turn-1")
+
+No method blocks the loop: file-system work, conversions of large answers and the start of a daemon run in worker
+threads.
+
+Cancelling a call cancels it in the daemon.  A restore, and every other call that changes something, either stops and
+has changed nothing, or completes if it has begun to change something.  The cancelled call waits for that answer, for up
+to 3 s; then `last_cancelled` and a note on the exception say what became of it.  Other calls are left at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
+
+import anyio
+
+from vfsd.client.async_connection import AsyncControlClient
+from vfsd.client.async_executor import AsyncWorkspaceExecutor
+from vfsd.client.async_filesystem import AsyncFilesystem
+from vfsd.client.async_transaction import AsyncTransaction
+from vfsd.client.cancelling import CancelledCall
+from vfsd.client.daemon_exit import daemon_end
+from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
+from vfsd.client.requests import FilePath, RemoteCall, Requests
+from vfsd.client.results import Unmounted
+from vfsd.client.threads import abandon, finish
+from vfsd.client.workspace import (
+    Workspace,
+    WorkspaceBase,
+    described,
+    end_timeout_s,
+    launch_workspace,
+    unmounting,
+)
+from vfsd.machine.runtime import WorkspaceRecord
+from vfsd.wire.handshake import Ready
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _awaitable(
+    build: Callable[Concatenate[Requests, P], RemoteCall[T]],
+) -> Callable[Concatenate[AsyncWorkspace, P], Awaitable[T]]:
+    """Make a method of `AsyncWorkspace` that sends the request of a method of `Requests`."""
+    takes_paths = "paths" in inspect.signature(build).parameters
+
+    async def method(workspace: AsyncWorkspace, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        build_it = functools.partial(build, workspace._requests, *args, **kwargs)  # noqa: SLF001 a method of that class
+        # An absolute path is resolved on the file system.
+        call = await abandon(build_it) if takes_paths and (args or kwargs) else build_it()
+        return await workspace._client.run(call)  # noqa: SLF001 likewise
+
+    return described(method, build)
+
+
+class Opening:
+    """A workspace that is being mounted or attached: use `async with` or `await`."""
+
+    def __init__(self, open_it: Callable[[], Awaitable[AsyncWorkspace]]) -> None:
+        self._open_it = open_it
+        self._workspace: AsyncWorkspace | None = None
+
+    def __await__(self) -> Generator[Any, Any, AsyncWorkspace]:
+        return self._open_it().__await__()
+
+    async def __aenter__(self) -> AsyncWorkspace:
+        self._workspace = await self
+        return await self._workspace.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        assert self._workspace is not None, "entered before it is left"
+        await self._workspace.__aexit__(kind, error, at)
+
+
+class AsyncWorkspace(WorkspaceBase):
+    """`Workspace` for asyncio and trio: the same methods, awaited.  See the module's docstring.
+
+    `filesystem` and `executor` are the blocking ones, for code in worker threads.
+    """
+
+    def __init__(self, daemon: Ready | WorkspaceRecord, *, unmount_at_exit: bool) -> None:
+        """Use `mount` or `attach`."""
+        super().__init__(daemon, unmount_at_exit=unmount_at_exit)
+        self._client: Final = AsyncControlClient(daemon.socket, on_cancelled=self._note_cancelled)
+        self._last_cancelled: CancelledCall | None = None
+
+    @classmethod
+    def mount(
+        cls,
+        path: FilePath,
+        backend: str = "memory",
+        *,
+        create: bool = True,
+        fork_server: bool = True,
+        **arguments: Unpack[MountArguments],
+    ) -> Opening:
+        """As `Workspace.mount`.  If it is cancelled, it waits until the mount answers, and unmounts it."""
+
+        def start() -> Ready:
+            options = mount_options(path, backend, **arguments)
+            return launch_workspace(options, create=create, fork_server=fork_server)
+
+        def give_up(ready: Ready) -> None:
+            with Workspace(ready, unmount_at_exit=True):
+                pass
+
+        async def mounted() -> AsyncWorkspace:
+            ready = await finish(start, undo=give_up)
+            return cls(ready, unmount_at_exit=True)
+
+        return Opening(mounted)
+
+    @classmethod
+    def attach(cls, selector: str | None = None) -> Opening:
+        """As `Workspace.attach`."""
+
+        async def found() -> AsyncWorkspace:
+            return cls(await abandon(lambda: running_workspace(selector)), unmount_at_exit=False)
+
+        return Opening(found)
+
+    async def __aenter__(self) -> Self:
+        self._not_left()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._unmount_at_exit:
+            # Shielded: a cancelled block unmounts its workspace, too.
+            with unmounting(self), anyio.CancelScope(shield=True):
+                await self.unmount(lazy=True)
+
+    @property
+    def async_filesystem(self) -> AsyncFilesystem:
+        """The async twin of `filesystem`."""
+        return AsyncFilesystem(self.path, lambda: self.filesystem, self._client)
+
+    @property
+    def async_executor(self) -> AsyncWorkspaceExecutor:
+        """The async twin of `executor`: `await ws.async_executor.run(["make", "test"])`."""
+        return AsyncWorkspaceExecutor(self._client)
+
+    @property
+    def last_cancelled(self) -> CancelledCall | None:
+        """The call that was cancelled last, and what became of it; None if there is none.
+
+        It has the calls that change something and those of `async_executor`; the others have no effect.
+        """
+        return self._last_cancelled
+
+    def _note_cancelled(self, call: CancelledCall) -> None:
+        self._last_cancelled = call
+
+    def transaction(self, tag: str | None = None) -> AsyncTransaction:
+        """As `Workspace.transaction`, for `async with`.  A block that is cancelled is undone, too."""
+        return AsyncTransaction(self._requests, self._transactions, tag, self._client.run)
+
+    snapshot = _awaitable(Requests.snapshot)
+    snapshots = _awaitable(Requests.snapshots)
+    drop = _awaitable(Requests.drop)
+    restore = _awaitable(Requests.restore)
+    undo = _awaitable(Requests.undo)
+    redo = _awaitable(Requests.redo)
+    apply = _awaitable(Requests.apply)
+    discard = _awaitable(Requests.discard)
+    diff = _awaitable(Requests.diff)
+    patch = _awaitable(Requests.patch)
+    export = _awaitable(Requests.export)
+    import_archive = _awaitable(Requests.import_archive)
+    status = _awaitable(Requests.status)
+
+    async def unmount(self, *, lazy: bool = False) -> Unmounted:
+        """As `Workspace.unmount`."""
+        if self._unmounted is None:
+            with daemon_end(self._daemon.pid) as wait_ended:
+                self._unmounted = await self._client.run(self._requests.unmount(lazy=lazy))
+                self._not_left()
+                await finish(functools.partial(wait_ended, end_timeout_s(self._unmounted)))
+        return self._unmounted
