@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -69,6 +70,14 @@ def read(path: str | Path) -> dict[str, Any]:
 def update(path: str | Path, parts: Mapping[str, object]) -> None:
     """Replace the top-level `parts` of the results in `path` and keep the others, which other benches wrote."""
     write_whole(path, json.dumps({**read(path), **parts}, indent=1) + "\n")
+
+
+def save(path: str | Path, parts: Mapping[str, object]) -> None:
+    """Update the results in `path`; exit with a message if they cannot be written."""
+    try:
+        update(path, parts)
+    except (OSError, ValueError) as error:
+        sys.exit(f"the results could not be written to {path}, which is as it was before: {error}")
 
 
 def check_writable(path: str | Path) -> None:

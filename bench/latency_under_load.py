@@ -133,7 +133,7 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     if options.json:
         found = {"machine": _machine.machine(), "load": load, "files": options.files, "rows": rows}
-        _results.update(options.json, {"latency": found})
+        _results.save(options.json, {"latency": found})
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     if options.json:
         found = {"machine": _machine.machine(), "load": load, "pairs": options.pairs, "rows": rows}
-        _results.update(options.json, {"neighbours": found})
+        _results.save(options.json, {"neighbours": found})
 
 
 if __name__ == "__main__":

@@ -28,24 +28,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from bench import _machine, _results
-from bench._filesystems import GapError, end_cleanly, run, tmpfs
-from bench._real import GIT
+from bench._filesystems import GapError, end_cleanly
 from bench._results import Budget
-from vfsd.client.workspace import Workspace
+from bench._snapshot_systems import SYSTEMS, System, systems
 
-SYSTEMS: Final = ("vfsd call", "vfsd command", "git", "cp -a", "cp --reflink", "btrfs")
 STEPS: Final = ("snapshot", "restore", "fork")
 IN_A_DIRECTORY: Final = 100
 CHANGES: Final = 40
-IMAGE_BYTES: Final = 4 << 30
-NO_GIT_SETTINGS: Final = {**GIT, "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "gc.auto", "GIT_CONFIG_VALUE_0": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,190 +113,6 @@ def change(top: Path, seed: str) -> None:
     (chance.choice(folders) / f"link-{seed}").symlink_to("file1.txt")
     folder = chance.choice(folders)
     folder.rename(top / f"moved-{seed}-{folder.name[-40:]}")
-
-
-class System:
-    """A way to take snapshots of the directory `live` and to restore them."""
-
-    def __init__(self, live: Path) -> None:
-        self.live = live
-
-    def begin(self) -> None:
-        """Prepare after the tree was made.  Not measured."""
-
-    def snapshot(self, name: str) -> None:
-        raise NotImplementedError
-
-    def restore(self, name: str) -> None:
-        """Restore the last snapshot, `name`."""
-        raise NotImplementedError
-
-    def fork(self, name: str, place: Path) -> None:
-        """Make an independent copy of the snapshot at `place`, which does not exist.  GapError: cannot."""
-        raise NotImplementedError
-
-    def forget(self, name: str, place: Path | None) -> None:
-        """Remove the snapshot and the fork at `place`.  Not measured."""
-
-
-class VfsdCall(System):
-    def __init__(self, workspace: Workspace) -> None:
-        super().__init__(Path(workspace.path))
-        self._workspace = workspace
-
-    def snapshot(self, name: str) -> None:
-        self._workspace.snapshot(name)
-
-    def restore(self, name: str) -> None:
-        self._workspace.restore(name)
-
-    def fork(self, name: str, place: Path) -> None:  # noqa: ARG002
-        raise GapError("vfsd has no fork")
-
-    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
-        self._workspace.drop(name)
-
-
-class VfsdCommand(VfsdCall):
-    def __init__(self, workspace: Workspace) -> None:
-        super().__init__(workspace)
-        self._vfsd = str(Path(sys.executable).with_name("vfsd"))
-        self._options = ("-w", workspace.name)
-
-    def snapshot(self, name: str) -> None:
-        run(self._vfsd, "snapshot", *self._options, name)
-
-    def restore(self, name: str) -> None:
-        run(self._vfsd, "restore", *self._options, name)
-
-
-class Git(System):
-    """Commits on one branch: HEAD is the last snapshot, which is the one that is restored and forked."""
-
-    def _git(self, *words: str | Path) -> str:
-        return run("git", *words, cwd=self.live, env=NO_GIT_SETTINGS)
-
-    def begin(self) -> None:
-        self._git("init", "-q")
-        self.snapshot("first")
-
-    def snapshot(self, name: str) -> None:
-        self._git("add", "-A")
-        self._git("commit", "-q", "--allow-empty", "-m", name)
-
-    def restore(self, name: str) -> None:  # noqa: ARG002
-        self._git("reset", "-q", "--hard", "HEAD")
-        self._git("clean", "-q", "-fdx")
-
-    def fork(self, name: str, place: Path) -> None:  # noqa: ARG002
-        self._git("worktree", "add", "-q", "--detach", place, "HEAD")
-
-    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
-        if place is not None:
-            self._git("worktree", "remove", "--force", place)
-
-
-class Copy(System):
-    def _copy(self, name: str) -> Path:
-        return self.live.with_name(f"copy-{name}")
-
-    def snapshot(self, name: str) -> None:
-        run("cp", "-a", "--reflink=auto", self.live, self._copy(name))
-
-    def restore(self, name: str) -> None:
-        run("rm", "-rf", self.live)
-        self.fork(name, self.live)
-
-    def fork(self, name: str, place: Path) -> None:
-        run("cp", "-a", "--reflink=auto", self._copy(name), place)
-
-    def forget(self, name: str, place: Path | None) -> None:
-        run("rm", "-rf", self._copy(name), *([place] if place else []))
-
-
-class Btrfs(System):
-    def _snapshot(self, name: str) -> Path:
-        return self.live.with_name(f"snapshot-{name}")
-
-    def snapshot(self, name: str) -> None:
-        run("btrfs", "subvolume", "snapshot", "-r", self.live, self._snapshot(name))
-
-    def restore(self, name: str) -> None:
-        run("btrfs", "subvolume", "delete", self.live)
-        self.fork(name, self.live)
-
-    def fork(self, name: str, place: Path) -> None:
-        run("btrfs", "subvolume", "snapshot", self._snapshot(name), place)
-
-    def forget(self, name: str, place: Path | None) -> None:
-        run("btrfs", "subvolume", "delete", self._snapshot(name), *([place] if place else []))
-
-
-@contextmanager
-def btrfs_image(place: Path) -> Iterator[Path]:
-    """Mount a new btrfs in an image in memory.  GapError: the machine cannot."""
-    for program in ("mkfs.btrfs", "btrfs", "losetup"):
-        if shutil.which(program) is None:
-            raise GapError(f"{program} is missing")
-    with tmpfs(place) as top:
-        image, mountpoint = top / "image", top / "mount"
-        with image.open("wb") as file:
-            file.truncate(IMAGE_BYTES)
-        mountpoint.mkdir()
-        try:
-            run("mkfs.btrfs", "-q", image)
-            run("mount", "-o", "loop", image, mountpoint)
-        except RuntimeError as error:
-            raise GapError(f"no btrfs in a loop image: {' '.join(str(error).split())[-100:]}") from None
-        try:
-            yield mountpoint
-        finally:
-            run("umount", mountpoint)
-
-
-def _made(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-@contextmanager
-def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
-    """Yield the systems by name, each with an empty directory; and the missing ones with the reasons."""
-    found: dict[str, System] = {}
-    gaps: dict[str, str] = {}
-    with ExitStack() as stack:
-
-        def workspace(word: str) -> Workspace:
-            name = f"bench-rewind-{word}-{os.getpid()}"
-            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name, fork_server=False))
-
-        def memory(word: str) -> Path:
-            return _made(stack.enter_context(tmpfs(scratch / word)) / "live")
-
-        def on_btrfs(word: str) -> Path:
-            return stack.enter_context(btrfs_image(scratch / word))
-
-        def subvolume() -> Path:
-            live = on_btrfs("btrfs") / "live"
-            run("btrfs", "subvolume", "create", live)
-            return live
-
-        makers: tuple[Callable[[], System], ...] = (
-            lambda: VfsdCall(workspace("call")),
-            lambda: VfsdCommand(workspace("command")),
-            lambda: Git(memory("git")),
-            lambda: Copy(memory("cp")),
-            lambda: Copy(_made(on_btrfs("reflink") / "live")),
-            lambda: Btrfs(subvolume()),
-        )
-        for name, make in zip(SYSTEMS, makers, strict=True):
-            if not wanted(name):
-                continue
-            try:
-                found[name] = make()
-            except GapError as gap:
-                gaps[name] = str(gap)
-        yield found, gaps
 
 
 class WrongTreeError(Exception):
@@ -452,7 +263,7 @@ def main() -> None:
             **_machine.machine(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "load_before": load, "load_after": os.getloadavg()[0],
         }  # fmt: skip
-        _results.update(
+        _results.save(
             options.json,
             {
                 "machine": machine,

@@ -304,7 +304,7 @@ def main() -> None:
     }  # fmt: skip
     print(f"took {machine['took_s']} s; load at the end: {machine['load_after']:.1f}")
     if options.json:
-        _results.update(options.json, {"machine": machine, **parts})
+        _results.save(options.json, {"machine": machine, **parts})
     failures(parts)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench._results import Budget
-from bench.rewind import Copy, Figures, Git, System, change, differences, document, fill, measure, one_round, read_tree
+from bench._snapshot_systems import Copy, Git, System
+from bench.rewind import Figures, change, differences, document, fill, measure, one_round, read_tree
 
 FILES = 200
 
