@@ -51,6 +51,7 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
         answers[command] = answer(*command.split(), *rest)
     answer("snapshot", "--tag", "claude:prompt session=s: a prompt")
     answers["rewind"], answers["rewind --list"] = answer("rewind"), answer("rewind", "--list")
+    answers["run"] = json.loads(succeeded(vfsd("run", "--json", "--", "true", cwd=second)))
     answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
     answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
     answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))

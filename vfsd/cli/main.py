@@ -55,6 +55,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "apply": ("overlay", "Write the changes of an overlay to the directory below it."),
     "discard": ("overlay", "Discard the changes of an overlay, and show the directory below it again."),
     "exec": ("exec", "Run a command in the workspace."),
+    "run": ("run", "Run a command on an overlay of the current directory."),
     "store": ("store", "Manage the snapshots that are kept on disk."),
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "hooks": ("hooks", "Take a snapshot after each step of an agent."),
@@ -67,7 +68,7 @@ _GROUPS: Final = {
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
-    "Commands": ("exec",),
+    "Commands": ("exec", "run"),
     "Agents": ("fs", "hooks", "rewind"),
     "This machine": ("doctor", "completion"),
 }

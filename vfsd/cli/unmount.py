@@ -21,6 +21,7 @@ from vfsd.client.daemon_exit import daemon_end
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.machine.mountinfo import mount_at
 from vfsd.machine.mounts import clear_dead_mount, is_dead
+from vfsd.machine.own_places import remove_place
 from vfsd.machine.runtime import WorkspaceRecord, read_records, remove_record
 from vfsd.wire import messages
 from vfsd.wire.backend_spec import BackendSpec
@@ -128,11 +129,11 @@ def _checked(file: str, *, every: bool, discard: bool) -> str:
 def _unmount(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
     """Unmount through the daemon; if it is dead, remove what it left."""
     if not record.alive:
-        return _clear_away(record)
+        return clear_away(record)
     may_ask = not app.json and sys.stdin.isatty() and output.on_terminal(err=True)
     while True:
         try:
-            return _call(app, record, params)
+            return unmount_running(app, record, params)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
@@ -174,7 +175,7 @@ def _export_and_unmount(
         if not app.json:
             output.note(f"exported {counted(answer.files, 'file')} to {output.show_path(path)}")
         try:
-            return _call(app, record, messages.UnmountParams(lazy=lazy))
+            return unmount_running(app, record, messages.UnmountParams(lazy=lazy))
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise _still_mounted(record, error, f"exported to {output.show_path(path)}") from None
@@ -187,7 +188,8 @@ def _still_mounted(record: WorkspaceRecord, error: OSError, what: str) -> OSErro
     return OSError(error.errno, f"{describe(error)}; {record.name} was {what}, and is still mounted")
 
 
-def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
+def unmount_running(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> messages.UnmountResult:
+    """Unmount through the daemon, and wait for its end.  OSError: EBUSY, ENOTEMPTY for unsaved changes."""
     with daemon_end(record.pid) as wait_ended:
         try:
             result: messages.UnmountResult = app.call(RemoteCall("unmount", params), record)
@@ -206,13 +208,15 @@ def _call(app: App, record: WorkspaceRecord, params: messages.UnmountParams) -> 
             raise OSError(errno.EBUSY, f"{describe(error)}; {advice}") from None
         if not result.holders:  # else the daemon serves them until they end
             wait_ended()
+    remove_place(record.mountpoint)
     return result
 
 
-def _clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
+def clear_away(record: WorkspaceRecord) -> messages.UnmountResult:
     """Remove the mount, the record and the socket of a dead daemon."""
     if mount_at(record.mountpoint) is not None and is_dead(record.mountpoint):
         clear_dead_mount(record.mountpoint)
+    remove_place(record.mountpoint)
     remove_record(record)
     with contextlib.suppress(FileExistsError):  # a new daemon of that name has already started
         remove_dead_socket(record.socket)

@@ -295,7 +295,6 @@ def did_you_mean(word: str, possible: Iterable[str]) -> str:
 _ELSEWHERE: Final = {
     "undo": "vfsd restore --undo",
     "redo": "vfsd restore --redo",
-    "run": "vfsd exec",
     **{name: f"vfsd fs {name}" for name in ("ls", "read", "write", "edit", "glob", "grep", "rm", "stat")},
 }
 

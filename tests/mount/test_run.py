@@ -1,0 +1,305 @@
+"""`vfsd run`: a command on an overlay of the current directory, and what becomes of its changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import click.testing
+import pytest
+
+from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
+from tests.support.terminal import Shell
+from vfsd.cli import run as run_module
+from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
+from vfsd.cli.main import cli
+from vfsd.machine.runtime import read_records, socket_dir
+
+SOME = "echo two > file; echo new > added"
+
+
+@pytest.fixture
+def project(workdir: Path) -> Iterator[Path]:
+    directory = workdir / "project"
+    directory.mkdir()
+    (directory / "file").write_text("one\n")
+    yield directory
+    for record in read_records():
+        succeeded(vfsd("unmount", record.name, "--discard"))
+    assert not os.path.exists(f"{socket_dir()}/places") or os.listdir(f"{socket_dir()}/places") == []
+
+
+def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return vfsd("run", *words, cwd=project, stdin=subprocess.DEVNULL)
+
+
+def content(project: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in project.iterdir()}
+
+
+def names() -> list[str]:
+    return [record.name for record in read_records()]
+
+
+def test_the_changes_are_applied_discarded_or_kept(project: Path) -> None:
+    discarded = run(project, "--discard", "--", "sh", "-c", f"{SOME}; pwd; exit 3")
+    assert discarded.returncode == 3
+    assert discarded.stdout.startswith(f"{project}\n")
+    assert " 2 paths changed, 2 insertions(+), 1 deletion(-)" in discarded.stdout
+    assert discarded.stderr.endswith("vfsd: discarded: 1 added, 1 modified\n")
+    assert content(project) == {"file": "one\n"}
+    assert names() == []
+
+    kept = run(project, "--", "sh", "-c", f"{SOME}; vfsd=$VFSD_WORKSPACE; echo $vfsd")
+    assert kept.returncode == 0
+    assert names() == ["run-project"]
+    assert "`vfsd apply -w run-project` writes them" in kept.stderr
+    assert content(project) == {"file": "one\n"}
+    succeeded(vfsd("unmount", "run-project", "--discard"))
+
+    applied = run(project, "--apply", "--", "sh", "-c", SOME)
+    assert applied.returncode == 0
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+    assert names() == []
+
+
+def test_a_command_that_changes_nothing_leaves_nothing(project: Path) -> None:
+    done = run(project, "--keep", "--", "cat", "file")
+    assert (done.returncode, done.stdout) == (0, "one\n")
+    assert done.stderr.endswith("vfsd: the command changed nothing\n")
+    assert names() == []
+
+
+def test_other_programs_see_the_directory_and_no_mount(project: Path) -> None:
+    before = Path("/proc/self/mountinfo").read_text().count(f" {project} ")
+    with subprocess.Popen(
+        [*VFSD, "run", "--discard", "--", "sh", "-c", f"{SOME}; echo done; cat"],
+        cwd=project,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdin is not None
+        assert running.stdout.readline() == b"done\n"
+        assert content(project) == {"file": "one\n"}
+        assert Path("/proc/self/mountinfo").read_text().count(f" {project} ") == before
+        changes = succeeded(vfsd("diff", "-w", "run-project"))
+        assert changes.split("\n") == ["A added", "M file", ""]
+        running.stdin.close()
+        assert running.wait() == 0
+
+
+def test_the_document(project: Path) -> None:
+    done = run(project, "--json", "--discard", "--", "sh", "-c", f"{SOME}; echo out; exit 4")
+    assert done.returncode == 4
+    assert json.loads(done.stdout) == {
+        "directory": str(project),
+        "workspace": "run-project",
+        "exit_status": 4,
+        "outcome": "discarded",
+        "counts": {"added": 1, "modified": 1, "removed": 0},
+    }
+    assert done.stderr == "out\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (["--", "no-such-program"], 127, "No such file or directory: no-such-program"),
+        (["--", "/etc/passwd"], 126, "Permission denied: /etc/passwd"),
+        (["--apply", "--keep", "--", "true"], 2, "--apply and --keep exclude each other"),
+        ([], 2, "Missing argument"),
+        (["-w", "x", "--", "true"], 2, "`vfsd exec` runs a command in one"),
+    ],
+)
+def test_a_command_that_does_not_start_leaves_nothing(
+    project: Path, words: list[str], status: int, reason: str
+) -> None:
+    done = run(project, *words)
+    assert done.returncode == status
+    assert reason in done.stderr.splitlines()[-1]
+    assert names() == []
+
+
+def test_the_root_and_a_directory_with_the_runtime_directory_are_refused(project: Path) -> None:
+    for directory, reason in (("/", "cannot run over the root directory"), (socket_dir(), "VFSD_RUNTIME_DIR")):
+        os.makedirs(directory, exist_ok=True)
+        done = vfsd("run", "--", "true", cwd=directory)
+        assert done.returncode == 125
+        assert reason in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_conflicts_are_reported_and_the_changes_are_kept(project: Path) -> None:
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; echo other > /proc/{os.getpid()}/root{project}/file")
+    assert done.returncode == 1
+    assert "nothing was written; workspace run-project keeps the changes" in done.stderr
+    assert content(project) == {"file": "other\n"}
+
+
+def test_a_run_in_a_run_and_in_a_workspace(project: Path, workdir: Path) -> None:
+    inner = shlex.join([*VFSD, "run", "--apply", "--", "sh", "-c", SOME])
+    assert run(project, "--apply", "--", "sh", "-c", inner).returncode == 0
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+    (workdir / "ws").mkdir()
+    succeeded(vfsd("mount", workdir / "ws"))
+    assert run(workdir / "ws", "--apply", "--", "sh", "-c", SOME).returncode == 0
+    assert content(workdir / "ws") == {"file": "two\n", "added": "new\n"}
+
+
+def test_a_killed_run_loses_nothing(project: Path) -> None:
+    with subprocess.Popen(
+        [*VFSD, "run", "--discard", "--", "sh", "-c", f"{SOME}; echo $$; read line; echo three > file"],
+        cwd=project,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdin is not None
+        command = int(running.stdout.readline())
+        running.kill()
+        running.wait()
+        running.stdin.close()
+        wait_ended(command)
+    assert names() == ["run-project"]
+    assert "+three" in succeeded(vfsd("diff", "-w", "run-project", "--patch"))
+
+
+def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path) -> None:
+    script = f"trap 'echo got; exit 9' TERM; {SOME}; echo started; while :; do sleep 0.05; done"
+    with subprocess.Popen(
+        [*VFSD, "run", "--", "sh", "-c", script],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "started\n"
+        running.send_signal(signal.SIGTERM)
+        printed, remarks = running.communicate()
+    assert running.returncode == 9
+    assert printed.startswith("got\n")
+    assert "keeps the changes" in remarks
+
+
+def test_a_dead_daemon_is_reported(project: Path) -> None:
+    kill = f"kill -9 $({shlex.join(VFSD)} list | cut -f5); sleep 0.1"
+    done = run(project, "--apply", "--", "sh", "-c", f"{SOME}; {kill}; exit 0")
+    assert done.returncode == 125
+    assert done.stderr.endswith("the daemon of run-project died: the changes of the command are lost\n")
+    assert content(project) == {"file": "one\n"}
+    assert names() == []
+
+
+def test_without_a_private_mount_the_command_runs_at_another_path(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+
+    def refused(command: object, source: str, target: str | None, environment: object, **fd: int) -> Ended:
+        if target is not None:
+            raise NoPrivateMountError(1, "cannot make a namespace: Operation not permitted")
+        places.append(source)
+        return run_in_foreground(command, source, target, environment, **fd)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "run_in_foreground", refused)
+    monkeypatch.chdir(project)
+    done = click.testing.CliRunner().invoke(cli, ["run", "--apply", "--", "sh", "-c", SOME])
+    assert done.exit_code == 0, done.output
+    assert f"Operation not permitted; the command runs in {places[0]} instead" in done.stderr
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
+# -- on a terminal ----------------------------------------------------------------------------------
+@pytest.fixture
+def shell(project: Path) -> Iterator[Shell]:
+    with Shell(cwd=project) as started:
+        started.run(f'run() {{ {shlex.join([*VFSD, "run"])} "$@"; }}')
+        started.expect("ready> ")
+        yield started
+
+
+def test_a_terminal_is_asked(shell: Shell, project: Path) -> None:
+    shell.run(f"run -- sh -c '{SOME}'")
+    shell.expect(r"apply, keep or discard these changes\? \[a/k/d\] ")
+    shell.type("what\n")
+    shell.expect(r"\[a/k/d\] ")
+    shell.type("a\n")
+    shell.expect("applied to .*: 1 added, 1 modified")
+    assert shell.status() == 0
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04", "k\n"])
+def test_ctrl_c_and_the_end_of_the_input_keep_the_changes(shell: Shell, key: str) -> None:
+    shell.run(f"run -- sh -c '{SOME}'")
+    shell.expect(r"\[a/k/d\] ")
+    shell.type(key)
+    shell.expect("keeps the changes")
+    assert shell.status() == 0
+    assert names() == ["run-project"]
+
+
+def test_ctrl_c_is_for_the_command(shell: Shell) -> None:
+    shell.run(
+        f"run --discard -- sh -c 'trap \"echo caught; exit 7\" INT; {SOME}; echo start; while :; do sleep 1; done'"
+    )
+    shell.expect("start\n")
+    shell.type("\x03")
+    shell.expect("caught\n")
+    shell.expect("discarded: 1 added, 1 modified")
+    assert shell.status() == 7
+
+
+def test_ctrl_z_and_fg(shell: Shell) -> None:
+    shell.run("run --keep -- sh -c 'echo start; exec cat'")
+    shell.expect("start\n")
+    shell.type("first\n")
+    shell.expect("first\nfirst\n")
+    shell.type("\x1a")
+    shell.expect(r"Stopped")
+    assert shell.status() == 128 + signal.SIGSTOP
+    shell.run("fg")
+    shell.type("second\n")
+    shell.expect("second\nsecond\n")
+    shell.type("\x04")
+    shell.expect("the command changed nothing")
+    assert shell.status() == 0
+
+
+def test_a_program_that_stops_itself_gives_the_terminal_back(shell: Shell) -> None:
+    shell.run("run --keep -- sh -c 'kill -STOP $$; echo resumed; exit 5'")
+    shell.expect(r"Stopped")
+    shell.status()
+    shell.run("fg")
+    shell.expect("resumed\n")
+    assert shell.status() == 5
+
+
+def test_a_killed_program_leaves_the_terminal_usable(shell: Shell) -> None:
+    shell.run("run --keep -- sh -c 'stty raw -echo; kill -9 $$'")
+    shell.expect("the command changed nothing")
+    assert shell.status() == 128 + signal.SIGKILL
+    shell.run("stty -a | tr ' ' '\\n' | grep -x -e icanon -e -icanon")
+    shell.expect("(?m)^icanon$")
+
+
+def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
+    shell.run("run --keep -- env PS1='inner> ' bash --norc --noprofile --noediting -i")
+    shell.expect("inner> ")
+    shell.run("sh -c 'echo start; exec cat'")
+    shell.expect("start\n")
+    shell.type("\x1a")
+    shell.expect("Stopped")
+    shell.expect("inner> ")
+    shell.run("kill %1; exit 6")
+    shell.expect("the command changed nothing")
+    assert shell.status() == 6

@@ -1,0 +1,272 @@
+"""`vfsd run`: run a command on an overlay of the current directory, then apply, keep or discard its changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import sys
+from typing import Any, Final, Literal
+
+import click
+
+from vfsd.cli.common import output
+from vfsd.cli.common.app import App, Command, describe, error_record, report
+from vfsd.cli.common.changes import show_stat
+from vfsd.cli.common.streamed import ChangeSpool, call_with_changes
+from vfsd.cli.common.supervised import Ended, NoPrivateMountError, NotStartedError, run_in_foreground
+from vfsd.cli.common.wording import count_words
+from vfsd.cli.unmount import clear_away, unmount_running
+from vfsd.client import launch
+from vfsd.client.mount_arguments import mount_options, running_workspace
+from vfsd.client.requests import Requests
+from vfsd.machine.own_places import make_place, remove_place
+from vfsd.machine.runtime import WORKSPACE_VARIABLE, WorkspaceRecord
+from vfsd.wire import messages
+from vfsd.wire.messages import wire_path
+
+Outcome = Literal["applied", "kept", "discarded", "unchanged", "lost"]
+# The exit statuses of env(1), nohup(1) and timeout(1).
+_FAILED: Final = 125
+_NOT_EXECUTABLE: Final = 126
+_NOT_FOUND: Final = 127
+_CHOICES: Final = {"a": "apply", "k": "keep", "d": "discard"}
+
+
+@click.command(
+    "run",
+    cls=Command,
+    acts_on_workspace=False,
+    context_settings={"allow_interspersed_args": False},
+    examples="""
+    vfsd run -- claude                     # asks at the end: apply, keep or discard
+    vfsd run --apply -- make fmt
+    vfsd run --discard -- sh -c 'npm install && npm test'
+    vfsd run --keep -- ./migrate.sh        # look at it later: vfsd diff -w NAME
+    """,
+)
+@click.argument("argv", metavar="[--] COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--apply", "apply_it", is_flag=True, help="Apply the changes at the end, without asking.")
+@click.option("--keep", is_flag=True, help="Keep the overlay at the end, without asking.")
+@click.option("--discard", is_flag=True, help="Discard the changes at the end, without asking.")
+@click.pass_obj
+def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, discard: bool) -> None:
+    """Run a command on an overlay of the current directory.
+
+    The command, and all that it starts, sees the overlay at the path of the current directory.  Other programs see the
+    directory itself, which does not change.  Where this user may not make a mount of his own, the command runs at
+    another path, and vfsd says so.
+
+    When the command has ended, vfsd shows what it changed and asks: apply the changes to the directory, keep them in a
+    workspace, or discard them.  Without a terminal they are kept.  They are kept, too, if `vfsd run` is killed; `vfsd
+    list` shows the workspace.  $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks
+    act on it.
+
+    Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
+    N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,
+    the command writes its standard output to standard error.
+    """
+    flags = [name for name, is_given in (("apply", apply_it), ("keep", keep), ("discard", discard)) if is_given]
+    if len(flags) > 1:
+        raise click.UsageError(f"{' and '.join(f'--{name}' for name in flags)} exclude each other: give one")
+    if app.workspace is not None:
+        raise click.UsageError("-w selects a running workspace; `vfsd exec` runs a command in one")
+    try:
+        run = _Run(app, argv)
+        run.start()
+        status = run.finish(flags[0] if flags else None)
+    except OSError as error:
+        report(describe(error), error_record(error), as_json=app.json)
+        raise SystemExit(_status_of(error)) from None
+    raise SystemExit(status)
+
+
+def _status_of(error: OSError) -> int:
+    if isinstance(error, NotStartedError) and error.filename is not None:
+        return _NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else _NOT_EXECUTABLE
+    return _FAILED
+
+
+class _Run:
+    """One overlay with its command."""
+
+    def __init__(self, app: App, argv: tuple[str, ...]) -> None:
+        self._app = app
+        self._argv = argv
+        self._directory = os.getcwd()
+        if self._directory == "/":
+            raise OSError(errno.EINVAL, "cannot run over the root directory: change to the directory of a project")
+        self._record = self._mount()
+        self._ended: Ended | None = None
+
+    def _mount(self) -> WorkspaceRecord:
+        base = os.path.basename(self._directory)
+        place = make_place(f"run-{base}", self._directory)
+        try:
+            options = mount_options(place, f"overlay:{self._directory}", name=os.path.basename(place))
+            launch.launch(options)
+        except ValueError as error:
+            remove_place(place)
+            raise OSError(errno.EINVAL, str(error)) from None
+        except BaseException as error:
+            remove_place(place)
+            if isinstance(error, OSError) and _is_in_user_namespace():
+                reason = "this is a user namespace, perhaps of another `vfsd run`, in which fusermount3 cannot mount"
+                raise OSError(error.errno, f"{describe(error)}; {reason}: run it outside") from None
+            raise
+        return running_workspace(options.workspace.name)
+
+    @property
+    def _name(self) -> str:
+        return self._record.name
+
+    # -- the command --------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Run the command to its end.  NotStartedError, after which the overlay is gone."""
+        here = _shown(self._directory)
+        environment = {**os.environ, WORKSPACE_VARIABLE: self._name}
+        output_fd = 2 if self._app.json else 1
+        self._app.interrupted = f"interrupted: {self._kept()}"
+        try:
+            self._note(f"{here} is an overlay for this command; workspace {self._name} holds its changes")
+            try:
+                self._ended = run_in_foreground(
+                    self._argv, self._record.mountpoint, self._directory, environment, output_fd=output_fd
+                )
+            except NoPrivateMountError as error:
+                self._note(f"{describe(error)}; the command runs in {_shown(self._record.mountpoint)} instead")
+                environment["PWD"] = self._record.mountpoint
+                self._ended = run_in_foreground(
+                    self._argv, self._record.mountpoint, None, environment, output_fd=output_fd
+                )
+        except NotStartedError:
+            self._unmount(discard=True)
+            raise
+
+    def _note(self, text: str) -> None:
+        if not self._app.json:
+            output.note(text)
+
+    # -- the end --------------------------------------------------------------------------------------
+    def finish(self, choice: str | None) -> int:
+        """Show the changes, do what `choice` or the user says, and return the exit status."""
+        assert self._ended is not None, "start() ended"
+        status = self._ended.status
+        os.chdir("/")  # this process must not keep the workspace busy
+        if not self._record.alive:
+            clear_away(self._record)
+            output.report(f"the daemon of {self._name} died: the changes of the command are lost")
+            self._emit(status, "lost", messages.ChangeCounts())
+            return _FAILED
+        try:
+            counts = self._show_changes()
+            outcome, is_failed = self._end_as(choice, counts)
+        except OSError as error:
+            raise OSError(error.errno, f"{describe(error)}; {self._kept()}") from None
+        self._emit(status, outcome, counts)
+        return status or int(is_failed)
+
+    def _show_changes(self) -> messages.ChangeCounts:
+        requests = Requests(self._record.mountpoint)
+        request = requests.diff()
+        request.params.mode = "stat"
+        app = App(workspace=self._name)
+        app.interrupted = self._app.interrupted
+        shown: list[messages.ChangeCounts] = []
+
+        def show(answer: messages.DiffResult, changes: ChangeSpool) -> None:
+            shown.append(answer.counts)
+            if answer.counts != messages.ChangeCounts() and not self._app.json:
+                show_stat(changes, answer.counts)
+
+        call_with_changes(app, request, "comparing", show)
+        return shown[0]
+
+    def _end_as(self, choice: str | None, counts: messages.ChangeCounts) -> tuple[Outcome, bool]:
+        """Apply, keep or discard; return the outcome, and whether the choice could not be carried out."""
+        if counts == messages.ChangeCounts():
+            self._unmount(discard=True)
+            self._note("the command changed nothing")
+            return "unchanged", False
+        assert self._ended is not None
+        if choice is None:
+            # After SIGTERM or SIGHUP nobody may be there to answer.
+            choice = "keep" if self._ended.passed_on or self._app.json else _ask()
+        if choice == "apply":
+            return self._apply()
+        if choice == "discard":
+            self._unmount(discard=True)
+            self._note(f"discarded: {count_words(counts)}")
+            return "discarded", False
+        self._note(self._kept())
+        return "kept", False
+
+    def _apply(self) -> tuple[Outcome, bool]:
+        request = Requests(self._record.mountpoint).apply()
+        answer: messages.ApplyResult = self._app.call(request, self._record, label="applying")
+        for conflict in answer.conflicts:
+            output.note(f"{output.show_path(conflict.path)} {conflict.reason}")
+        if not answer.applied:
+            conflicts = output.counted(len(answer.conflicts), "conflict", "conflicts")
+            output.report(f"{conflicts} in {_shown(self._directory)}; nothing was written; {self._kept()}")
+            return "kept", True
+        self._note(f"applied to {_shown(self._directory)}: {count_words(answer.counts)}")
+        try:
+            self._unmount(discard=False)
+        except OSError as error:  # a process that the command left has changed something since, or has a file open
+            output.report(f"the changes were applied, but {describe(error)}; {self._kept()}")
+            return "applied", True
+        return "applied", False
+
+    def _unmount(self, *, discard: bool) -> None:
+        answer = unmount_running(self._app, self._record, messages.UnmountParams(discard=discard))
+        if answer.holders:
+            self._note(f"it is still in use by {', '.join(answer.holders)}")
+
+    def _kept(self) -> str:
+        """Say where the changes are, and what to do with them."""
+        name = shlex.quote(self._name)
+        return (
+            f"workspace {self._name} keeps the changes: `vfsd diff -w {name}` shows them, `vfsd apply -w {name}` writes"
+            f" them, `vfsd unmount {name}` removes it"
+        )
+
+    def _emit(self, status: int, outcome: Outcome, counts: messages.ChangeCounts) -> None:
+        if self._app.json:
+            document: dict[str, Any] = {
+                "directory": _shown(self._directory),
+                "workspace": self._name,
+                "exit_status": status,
+                "outcome": outcome,
+                "counts": counts,
+            }
+            with self._app.writing():
+                output.print_json(document)
+
+
+def _is_in_user_namespace() -> bool:
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        return file.read().split() != ["0", "0", str((1 << 32) - 1)]
+
+
+def _shown(path: str) -> str:
+    return wire_path(os.fsencode(path))
+
+
+def _ask() -> str:
+    """Ask what to do with the changes; without a terminal, or at its end, they are kept."""
+    if not (sys.stdin.isatty() and output.on_terminal(err=True)):
+        return "keep"
+    while True:
+        try:
+            click.echo("apply, keep or discard these changes? [a/k/d] ", nl=False, err=True)
+            answer = sys.stdin.readline()
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            return "keep"
+        if not answer:
+            click.echo(err=True)
+            return "keep"
+        found = [name for name in _CHOICES.values() if answer.strip() and name.startswith(answer.strip().lower())]
+        if found:
+            return found[0]

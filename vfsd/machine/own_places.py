@@ -1,0 +1,42 @@
+"""Mountpoints that vfsd makes itself, in the runtime directory; they are removed after the unmount."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+
+from vfsd.machine.runtime import ensure_socket_dir, socket_dir, unique_name
+
+_DIRECTORY = "places"
+
+
+def make_place(base: str, outside: str) -> str:
+    """Make an empty directory for a mount, and return its path; its last component is an unused workspace name.
+
+    `base` is the beginning of the name.  `outside` is a directory that the mount will show, so the mountpoint must not
+    be in it: OSError (EINVAL).
+    """
+    parent = os.path.join(ensure_socket_dir(), _DIRECTORY)
+    real = os.path.realpath(parent)
+    if os.path.commonpath((real, os.path.realpath(outside))) == os.path.realpath(outside):
+        reason = "it contains vfsd's runtime directory: set $VFSD_RUNTIME_DIR to a directory outside of it"
+        raise OSError(errno.EINVAL, reason, outside)
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    for number in itertools.count(1):
+        path = os.path.join(parent, unique_name(f"/{base}" if number == 1 else f"/{base}-{number}"))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            return path
+    raise AssertionError("unreachable")
+
+
+def remove_place(path: str) -> None:
+    """Remove the mountpoint `path` if vfsd made it and nothing is mounted there or in it."""
+    if os.path.dirname(path) in (
+        os.path.join(socket_dir(), _DIRECTORY),
+        os.path.join(os.path.realpath(socket_dir()), _DIRECTORY),
+    ):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
