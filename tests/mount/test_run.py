@@ -268,6 +268,7 @@ def test_ctrl_z_and_fg(shell: Shell) -> None:
     shell.expect(r"Stopped")
     assert shell.status() == 128 + signal.SIGSTOP
     shell.run("fg")
+    shell.expect('run "[$]@"\n')  # bash shows the command that continues
     shell.type("second\n")
     shell.expect("second\nsecond\n")
     shell.type("\x04")
@@ -300,6 +301,10 @@ def test_an_interactive_shell_in_it_has_job_control(shell: Shell) -> None:
     shell.type("\x1a")
     shell.expect("Stopped")
     shell.expect("inner> ")
-    shell.run("kill %1; exit 6")
+    shell.run("fg")
+    shell.expect("exec cat'\n")  # bash shows the command that continues
+    shell.type("\x04")
+    shell.expect("inner> ")
+    shell.run("exit 6")
     shell.expect("the command changed nothing")
     assert shell.status() == 6
