@@ -18,7 +18,7 @@ BOOTSTRAP := PYTHON='$(PYTHON)' scripts/bootstrap
 PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
 
 # Of `make bench-short`: seconds for the table and for snapshots, and pairs of builds.
-TABLE_S ?= 450
+TABLE_S ?= 480
 REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
@@ -71,7 +71,7 @@ bench: ## the tables of workloads and file systems, and two pictures; ARGS=--qui
 	$(BIN)/python -m bench.store
 	$(BIN)/python -m bench.container --json docs/bench-container.json $(filter --quick,$(ARGS))
 
-bench-short: ## the same tables and pictures for four file systems, in about 12 minutes of an idle machine
+bench-short: ## the same tables and pictures for four file systems, in about 13 minutes of an idle machine
 	@$(BOOTSTRAP) fuse tests
 	@$(MATPLOTLIB)
 	$(BIN)/python -m bench.table --short --budget $(TABLE_S) --json docs/bench.json $(ARGS)

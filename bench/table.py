@@ -54,20 +54,15 @@ class Job:
     measure: Measure
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    uses_cpu_time: bool
-
-
 class RowRun:
     """The rounds of one row: its cells for each mode, and the failures with their reasons."""
 
-    def __init__(self, job: Job, mounted: list[Mounted], modes: Modes, settings: Settings) -> None:
+    def __init__(self, job: Job, mounted: list[Mounted], modes: Modes, *, uses_cpu_time: bool) -> None:
         self.job = job
         self.rounds = 0
         self.longest_s = 0.0  # of a round
         self._modes = modes
-        self._settings = settings
+        self._uses_cpu_time = uses_cpu_time
         self._mounted = {mode: [each for each in mounted if mode in each.modes] for mode in modes.names}
         self.cells: dict[str, Cells] = {
             mode: {each.name: [] for each in present} for mode, present in self._mounted.items()
@@ -114,7 +109,7 @@ class RowRun:
         place = on.path / f"place{next(_places)}"
         try:
             place.mkdir()
-            clock = cpu_clock(on.pid) if self._settings.uses_cpu_time else time.perf_counter
+            clock = cpu_clock(on.pid) if self._uses_cpu_time else time.perf_counter
             return self.job.measure(on, place, clock)
         finally:
             shutil.rmtree(place, ignore_errors=True)
@@ -202,7 +197,6 @@ def run_rows(runs: list[RowRun], rounds: int, budget: Budget) -> None:
 
 def measure_all(options: argparse.Namespace, modes: Modes, budget: Budget, scratch: Path) -> dict[str, object]:
     """Measure all rows and print them; return the parts of the results."""
-    settings = Settings(options.cpu)
     inputs = scratch / "inputs"
     inputs.mkdir()
     _real.make_inputs(inputs, SHORT_SHARE if options.short else 1.0)
@@ -215,7 +209,7 @@ def measure_all(options: argparse.Namespace, modes: Modes, budget: Budget, scrat
             print(f"gap: {peer}: {why}")
         names = list(dict.fromkeys(each.name for each in mounted))
         found = jobs(options.rows, inputs, is_short=options.short)
-        runs = [RowRun(job, mounted, modes, settings) for job in found]
+        runs = [RowRun(job, mounted, modes, uses_cpu_time=options.cpu) for job in found]
         try:
             run_rows(runs, options.rounds, budget)
         finally:  # after Ctrl-C too

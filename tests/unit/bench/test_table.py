@@ -10,7 +10,7 @@ import pytest
 from bench._filesystems import Mounted
 from bench._machine import AS_IT_IS, AWAKE, Modes
 from bench._results import Budget
-from bench.table import Job, RowRun, Settings, cell, jobs, run_rows
+from bench.table import Job, RowRun, cell, jobs, run_rows
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def mounted(tmp_path: Path) -> list[Mounted]:
 
 def row_run(tmp_path: Path, modes: Modes, measure: Callable[[Mounted], float]) -> RowRun:
     job = Job("row", "op", lambda on, _place, _clock: measure(on))
-    return RowRun(job, mounted(tmp_path), modes, Settings(uses_cpu_time=False))
+    return RowRun(job, mounted(tmp_path), modes, uses_cpu_time=False)
 
 
 def test_each_round_measures_both_modes_and_a_workspace_for_each(tmp_path: Path, modes: Modes) -> None:
