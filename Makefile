@@ -23,7 +23,7 @@ REWIND_S ?= 120
 PAIRS ?= 20
 MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
 
-.PHONY: help setup demo test coverage coverage-report lint format bench bench-short clean
+.PHONY: help setup demo test test-integrations coverage coverage-report lint format bench bench-short clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,17 @@ test: ## all tests but the long campaigns; ARGS='...' goes to pytest, COVERAGE=1
 	@$(BOOTSTRAP) fuse tests
 	@$(if $(COVERAGE),$(BIN)/coverage erase)
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
+
+# With packages of its own, which .venv does not need; CI does not run it.
+INTEGRATIONS := .venv-integrations
+test-integrations: ## vfsd with the real Claude Code and other agents, against a scripted model; needs npm
+	@$(BOOTSTRAP) fuse tests
+	@command -v npm >/dev/null || { echo "test-integrations: npm is missing: install Node.js 18 or newer" >&2; exit 1; }
+	@[[ -x $(INTEGRATIONS)/bin/python ]] || $(BIN)/python -m venv $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/pip install --quiet --editable '.[dev,claude-agent]'
+	@npm install --silent --no-save --prefix $(INTEGRATIONS)/npm @anthropic-ai/claude-code@2
+	VFSD_INTEGRATIONS=1 VFSD_CLAUDE=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin/claude \
+	$(INTEGRATIONS)/bin/pytest tests/integrations $(ARGS)
 
 coverage: ## the same tests, and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status
@@ -81,5 +92,5 @@ bench-short: ## the same tables and pictures for four file systems, in about 13 
 	$(BIN)/python -m bench.report --pictures --targets
 
 clean: ## remove what was built and measured; .venv too
-	rm -rf .venv build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(INTEGRATIONS) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find protocol vfsd tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ try:
 
     # At the end: modules of the standard library come first.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    from vfsd.client.agent_points import AgentPoint, snapshot_name
+    from vfsd.client.agent_points import point_of, snapshot_name, text_of
     from vfsd.client.quick_call import ask
     from vfsd.machine import selection
 except KeyboardInterrupt:
@@ -35,9 +35,6 @@ TIMEOUT_S: Final = 20.0  # a snapshot of a large host directory takes seconds
 _INPUT_BYTES_MAX: Final = 256 << 20
 _PIECE_BYTES: Final = 1 << 20
 _PROJECT_VARIABLE: Final = "CLAUDE_PROJECT_DIR"
-_KINDS: Final = {"PostToolUse": "tool", "PostToolUseFailure": "tool", "UserPromptSubmit": "prompt", "Stop": "stop"}
-# The argument that says best what a call of a tool did; the first that it has.
-_MAIN_ARGUMENTS: Final = ("command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description")
 
 
 def main() -> None:
@@ -71,25 +68,6 @@ def read_event(descriptor: int) -> dict[str, Any]:
     return event
 
 
-def point_of(event: Mapping[str, Any]) -> AgentPoint | None:
-    """Return the moment that a hook's input describes; None for an event that keeps no state."""
-    kind = _KINDS.get(_text(event, "hook_event_name"))
-    if kind is None:
-        return None
-    text = _text(event, "prompt") if kind == "prompt" else ""
-    if kind == "tool":
-        arguments = event.get("tool_input")
-        found = [_text(arguments, name) for name in _MAIN_ARGUMENTS] if isinstance(arguments, dict) else []
-        text = ": ".join([_text(event, "tool_name"), *filter(None, found)][:2])
-    ids = (_text(event, "session_id"), _text(event, "prompt_id"), _text(event, "tool_use_id"))
-    return AgentPoint(kind, *(ids if kind == "tool" else (*ids[:2], "")), text)
-
-
-def _text(members: Mapping[str, Any], name: str) -> str:
-    value = members.get(name)
-    return value if isinstance(value, str) else ""
-
-
 def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Take the snapshot for `event`, if the agent works in a workspace.  OSError."""
     point = point_of(event)
@@ -107,9 +85,10 @@ def keep_state(event: Mapping[str, Any], environ: Mapping[str, str]) -> None:
 
 
 def workspace_of(event: Mapping[str, Any], environ: Mapping[str, str]) -> selection.QuickRecord | None:
-    """Return the workspace of $VFSD_WORKSPACE, else the one with the agent's current directory, else its project's.
+    """Return the workspace that the agent works in; None if it works in none.
 
-    None if the agent works in no workspace.
+    This is the one with its current directory if vfsd chose that place, for a sub-agent; else the one of
+    $VFSD_WORKSPACE; else the one with its current directory, or with its project's.
     """
     records = []
     try:
@@ -121,8 +100,9 @@ def workspace_of(event: Mapping[str, Any], environ: Mapping[str, str]) -> select
             records.append(selection.read_record(path))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the file of a daemon that just ended, or a record that only the full command can read
-    cwd = _text(event, "cwd") or environ.get("PWD", "/")
-    if environ.get(selection.WORKSPACE_VARIABLE):
+    cwd = text_of(event, "cwd") or environ.get("PWD", "/")
+    is_own_place = os.path.join(cwd, "").startswith(os.path.join(selection.socket_dir(), selection.PLACES, ""))
+    if environ.get(selection.WORKSPACE_VARIABLE) and not is_own_place:
         return selection.selected(None, cwd, records, environ)
     for directory in (cwd, environ.get(_PROJECT_VARIABLE, "")):
         if os.path.isabs(directory):

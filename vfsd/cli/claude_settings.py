@@ -32,8 +32,10 @@ EVENTS: Final[Mapping[str, str | None]] = {
     "PostToolUseFailure": _ALL_TOOLS,
     "UserPromptSubmit": None,
     "Stop": None,
+    "WorktreeCreate": None,
+    "WorktreeRemove": None,
 }
-_OURS: Final = re.compile(r"/vfsd/cli/claude_hook\.py(?=['\"\s]|$)")
+_OURS: Final = re.compile(r"/vfsd/cli/claude_(?:hook|worktree)\.py(?=['\"\s]|$)")
 _INDENT: Final = re.compile(r"^\{\s*\n([ \t]+)\"")
 
 
@@ -57,22 +59,28 @@ def user_path(environ: Mapping[str, str] = os.environ) -> str:
     return os.path.join(os.path.abspath(directory), USER_FILE)
 
 
-def hook_command() -> str:
-    """Return the shell command of the hook.  It never fails: a failed hook would be reported to the agent."""
-    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "claude_hook.py")
-    return shlex.join([os.path.abspath(sys.executable), "-I", "-S", program]) + " || true"
+def hook_commands() -> dict[str, str]:
+    """Return for each of EVENTS the shell command of its hook.
+
+    That of a snapshot never fails: a failed hook would be reported to the agent.
+    """
+    directory = os.path.dirname(os.path.abspath(__file__))
+    start = [os.path.abspath(sys.executable), "-I", "-S"]
+    keep = shlex.join([*start, os.path.join(directory, "claude_hook.py")]) + " || true"
+    copy_for_agent = shlex.join([*start, os.path.join(directory, "claude_worktree.py")])
+    return {event: copy_for_agent if event.startswith("Worktree") else keep for event in EVENTS}
 
 
 # -- the content ----------------------------------------------------------------------------------
-def with_hooks(content: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Return `content` with the hook `command` for each of EVENTS; hooks of ours that are there are replaced."""
-    if _commands_by_event(content) == {event: [command] for event in EVENTS}:
+def with_hooks(content: Mapping[str, Any], commands: Mapping[str, str]) -> dict[str, Any]:
+    """Return `content` with the hook `commands` for each of EVENTS; hooks of ours that are there are replaced."""
+    if _commands_by_event(content) == {event: [command] for event, command in commands.items()}:
         return dict(content)
     changed = without_hooks(content)
     hooks = changed.setdefault("hooks", {})
     for event, matcher in EVENTS.items():
         entry: dict[str, Any] = {} if matcher is None else {"matcher": matcher}
-        entry["hooks"] = [{"type": "command", "command": command, "timeout": _TIMEOUT_S}]
+        entry["hooks"] = [{"type": "command", "command": commands[event], "timeout": _TIMEOUT_S}]
         hooks.setdefault(event, []).append(entry)
     return changed
 

@@ -40,7 +40,7 @@ def hooks_command(ctx: click.Context) -> None:
 
     `vfsd hooks install claude` adds hooks to the settings of Claude Code.  They keep the state of the workspace after
     each call of a tool and at each prompt, and do nothing outside of a workspace.  `vfsd rewind` returns to any of
-    these states.
+    these states.  Sub-agents that ask for a worktree get an overlay of the workspace.
 
     Without a subcommand this prints a command for the hooks of another agent.  It starts faster than `vfsd snapshot`
     and takes the same options.  It acts on $VFSD_WORKSPACE, else on the workspace that the current directory is in,
@@ -95,11 +95,11 @@ def install_command(app: App, agent: str, project: bool, user: bool, dry_run: bo
     By default the file is .claude/settings.local.json in the current directory, which should not be committed: the
     hook's command contains a path of this machine.
     """
-    command = claude_settings.hook_command()
+    commands = claude_settings.hook_commands()
     _change(
         app,
         _path(project=project, user=user),
-        lambda content: claude_settings.with_hooks(content, command),
+        lambda content: claude_settings.with_hooks(content, commands),
         dry_run=dry_run,
         words=("installed the hooks in", "the hooks are installed already in"),
     )
@@ -164,7 +164,7 @@ def _show_difference(before: str, after: str, place: str) -> None:
 @click.pass_obj
 def status_command(app: App, agent: str) -> None:  # noqa: ARG001
     """Show where vfsd's hooks are installed, and whether they can run."""
-    command = claude_settings.hook_command()
+    commands = claude_settings.hook_commands()
     documents = []
     for scope, path in (
         ("project", claude_settings.project_path(os.getcwd())),
@@ -172,7 +172,7 @@ def status_command(app: App, agent: str) -> None:  # noqa: ARG001
     ):
         settings = claude_settings.load(path)
         found = claude_settings.installed_commands(settings.content)
-        is_current = claude_settings.with_hooks(settings.content, command) == settings.content
+        is_current = claude_settings.with_hooks(settings.content, commands) == settings.content
         documents.append(
             {
                 "scope": scope,

@@ -1,4 +1,4 @@
-"""The states that an agent's hooks keep: how the tag of such a snapshot is spelled and parsed.
+"""The states that an agent's hooks keep: from the input of a hook to the tag of a snapshot, and back.
 
     claude:tool session=0f3a... prompt=77c1... id=toolu_01...: Bash: npm test
     claude:prompt session=0f3a... prompt=77c1...: add a test for the parser
@@ -10,10 +10,19 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Final
+    from collections.abc import Mapping
+    from typing import Any, Final
 
 AGENT: Final = "claude"
 KINDS: Final = ("prompt", "tool", "stop")
+_KIND_OF_EVENT: Final = {
+    "PostToolUse": "tool",
+    "PostToolUseFailure": "tool",
+    "UserPromptSubmit": "prompt",
+    "Stop": "stop",
+}
+# The argument that says best what a call of a tool did; the first that it has.
+_MAIN_ARGUMENTS: Final = ("command", "file_path", "notebook_path", "path", "pattern", "url", "query", "description")
 _ID_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _ID_LENGTH_MAX: Final = 100
 _TEXT_CHARACTERS: Final = 120  # with the ids at most 900 bytes: a tag has at most 1024
@@ -71,3 +80,24 @@ def snapshot_name(point: AgentPoint) -> str | None:
     """Return the name for a snapshot of `point`: its tool_use_id; None if the daemon has to choose the name."""
     name = point.tool_use_id
     return name if name[:1].isalnum() and not name.lower().endswith(".zip") and "_" in name else None
+
+
+# -- the input of a hook --------------------------------------------------------------------------
+def point_of(event: Mapping[str, Any]) -> AgentPoint | None:
+    """Return the moment that a hook's input describes; None for an event that keeps no state."""
+    kind = _KIND_OF_EVENT.get(text_of(event, "hook_event_name"))
+    if kind is None:
+        return None
+    text = text_of(event, "prompt") if kind == "prompt" else ""
+    if kind == "tool":
+        arguments = event.get("tool_input")
+        found = [text_of(arguments, name) for name in _MAIN_ARGUMENTS] if isinstance(arguments, dict) else []
+        text = ": ".join([text_of(event, "tool_name"), *filter(None, found)][:2])
+    ids = (text_of(event, "session_id"), text_of(event, "prompt_id"), text_of(event, "tool_use_id"))
+    return AgentPoint(kind, *(ids if kind == "tool" else (*ids[:2], "")), text)
+
+
+def text_of(members: Mapping[str, Any], name: str) -> str:
+    """Return the member `name` if it is text, else an empty string."""
+    value = members.get(name)
+    return value if isinstance(value, str) else ""

@@ -8,8 +8,7 @@ import itertools
 import os
 
 from vfsd.machine.runtime import ensure_socket_dir, socket_dir, unique_name
-
-_DIRECTORY = "places"
+from vfsd.machine.selection import PLACES
 
 
 def make_place(base: str, outside: str) -> str:
@@ -18,7 +17,7 @@ def make_place(base: str, outside: str) -> str:
     `base` is the beginning of the name.  `outside` is a directory that the mount will show, so the mountpoint must not
     be in it: OSError (EINVAL).
     """
-    parent = os.path.join(ensure_socket_dir(), _DIRECTORY)
+    parent = os.path.join(ensure_socket_dir(), PLACES)
     real = os.path.realpath(parent)
     if os.path.commonpath((real, os.path.realpath(outside))) == os.path.realpath(outside):
         reason = "it contains vfsd's runtime directory: set $VFSD_RUNTIME_DIR to a directory outside of it"
@@ -32,11 +31,14 @@ def make_place(base: str, outside: str) -> str:
     raise AssertionError("unreachable")
 
 
+def is_own_place(path: str) -> bool:
+    """Return whether vfsd made the mountpoint `path`."""
+    directory = socket_dir()
+    return os.path.dirname(path) in {os.path.join(each, PLACES) for each in (directory, os.path.realpath(directory))}
+
+
 def remove_place(path: str) -> None:
     """Remove the mountpoint `path` if vfsd made it and nothing is mounted there or in it."""
-    if os.path.dirname(path) in (
-        os.path.join(socket_dir(), _DIRECTORY),
-        os.path.join(os.path.realpath(socket_dir()), _DIRECTORY),
-    ):
+    if is_own_place(path):
         with contextlib.suppress(OSError):
             os.rmdir(path)

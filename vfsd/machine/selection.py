@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 RUNTIME_VARIABLE: Final = "VFSD_RUNTIME_DIR"
 WORKSPACE_VARIABLE: Final = "VFSD_WORKSPACE"
 RECORD_SUFFIX: Final = ".json"
+PLACES: Final = "places"  # the directory, next to the records, of mountpoints that vfsd makes itself
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _RECORD_MAX_BYTES: Final = 64 * 1024
 _SYMLINKS_MAX: Final = 40  # MAXSYMLINKS in linux/namei.h

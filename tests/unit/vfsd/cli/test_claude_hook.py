@@ -14,10 +14,11 @@ import pytest
 
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli import claude_hook
-from vfsd.cli.claude_settings import hook_command
+from vfsd.cli.claude_settings import hook_commands
 from vfsd.client.quick_call import ask
 
-PROGRAM = shlex.split(hook_command().removesuffix(" || true"))
+COMMAND = hook_commands()["PostToolUse"]
+PROGRAM = shlex.split(COMMAND.removesuffix(" || true"))
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_input_that_is_no_object_is_one_line_and_status_1(daemon: FakeDaemon, da
     assert (status, printed) == (1, b"")
     assert remark.startswith(b"vfsd: no snapshot was taken: ")
     assert remark.count(b"\n") == 1
-    shell = subprocess.run(hook_command(), shell=True, input=data, capture_output=True, check=True)
+    shell = subprocess.run(COMMAND, shell=True, input=data, capture_output=True, check=True)
     assert shell.stdout == b""
 
 

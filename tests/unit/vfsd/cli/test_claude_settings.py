@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vfsd.cli import claude_settings
-from vfsd.cli.claude_settings import EVENTS, hook_command, installed_commands, with_hooks, without_hooks
+from vfsd.cli.claude_settings import EVENTS, hook_commands, installed_commands, with_hooks, without_hooks
 from vfsd.cli.main import cli
 
-OURS = hook_command()
+COMMANDS = hook_commands()
+OURS = COMMANDS["Stop"]
 OLDER = "/old/bin/python -I -S /old/vfsd/cli/claude_hook.py || true"
 _HOOK = st.fixed_dictionaries(
     {"type": st.just("command"), "command": st.sampled_from(["make lint", OURS, OLDER, "notify-send done"])},
@@ -40,9 +41,9 @@ def others(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 @given(_SETTINGS)
 def test_install_and_remove_change_only_our_hooks(content: dict[str, Any]) -> None:
-    installed = with_hooks(content, OURS)
-    assert sorted(installed_commands(installed)) == sorted((event, OURS) for event in EVENTS)
-    assert with_hooks(installed, OURS) == installed
+    installed = with_hooks(content, COMMANDS)
+    assert sorted(installed_commands(installed)) == sorted(COMMANDS.items())
+    assert with_hooks(installed, COMMANDS) == installed
     removed = without_hooks(installed)
     assert installed_commands(removed) == []
     assert others(content) == others(installed) == others(removed)
@@ -147,6 +148,6 @@ def test_a_file_that_another_program_changed_meanwhile_is_not_replaced(project: 
     settings = claude_settings.load(str(file))
     file.write_text('{"model": "x"}')
     with pytest.raises(BlockingIOError, match="another program changed the file"):
-        claude_settings.save(settings, with_hooks({}, OURS))
+        claude_settings.save(settings, with_hooks({}, COMMANDS))
     assert file.read_text() == '{"model": "x"}'
     assert os.listdir(project) == ["settings.json"]

@@ -1,0 +1,87 @@
+"""Claude Code itself, against a scripted model: what its hooks keep, and that `vfsd rewind` returns to each state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from tests.integrations.model import Block, Request, ScriptedModel, results, text, tool_use
+from tests.support.tree_hash import tree_hash
+from vfsd.cli.main import cli
+from vfsd.client.workspace import Workspace
+
+CALLS = 200
+
+
+def command(number: int) -> str:
+    """What Bash runs in call `number`: files that git ignores, links, modes, renames, removals; some calls fail."""
+    variants = (
+        f"mkdir -p d{number % 7} && echo {number} > d{number % 7}/f{number}",
+        f"echo {number} >> log",
+        f"mkdir -p ignored && head -c {number * 97} /dev/urandom > ignored/blob",
+        f"ln -sf d{number % 7} link{number % 3}; chmod {600 + number % 8:o} log",
+        f"mv d{number % 7} moved{number} 2>/dev/null; touch moved{number}",
+        f"rm -rf d{(number + 3) % 7} moved{number - 3}; false",
+        "git init -q . ; echo ignored > .gitignore; git add -A; git -c user.name=a -c user.email=a@b commit -qm x",
+    )
+    return variants[number % len(variants)]
+
+
+def claude_code(claude: str, directory: str, prompt: str, *words: str, **environment: str) -> dict[str, Any]:
+    """Run Claude Code to its end; return the result that it prints."""
+    done = subprocess.run(
+        [claude, "-p", prompt, "--output-format", "json", "--allowedTools", "Bash,Read,Write,Task,Agent", *words],
+        cwd=directory,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def vfsd(*words: str) -> str:
+    result = click.testing.CliRunner().invoke(cli, list(words))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_200_calls_of_bash_and_a_rewind_to_each(
+    claude: str, model: ScriptedModel, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(workspace.path)
+    with monkeypatch.context() as inside:
+        inside.chdir(root)
+        vfsd("hooks", "install", "claude")
+    hashes: dict[str, str] = {}
+
+    def script(request: Request) -> list[Block]:
+        # The agent waits for this answer, so the state is that after its last call.
+        done = results(request)
+        state = done[-1] if done else "prompt"
+        hashes[state] = tree_hash(root)
+        if len(done) == CALLS:
+            return [text("done")]
+        return [tool_use(f"toolu_{len(done)}", "Bash", command=command(len(done)), description="a step")]
+
+    model.script = script
+    result = claude_code(claude, workspace.path, "make some changes")
+    assert result["is_error"] is False
+    assert len(hashes) == CALLS + 1
+    assert len(set(hashes.values())) > CALLS // 2
+    points = json.loads(vfsd("rewind", "--list", "--json", "-w", workspace.name))["points"]
+    assert [point["tool_use_id"] for point in points if point["kind"] == "tool"] == [f"toolu_{n}" for n in range(CALLS)]
+    assert {point["session"] for point in points} == {result["session_id"]}
+    assert len({point["prompt"] for point in points}) == 1
+    for state, expected in reversed(hashes.items()):
+        vfsd("rewind", "-w", workspace.name, "--to", "1" if state == "prompt" else state)
+        assert tree_hash(root) == expected, state
