@@ -16,15 +16,16 @@ No pattern is slow: a "*" ends at the first position at which the text after it 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from protocol.search.braces import expand
 
 __all__ = ["ALL_FILES", "GlobPattern", "PatternState"]
 
-NameTest = Callable[[bytes], bool]
+NameTest: TypeAlias = Callable[[bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Segment:
 
 
 _ANY_DEPTH: Final = _Segment("**", None, None, lambda _: True)
-_Rest = tuple[_Segment, ...]  # the remaining segments
+_Rest: TypeAlias = tuple[_Segment, ...]  # the remaining segments
 
 
 class PatternState:
@@ -146,7 +147,8 @@ class _Class:
 
 _STAR: Final = _Class("*")
 _ANY_CHARACTER: Final = _Class(".")
-_Token = str | _Class
+_Token: TypeAlias = str | _Class
+_HAS_ATOMIC_GROUPS: Final[bool] = sys.version_info >= (3, 11)  # `protocol.portable` runs this with older ones, too
 
 
 def _segment(text: str) -> _Segment:
@@ -229,7 +231,13 @@ def _expression(tokens: list[_Token]) -> str:
     if not middle:
         return head
     *middle, last = middle
-    return head + "".join(f"(?>.*?{piece})" for piece in middle) + ".*" + last
+    return head + "".join(_atomic(number, f".*?{piece}") for number, piece in enumerate(middle)) + ".*" + last
+
+
+def _atomic(number: int, expression: str) -> str:
+    if _HAS_ATOMIC_GROUPS:
+        return f"(?>{expression})"
+    return f"(?=(?P<g{number}>{expression}))(?P=g{number})"  # the same, but slower
 
 
 def _any_of(segments: list[_Segment]) -> NameTest:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, cast, runtime_checkable
 
 from protocol.search.patterns import PatternState
 from protocol.tree import TYPE_MASK, Tree, TreeEntry
@@ -34,7 +34,7 @@ __all__ = [
     "nodes_of",
 ]
 
-CancelCheck = Callable[[], None]
+CancelCheck: TypeAlias = Callable[[], None]
 BINARY_SNIFF_BYTES: Final = 8 * 1024  # a NUL in this many bytes at a file's start makes it binary (as for git and grep)
 UNREADABLE_NAMED: Final = 1_000  # unreadable files and directories that are named; all are counted
 

@@ -21,6 +21,7 @@ from protocol.tool_messages import (
     RmResult,
 )
 from protocol.tools.base import Tool, ToolContext
+from protocol.tools.edits import edit_file
 from protocol.tools.events import DirectoryCreated, FileDeleted, FileEdited, FileWritten
 from protocol.tools.walk import below
 from protocol.tree import TreeEntry
@@ -256,54 +257,11 @@ WRITE_FILE: Final = Tool(
 
 # -- edit_file ------------------------------------------------------------------------------------
 def _edit_file(params: EditFileParams, context: ToolContext) -> EditFileResult:
-    if not params.old_text:
-        raise ValueError("old_text is empty: give the text to replace, or use write_file")
-    filesystem = context.filesystem
-    content = filesystem.read_bytes(params.path).content
-    _check_text(content, params.path)
-    old, new = _as_in(content, params.old_text.encode(), params.new_text.encode())
-    count = content.count(old)
-    if not params.replace_all:
-        # Overlapping occurrences count: which of them is meant is just as unclear.
-        count = max(count, _two_if_overlapping(content, old))
-    if count == 0:
-        raise ValueError(f"old_text was found 0 times in {params.path}: it must match exactly, white space too")
-    if count > 1 and not params.replace_all:
-        raise ValueError(
-            f"old_text was found {count} times in {params.path}: "
-            "give more of the text around it so that it is unique, or set replace_all"
-        )
-    if old == new:
-        raise ValueError("new_text is the same as old_text: there is nothing to change")
-    written = filesystem.write_bytes(params.path, content.replace(old, new), mode="overwrite", create_parents=False)
-    context.published(FileEdited(written.path, count, written.bytes_written))
-    return EditFileResult(path=written.path, replacements=count, bytes_written=written.bytes_written)
-
-
-def _check_text(content: bytes, path: str) -> None:
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        byte = content[error.start]
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}), so its text cannot be edited"
-        ) from None
-
-
-def _as_in(content: bytes, old: bytes, new: bytes) -> tuple[bytes, bytes]:
-    """`old` and `new` with the line ends of `content`, if all of its lines end in CRLF.
-
-    A model sees lines without their ends, and always writes "\n".
-    """
-    ends = content.count(b"\n")
-    if not ends or content.count(b"\r\n") != ends or b"\r\n" in old or b"\r\n" in new:
-        return old, new
-    return old.replace(b"\n", b"\r\n"), new.replace(b"\n", b"\r\n")
-
-
-def _two_if_overlapping(content: bytes, old: bytes) -> int:
-    first = content.find(old)
-    return 2 if first >= 0 and content.find(old, first + 1) >= 0 else 0
+    edited = edit_file(
+        context.filesystem, params.path, params.old_text, params.new_text, replace_all=params.replace_all
+    )
+    context.published(FileEdited(edited.path, edited.replacements, edited.bytes_written))
+    return EditFileResult(path=edited.path, replacements=edited.replacements, bytes_written=edited.bytes_written)
 
 
 def _render_edit(result: EditFileResult) -> str:

@@ -29,6 +29,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.adapters",),
         ("protocol.backends",),
         ("protocol.tools", "protocol.testing", "protocol.snapshot_manager"),
+        ("protocol.portable",),
         ("protocol",),
     ),
     "vfsd": (

@@ -173,10 +173,35 @@ vfsd fs glob 'src/**/*.py'
 vfsd fs rm -r notes
 vfsd fs exec -- make test              # where commands can run: `vfsd exec --help`
 vfsd fs --root . grep TODO             # a plain directory, without a workspace
+vfsd fs --write-pyz vfsd-fs.pyz        # for a container: python3 vfsd-fs.pyz --root /srv ls
 """
 
 
+def _write_program(context: click.Context, _param: click.Parameter, file: str | None) -> None:
+    """Write vfsd-fs.pyz, print the envelope, and end the process."""
+    if file is None or context.resilient_parsing:
+        return
+    # Start-up: most commands do not need it.
+    from protocol.portable.package import write_program  # noqa: PLC0415
+
+    try:
+        size_bytes = write_program(file)
+    except OSError as error:
+        _fail(describe(error), 1)
+    output.print_json({"ok": True, "data": {"path": printable(file), "size_bytes": size_bytes}})
+    raise click.exceptions.Exit(0)
+
+
 @click.group("fs", cls=_EnvelopeGroup, examples=_EXAMPLES)
+@click.option(
+    "--write-pyz",
+    metavar="FILE",
+    type=click.Path(),
+    is_eager=True,
+    expose_value=False,
+    callback=_write_program,
+    help="Write these commands as one file that any Python 3.8 or later runs, for machines without vfsd.",
+)
 def fs_command(root: str | None) -> None:
     """Read, write, search and run, as an agent does; answers are JSON.
 
@@ -188,7 +213,8 @@ def fs_command(root: str | None) -> None:
     and marked "escaped": true.
 
     With --root DIR the commands work on that directory of this host instead, and no workspace has to run.  No PATH
-    leads out of DIR, even through a symlink, but a command that `exec` runs has all rights of this user.
+    leads out of DIR, even through a symlink, but a command that `exec` runs has all rights of this user.  The file
+    that --write-pyz writes has the same commands: `python3 vfsd-fs.pyz --root DIR ls`.
     """
 
 

@@ -1,0 +1,71 @@
+"""edit_file: replace text in a file, as the tool of that name does.
+
+`protocol.portable` packs this module into a program for other machines, so it imports no messages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protocol.filesystem import Filesystem
+
+
+class Edited(NamedTuple):
+    """What an edit did."""
+
+    path: str
+    replacements: int
+    bytes_written: int
+
+
+def edit_file(filesystem: Filesystem, path: str, old_text: str, new_text: str, *, replace_all: bool = False) -> Edited:
+    """Replace `old_text`, which must occur exactly once, or every occurrence with `replace_all`.
+
+    ValueError, with advice, if that is not possible; the errors of `read_bytes` and `write_bytes`.
+    """
+    if not old_text:
+        raise ValueError("old_text is empty: give the text to replace, or use write_file")
+    content = filesystem.read_bytes(path).content
+    _check_text(content, path)
+    old, new = _as_in(content, old_text.encode(), new_text.encode())
+    count = content.count(old)
+    if not replace_all:
+        # Overlapping occurrences count: which of them is meant is just as unclear.
+        count = max(count, _two_if_overlapping(content, old))
+    if count == 0:
+        raise ValueError(f"old_text was found 0 times in {path}: it must match exactly, white space too")
+    if count > 1 and not replace_all:
+        raise ValueError(
+            f"old_text was found {count} times in {path}: "
+            "give more of the text around it so that it is unique, or set replace_all"
+        )
+    if old == new:
+        raise ValueError("new_text is the same as old_text: there is nothing to change")
+    written = filesystem.write_bytes(path, content.replace(old, new), mode="overwrite", create_parents=False)
+    return Edited(written.path, count, written.bytes_written)
+
+
+def _check_text(content: bytes, path: str) -> None:
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}), so its text cannot be edited"
+        ) from None
+
+
+def _as_in(content: bytes, old: bytes, new: bytes) -> tuple[bytes, bytes]:
+    """`old` and `new` with the line ends of `content`, if all of its lines end in CRLF.
+
+    A model sees lines without their ends, and always writes "\n".
+    """
+    ends = content.count(b"\n")
+    if not ends or content.count(b"\r\n") != ends or b"\r\n" in old or b"\r\n" in new:
+        return old, new
+    return old.replace(b"\n", b"\r\n"), new.replace(b"\n", b"\r\n")
+
+
+def _two_if_overlapping(content: bytes, old: bytes) -> int:
+    first = content.find(old)
+    return 2 if first >= 0 and content.find(old, first + 1) >= 0 else 0

@@ -1,0 +1,192 @@
+"""vfsd-fs.pyz: the commands of `vfsd fs --root`, in one file, on Pythons without vfsd."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.portable.expression import Expression
+from protocol.portable.package import build_program, write_program
+from protocol.search.expression import Expression as Re2Expression
+from tests.unit.vfsd.cli.test_fs_root import CALLS, Words, same
+from tests.unit.vfsd.cli.test_fs_root import run as vfsd_fs
+
+
+def _is_python(path: str | None) -> bool:
+    """Whether the program runs: pyenv has one for each version of others' projects, which only prints an error."""
+    return path is not None and not subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode
+
+
+# The one that runs the tests, and every other one that is installed.
+PYTHONS = [sys.executable, *filter(_is_python, (shutil.which(f"python3.{minor}") for minor in range(8, 15)))]
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "vfsd-fs.pyz"
+    write_program(str(path))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
+def run(program: Path, *words: str | bytes, stdin: bytes = b"", python: str = sys.executable) -> tuple[int, Any]:
+    command = [python, "-I", "-S", str(program), *map(os.fsdecode, words)]
+    done = subprocess.run(command, input=stdin, capture_output=True, check=False, cwd="/")
+    assert done.stderr == b""
+    assert done.stdout.count(b"\n") == 1
+    return done.returncode, json.loads(done.stdout)
+
+
+def without_text(answer: tuple[int, Any]) -> tuple[int, Any]:
+    """The answer without the text of an error that argparse, or `re`, words in its own way."""
+    return answer if answer[1]["ok"] else (answer[0], {"ok": False})
+
+
+def test_its_answers_are_those_of_vfsd_fs(
+    program: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("/")
+    for words, stdin in CALLS:
+        ours = same(vfsd_fs("--root", str(tmp_path / "other"), *words, stdin=stdin), str(tmp_path / "other"))
+        theirs = same(run(program, "--root", str(root), *words, stdin=stdin), str(root))
+        if ours[0] == 2 or words[0] in {"grep", "exec"} or words[:2] == ("edit", "src/a.py"):
+            ours, theirs = without_text(ours), without_text(theirs)
+        if words[0] == "exec" and ours[0] != theirs[0]:
+            assert words[1:3] == ("--timeout", "1e9")  # wrong usage here, refused by the daemon there
+            continue
+        assert theirs == ours, words
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_it_runs_on_every_python_that_is_installed(program: Path, root: Path, python: str) -> None:
+    for name in ("a.py", "deep/b.py", "deep/cab.txt"):
+        assert run(program, "--root", str(root), "write", name, stdin=b"needle\n", python=python)[0] == 0
+
+    def paths(*words: str) -> list[str]:
+        data = run(program, "--root", str(root), *words, python=python)[1]["data"]
+        return [each["path"] for each in data.get("files", data.get("matches"))]
+
+    assert paths("glob", "*.py") == ["a.py", "deep/b.py"]
+    assert paths("glob", "*a*b*.t[w-y]t") == ["deep/cab.txt"]  # atomic groups, where `re` has them
+    assert paths("grep", r"ne+\w*$", "--glob", "{a,b}.py") == ["a.py", "deep/b.py"]
+    edit = json.dumps({"old_text": "needle", "new_text": "pin"}).encode()
+    assert run(program, "--root", str(root), "edit", "a.py", stdin=edit, python=python)[1]["data"]["replacements"] == 1
+    done = run(program, "exec", "--root", str(root), "-c", "cat a.py; exit 3", python=python)[1]["data"]
+    assert (done["exit_status"], done["stdout"]) == (3, "pin\n")
+
+
+def test_exec_runs_a_line_of_the_shell_with_arguments(program: Path, root: Path) -> None:
+    data = run(program, "--root", str(root), "exec", "-c", 'echo "$1|$2" >&2; pwd', "--", "a b", "c")[1]["data"]
+    assert (data["stdout"], data["stderr"]) == (f"{root}\n", "a b|c\n")
+
+
+def test_a_command_is_killed_at_its_timeout_with_all_that_it_started(program: Path, root: Path) -> None:
+    line = "sleep 1000 & echo $! > pid; setsid sleep 1000 & wait"
+    data = run(program, "--root", str(root), "exec", "--timeout", "0.5", "-c", line)[1]["data"]
+    assert (data["exit_status"], data["timed_out"]) == (-9, True)
+    assert not Path("/proc", (root / "pid").read_text().strip()).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_ends_with_the_program(program: Path, root: Path, number: int) -> None:
+    words = ["--root", str(root), "exec", "-c", "echo $$ > pid; exec sleep 1000"]
+    with subprocess.Popen([sys.executable, str(program), *words], stdout=subprocess.PIPE) as process:
+        while not ((root / "pid").exists() and (root / "pid").read_text()):
+            time.sleep(0.01)
+        process.send_signal(number)
+    command = Path("/proc", (root / "pid").read_text().strip())
+    while command.exists():  # after SIGKILL, the supervisor outlives the program for a moment
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("read", "link/secret"), ("ls", "link"), ("write", "link/new"), ("rm", "link/secret"), ("grep", "x", "link"),
+     ("glob", "*", "link"), ("exec", "--cwd", "link", "--", "pwd")],
+)  # fmt: skip
+def test_a_symlink_that_leads_out_is_refused(program: Path, root: Path, tmp_path: Path, words: Words) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("x")
+    (root / "link").symlink_to("../outside")
+    status, envelope = run(program, "--root", str(root), *words)
+    assert (status, envelope["error"].partition(":")[0]) == (1, "symlink leads outside the root")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "a command is missing"), (("--root",), "expected one argument"), (("ls", ""), "an empty string"),
+        (("exec",), "give a COMMAND"), (("read", "f", "--limit", "0"), "not a number from 1"),
+        (("exec", "--timeout", "nan", "true"), "not a number of seconds"), (("write", "f", "--mode", "x"), "invalid"),
+        (("exec", "--output-limit", "1TB", "true"), "not a size"), (("--rot", ".", "ls"), "invalid choice"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_an_envelope_and_status_2(program: Path, words: Words, error: str) -> None:
+    status, envelope = run(program, *words)
+    assert (status, envelope["ok"]) == (2, False)
+    assert error in envelope["error"]
+
+
+def test_nothing_of_the_current_directory_is_imported(program: Path, root: Path) -> None:
+    (root / "json.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run([sys.executable, str(program), "ls"], cwd=root, capture_output=True, check=True)
+    assert json.loads(done.stdout)["data"]["entries"][0]["path"] == "json.py"
+
+
+# -- the file --------------------------------------------------------------------------------------------
+def test_the_same_version_gives_the_same_bytes() -> None:
+    script = "import sys; from protocol.portable.package import build_program; sys.stdout.buffer.write(build_program())"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
+    again = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert again.stdout == build_program()
+
+
+def test_vfsd_fs_writes_it_and_replaces_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "vfsd-fs.pyz"
+    for _ in range(2):
+        status, envelope = vfsd_fs("--write-pyz", str(path))
+        assert (status, envelope["data"]) == (0, {"path": str(path), "size_bytes": path.stat().st_size})
+    assert subprocess.run([path, "--help"], capture_output=True, check=True).stdout.startswith(b"usage: vfsd-fs")
+    (tmp_path / "precious").write_text("mine")
+    status, envelope = vfsd_fs("--write-pyz", str(tmp_path / "precious"))
+    assert (status, envelope["ok"]) == (1, False)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert vfsd_fs("--write-pyz", str(tmp_path / "missing" / "x"))[0] == 1
+    assert sorted(os.listdir(tmp_path)) == ["precious", "vfsd-fs.pyz"]
+
+
+# -- its expressions -------------------------------------------------------------------------------------
+TEXT = "one\nTwo über 2\n\n  three\r\n\\Z (x)\n".encode()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["o", "^t", "e$", r"\bt", r"\d\z", "", "[^a-z ]", "ü.*2", r"\\Z \(", "(?i)TWO", "^$", r"\s\S", "a|e", "."],
+)
+def test_it_finds_what_re2_finds(pattern: str) -> None:
+    assert list(Expression(pattern).hits(TEXT)) == list(Re2Expression(pattern).hits(TEXT))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "(?=a)", "(?<!a)", r"(a)\1", "(?>a)", "a**", r"\Z", r"\C", "(?#x)", "[", "\udcff"]
+)
+def test_it_refuses_what_re2_refuses(pattern: str) -> None:
+    for kind in (Expression, Re2Expression):
+        with pytest.raises(ValueError, match="invalid regular expression at position"):
+            kind(pattern)
