@@ -39,6 +39,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("vfsd.client",),
         ("vfsd.daemon",),
         ("vfsd",),
+        ("vfsd.integrations",),
         ("vfsd.cli",),
     ),
 }
