@@ -64,7 +64,8 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.adapters.path_filter",),
-    "anyio": ("vfsd.client",),
+    "anyio": ("vfsd.client", "vfsd.integrations"),
+    "claude_agent_sdk": ("vfsd.integrations.claude_agent",),
     "trio": (
         "vfsd.daemon",
         "vfsd.kernel",
