@@ -21,7 +21,7 @@ PYTEST := $(if $(COVERAGE),$(BIN)/coverage run -m pytest,$(BIN)/pytest)
 TABLE_S ?= 480
 REWIND_S ?= 120
 PAIRS ?= 20
-MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet '.[bench]'
+MATPLOTLIB := $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/pip install --quiet -e '.[bench]'
 
 .PHONY: help setup demo test test-integrations coverage coverage-report lint format bench bench-short clean
 

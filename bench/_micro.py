@@ -21,7 +21,7 @@ class Amounts:
 
 
 FULL = Amounts(files=1000, entries=10_000, data_bytes=32 << 20)
-SHORT = Amounts(files=300, entries=10_000, data_bytes=16 << 20)
+SHORT = Amounts(files=500, entries=10_000, data_bytes=16 << 20)
 FEW = Amounts(files=50, entries=500, data_bytes=4 << 20)  # for a file system that is slow
 
 
