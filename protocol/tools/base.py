@@ -16,7 +16,7 @@ from protocol.tool_messages import Params
 from protocol.tools.events import FileEvent, Subscriber, deliver
 from protocol.tree import Tree
 
-__all__ = ["Tool", "ToolContext", "printable"]
+__all__ = ["Tool", "ToolContext", "json_schema", "printable"]
 
 P = TypeVar("P", bound=Params)
 R = TypeVar("R")  # a `Result`, or a dataclass of `protocol.types`
@@ -59,10 +59,7 @@ class Tool(Generic[P, R]):
 
     def json_schema(self) -> dict[str, Any]:
         """The JSON schema of the parameters (an object), as model APIs take it."""
-        _, components = msgspec.json.schema_components([self.params], ref_template="#/$defs/{name}")
-        schema: dict[str, Any] = components.pop(self.params.__name__)
-        schema.pop("description", None)  # the class's docstring, which repeats the tool's description
-        return {**schema, "$defs": components} if components else schema
+        return json_schema(self.params)
 
     def parse(self, arguments: Mapping[str, Any] | str | bytes) -> P:
         """Parse a model's arguments: a mapping, or JSON text.  ValueError says what is wrong."""
@@ -77,6 +74,14 @@ class Tool(Generic[P, R]):
     def render(self, result: R) -> str:
         """Render the result as text for a model."""
         return printable(self.rendering(result))
+
+
+def json_schema(params: type[Params]) -> dict[str, Any]:
+    """Return the JSON schema of a class of parameters (an object), as model APIs take it."""
+    _, components = msgspec.json.schema_components([params], ref_template="#/$defs/{name}")
+    schema: dict[str, Any] = components.pop(params.__name__)
+    schema.pop("description", None)  # the class's docstring, which repeats the tool's description
+    return {**schema, "$defs": components} if components else schema
 
 
 def printable(text: str) -> str:

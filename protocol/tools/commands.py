@@ -8,12 +8,12 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from protocol.errors import os_error
-from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S
+from protocol.execution.executor import DEFAULT_OUTPUT_BYTES, DEFAULT_TIMEOUT_S, ExecResult
 from protocol.paths import normalise
 from protocol.tool_messages import Params, Result
 from protocol.tools.base import Tool, ToolContext
 
-__all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams"]
+__all__ = ["PYTHON", "SHELL", "CommandResult", "PythonParams", "ShellParams", "command_of", "command_result"]
 
 # bash where available, because models write bash
 _SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; fi; exec sh -c "$1"'
@@ -44,25 +44,16 @@ class CommandResult(Result, frozen=True):
     truncated: bool = False
 
 
-def _shell(params: ShellParams, context: ToolContext) -> CommandResult:
-    return _run(["sh", "-c", _SHELL, "sh", params.command], params, context)
-
-
-def _python(params: PythonParams, context: ToolContext) -> CommandResult:
+def command_of(params: ShellParams | PythonParams) -> tuple[list[str], bytes]:
+    """Return the command that a tool runs, and its standard input."""
+    if isinstance(params, ShellParams):
+        return ["sh", "-c", _SHELL, "sh", params.command], b""
     # on standard input, because an argument has at most 128 KiB (MAX_ARG_STRLEN, linux/binfmts.h)
-    return _run(["python3", "-"], params, context, stdin=params.code.encode())
+    return ["python3", "-"], params.code.encode()
 
 
-def _run(argv: list[str], params: _RunParams, context: ToolContext, *, stdin: bytes = b"") -> CommandResult:
-    if context.executor is None:
-        raise os_error(errno.EOPNOTSUPP, "this workspace cannot run commands")
-    done = context.executor.run(
-        argv,
-        cwd=normalise(params.cwd),
-        timeout_s=params.timeout_s,
-        output_limit_bytes=DEFAULT_OUTPUT_BYTES,
-        stdin=stdin,
-    )
+def command_result(done: ExecResult) -> CommandResult:
+    """Return a tool's result for a command that has ended."""
     return CommandResult(
         exit_status=done.exit_status,
         stdout=done.stdout.decode("utf-8", "replace"),
@@ -70,6 +61,20 @@ def _run(argv: list[str], params: _RunParams, context: ToolContext, *, stdin: by
         timed_out=done.timed_out,
         truncated=done.truncated,
     )
+
+
+def _run(params: ShellParams | PythonParams, context: ToolContext) -> CommandResult:
+    if context.executor is None:
+        raise os_error(errno.EOPNOTSUPP, "this workspace cannot run commands")
+    argv, stdin = command_of(params)
+    done = context.executor.run(
+        argv,
+        cwd=normalise(params.cwd),
+        timeout_s=params.timeout_s,
+        output_limit_bytes=DEFAULT_OUTPUT_BYTES,
+        stdin=stdin,
+    )
+    return command_result(done)
 
 
 def _render(result: CommandResult) -> str:
@@ -93,7 +98,7 @@ SHELL: Final = Tool(
     ),
     params=ShellParams,
     result=CommandResult,
-    run=_shell,
+    run=_run,
     rendering=_render,
     executes=True,
 )
@@ -103,7 +108,7 @@ PYTHON: Final = Tool(
     description="Run a Python program in the workspace and give its output and exit status.",
     params=PythonParams,
     result=CommandResult,
-    run=_python,
+    run=_run,
     rendering=_render,
     executes=True,
 )

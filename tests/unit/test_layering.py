@@ -64,8 +64,11 @@ OWNERS: Mapping[str, tuple[str, ...]] = {
     "click": ("vfsd.cli",),
     "rich": ("vfsd.cli",),
     "pathspec": ("protocol.adapters.path_filter",),
-    "anyio": ("vfsd.client", "vfsd.integrations"),
+    "anyio": ("vfsd.client", "vfsd.integrations", "vfsd.cli.mcp"),
     "claude_agent_sdk": ("vfsd.integrations.claude_agent",),
+    "mcp": ("vfsd.integrations.mcp",),
+    "mcp_types": ("vfsd.integrations.mcp",),
+    "uvicorn": ("vfsd.integrations.mcp.http",),
     "trio": (
         "vfsd.daemon",
         "vfsd.kernel",

@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 
 from vfsd.cli.common import output
-from vfsd.cli.common.app import App, Command, check_alive, describe, error_record, report
+from vfsd.cli.common.app import App, Command, describe, error_record, report
 from vfsd.cli.common.values import SIZE, Seconds, environment, is_text
 from vfsd.client.paths import current_directory, wire_paths
 from vfsd.wire.exec_messages import ExecEnded, ExecParams
@@ -93,7 +93,7 @@ def exec_command(
 
     try:
         record = app.record()
-        check_alive(record)
+        record.check_alive()
         params = ExecParams(
             argv=[wire_path(os.fsencode(word)) for word in argv],
             cwd="".join(wire_paths([cwd], record.mountpoint, current_directory())),

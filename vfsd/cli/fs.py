@@ -11,9 +11,7 @@ import errno
 import functools
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import click
@@ -26,12 +24,11 @@ from vfsd.cli.common.output import base64_text, text_or_base64
 from vfsd.cli.common.values import SIZE, Seconds, environment
 from vfsd.client.paths import current_directory, workspace_path
 from vfsd.client.requests import RemoteCall
+from vfsd.client.spooled import INLINE_BYTES, readable_by_daemon
 from vfsd.machine.runtime import WorkspaceRecord
 from vfsd.wire import fs_messages as fs
 from vfsd.wire.messages import METHODS, from_wire_path, wire_path
 
-# Fits in a request (1 MiB) as base64, with room for the path.  Longer content is passed in a file.
-_INLINE_BYTES: Final = 512 * 1024
 # One byte more than a write may have (protocol.paths.CallLimits), so that the daemon refuses it.
 _INPUT_BYTES: Final = (32 << 20) + 1
 _CHUNK_BYTES: Final = 64 * 1024
@@ -128,14 +125,10 @@ class _Workspace:
 
         return directory_calls.call(self._mountpoint, request)
 
-    @contextmanager
-    def readable_by_daemon(self) -> Iterator[Any]:
-        """Yield an empty temporary file that the daemon's user can read, too."""
-        with tempfile.NamedTemporaryFile(prefix="vfsd-fs-") as file:
-            owner = os.stat(self._record.socket).st_uid if self._record is not None else 0
-            if os.geteuid() == 0 and owner:
-                os.fchown(file.fileno(), owner, -1)
-            yield file
+    @property
+    def socket(self) -> str | None:
+        """The socket of the daemon; None with --root."""
+        return None if self._record is None else self._record.socket
 
 
 def _root_option() -> click.Option:
@@ -339,10 +332,10 @@ def write_command(workspace: _Workspace, /, no_parents: bool, **settings: Any) -
     Overwriting is atomic, and keeps the file's permissions.
     """
     settings["create_parents"] = not no_parents
-    content = sys.stdin.buffer.read(_INLINE_BYTES + 1)
-    if len(content) <= _INLINE_BYTES:
+    content = sys.stdin.buffer.read(INLINE_BYTES + 1)
+    if len(content) <= INLINE_BYTES:
         return workspace.with_path(workspace.call("fs.write", content=content, **settings))
-    with workspace.readable_by_daemon() as file:
+    with readable_by_daemon(workspace.socket) as file:
         file.write(content)
         while file.tell() < _INPUT_BYTES and (piece := sys.stdin.buffer.read(_CHUNK_BYTES)):
             file.write(piece)
@@ -415,9 +408,9 @@ def exec_command(workspace: _Workspace, /, argv: tuple[str, ...], with_stdin: bo
     It runs where `vfsd exec` runs commands: in the container of a container workspace, in the sandbox of a workspace
     mounted with --sandbox, on this host for one mounted with --on-host and with --root.
     """
-    stdin = sys.stdin.buffer.read(_INLINE_BYTES + 1) if with_stdin else b""
-    if len(stdin) > _INLINE_BYTES:
-        raise ValueError(f"standard input is longer than {_INLINE_BYTES} bytes")
+    stdin = sys.stdin.buffer.read(INLINE_BYTES + 1) if with_stdin else b""
+    if len(stdin) > INLINE_BYTES:
+        raise ValueError(f"standard input is longer than {INLINE_BYTES} bytes")
     words = [wire_path(os.fsencode(word)) for word in argv]
     done = workspace.call("fs.exec", argv=words, stdin=stdin, **settings)
     streams = {name: text_or_base64(getattr(done, name), truncated=done.truncated) for name in ("stdout", "stderr")}

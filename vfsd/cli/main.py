@@ -60,6 +60,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "fs": ("fs", "Read, write, search and run, as an agent does; answers are JSON."),
     "hooks": ("hooks", "Take a snapshot after each step of an agent."),
     "rewind": ("rewind", "Return to a state that the hooks of an agent kept."),
+    "mcp": ("mcp", "Serve a running workspace to agents, as an MCP server."),
     "doctor": ("doctor", "Check what this machine needs to mount workspaces."),
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
@@ -69,7 +70,7 @@ _GROUPS: Final = {
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),
     "Commands": ("exec", "run"),
-    "Agents": ("fs", "hooks", "rewind"),
+    "Agents": ("fs", "mcp", "hooks", "rewind"),
     "This machine": ("doctor", "completion"),
 }
 

@@ -6,6 +6,7 @@ Nothing here touches a mount, so `vfsd list` does not hang on a mount whose daem
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -118,6 +119,14 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
         if backend.kind in {"host", "container"}:
             return f"its content is in {'the container ' if backend.kind == 'container' else ''}{backend.argument}"
         return "its content is lost"
+
+    def check_alive(self) -> None:
+        """Raise ConnectionRefusedError, with advice, if the daemon is dead."""
+        if not self.alive:
+            advice = f"`vfsd unmount {self.name}` removes the mount, `vfsd mount` at the same path replaces it"
+            raise ConnectionRefusedError(
+                errno.ECONNREFUSED, f"the daemon of {self.name} is dead, and {self.content_after_crash}; {advice}"
+            )
 
 
 _PATH_FIELDS: Final = ("mountpoint", "backend", "socket")

@@ -74,7 +74,7 @@ class App:
             # A command that makes several calls makes no further one after Ctrl-C.
             raise Interrupted(completed(self.signalled), self.signalled.number, errno.EINTR)
         record = record or self.record()
-        check_alive(record)
+        record.check_alive()
         begun, self.begun = self.begun, None
         try:
             with (
@@ -115,15 +115,6 @@ class App:
                 output.print_json(answer)
             else:
                 show(answer)
-
-
-def check_alive(record: WorkspaceRecord) -> None:
-    """Raise ConnectionRefusedError, with advice, if the daemon of the workspace is dead."""
-    if not record.alive:
-        advice = f"`vfsd unmount {record.name}` removes the mount, `vfsd mount` at the same path replaces it"
-        raise ConnectionRefusedError(
-            errno.ECONNREFUSED, f"the daemon of {record.name} is dead, and {record.content_after_crash}; {advice}"
-        )
 
 
 # -- options --------------------------------------------------------------------------------------
