@@ -7,9 +7,10 @@ something completes; every other call stops and has changed nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from vfsd.wire.messages import CancelState
+if TYPE_CHECKING:  # start-up: `vfsd --help` imports this module, and needs no msgspec
+    from vfsd.wire.messages import CancelState
 
 ANSWER_S: Final = 3.0  # how long a client waits for the outcome of a call that it cancelled
 Outcome: TypeAlias = Literal["stopped", "completed", "continues", "unknown"]
