@@ -213,6 +213,7 @@ class VolumeCapabilities(Value):
     staged_imports: bool = False  # StagingVolume: content is unpacked within the volume's limits before an import
     prepared_imports: bool = False  # PreparingVolume: an import is built in small steps before it becomes visible
     self_check: bool = False  # CheckableVolume: it can verify its own state
+    forkable: bool = False  # ForkableVolume: a process that fork(2) copied can serve its copy
     acls: bool = False  # stores POSIX ACLs and applies them, and the umask, to modes and to new entries
     flush: bool = False  # FlushingVolume: wants a request for each close(2)
     durable: bool = True  # fsync has something to do; without, an engine need not forward it
@@ -744,9 +745,32 @@ class CheckableVolume(Volume, Protocol):
         ...
 
 
+class ForkableVolume(SnapshotableVolume, Protocol):
+    """A volume of which each process has its own after fork(2) (capability `forkable`)."""
+
+    def forking(self) -> AbstractContextManager[None]:
+        """Inside the block, on the thread that calls fork(2), no other thread changes the state.
+
+        The serving loop must be at rest.  The block ends in both processes.
+        """
+        ...
+
+    def forked(self) -> None:
+        """In the new process: drop what belonged to the old one's kernel and threads.
+
+        That is: lookups, inodes without links, open views, and memory lent to imports.
+        """
+        ...
+
+
 def snapshotable(volume: Volume) -> SnapshotableVolume | None:
     """Return `volume` if it declares `snapshots`, else None."""
     return cast(SnapshotableVolume, volume) if volume.capabilities.snapshots else None
+
+
+def forkable(volume: Volume) -> ForkableVolume | None:
+    """Return `volume` if it declares `forkable`."""
+    return cast(ForkableVolume, volume) if volume.capabilities.forkable else None
 
 
 def overlaid(volume: Volume) -> OverlaidVolume | None:

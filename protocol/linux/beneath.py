@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -70,6 +71,10 @@ class HandleCache:
             if len(self._handles) > self._most:
                 dropped.append(self._handles.popitem(last=False)[1])
         del dropped  # closes them, outside the lock
+
+    def forking(self) -> AbstractContextManager[object]:
+        """A block in which no other thread uses the cache: for fork(2)."""
+        return self._lock
 
     def drop(self, key: object) -> None:
         """Forget the handle of `key`."""

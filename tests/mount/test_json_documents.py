@@ -55,6 +55,15 @@ def test_each_command_answers_with_the_documented_keys(workspace: Workspace, roo
     answers["doctor"] = json.loads(succeeded(vfsd("doctor", "--json")))
     answers["mount"] = json.loads(succeeded(vfsd("mount", "--json", "--on-host", str(second))))
     answers["exec"] = json.loads(succeeded(vfsd("exec", "--json", "-w", str(second), "--", "true")))
+    source, fork, forks = workdir / "source", workdir / "fork", workdir / "forks"
+    source.mkdir()
+    succeeded(vfsd("mount", str(source)))  # on the native engine
+    answers["fork"] = json.loads(succeeded(vfsd("fork", "--json", "-w", str(source), str(fork))))
+    answers["fork --count"] = json.loads(
+        succeeded(vfsd("fork", "--json", "-w", str(source), str(forks), "--count", "1"))
+    )
+    for place in (forks / "1", fork, source):
+        succeeded(vfsd("unmount", "--discard", str(place)))
     answers["unmount"] = json.loads(succeeded(vfsd("unmount", "--json", "--discard", str(second))))
     key = f"host:{workdir / 'kept'}"
     (workdir / "kept").mkdir()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # name -> (module, the first line of its help; a test compares the two)
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mount": ("mount", "Make a directory a workspace."),
+    "fork": ("fork", "Make a workspace that starts as a copy of this one."),
     "unmount": ("unmount", "Unmount a workspace; asks before unsaved changes are lost."),
     "list": ("mount", "List the running workspaces."),
     "status": ("mount", "Show the settings, contents and limits of a workspace."),
@@ -65,7 +66,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "completion": ("completion", "Print the script that completes vfsd's commands in a shell."),
 }
 _GROUPS: Final = {
-    "Workspaces": ("mount", "unmount", "list", "status"),
+    "Workspaces": ("mount", "fork", "unmount", "list", "status"),
     "Snapshots": ("snapshot", "snapshots", "drop", "restore", "diff", "store"),
     "Archives": ("export", "import"),
     "Overlays": ("apply", "discard"),

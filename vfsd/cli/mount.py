@@ -263,7 +263,7 @@ def _emit_ready(app: App, ready: Ready) -> None:
         output.note(warning)
 
 
-_COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time")
+_COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time FORK-OF")
 
 
 @click.command(
@@ -279,7 +279,8 @@ _COLUMNS = output.columns("NAME MOUNTPOINT:path BACKEND STATE PID STARTED:time")
 def list_command(app: App) -> None:
     """List the running workspaces.
 
-    In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time.
+    In a pipe the columns are separated by tabs: name, mountpoint, backend, state, process id, start time,
+    the workspace that it is a fork of.
     The state is "alive", or "dead" if the daemon is gone: `vfsd unmount` removes a dead workspace, and `vfsd mount` at
     the same path replaces it.
     """
@@ -287,7 +288,7 @@ def list_command(app: App) -> None:
     app.emit({"workspaces": [_as_json(record) for record in records]}, lambda _: _show_list(records))
 
 
-def _as_json(record: WorkspaceRecord) -> dict[str, str | int]:
+def _as_json(record: WorkspaceRecord) -> dict[str, str | int | None]:
     return {
         "name": record.name,
         "mountpoint": wire_path(os.fsencode(record.mountpoint)),
@@ -297,11 +298,12 @@ def _as_json(record: WorkspaceRecord) -> dict[str, str | int]:
         "started_at": record.started_at,
         "version": record.version,
         "socket": wire_path(os.fsencode(record.socket)),
+        "forked_from": record.forked_from,
     }
 
 
 def _show_list(records: Sequence[WorkspaceRecord]) -> None:
-    keys = ("name", "mountpoint", "backend", "state", "pid", "started_at")
+    keys = ("name", "mountpoint", "backend", "state", "pid", "started_at", "forked_from")
     rows = [[_as_json(record)[key] for key in keys] for record in records]
     output.table(_COLUMNS, rows, empty="no workspace is running; `vfsd mount DIR` starts one")
 

@@ -16,6 +16,7 @@ import msgspec
 
 from vfsd.client import results
 from vfsd.wire import messages
+from vfsd.wire.handshake import Ready
 
 _change_records = msgspec.json.Decoder(messages.ChangeRecord)
 
@@ -92,11 +93,17 @@ def _status(answer: messages.StatusResult) -> results.Status:
     return results.Status(**values)
 
 
+def _ready(answer: messages.ForkResult) -> Ready:
+    mountpoint, socket = _path(answer.mountpoint), _path(answer.socket)
+    return Ready(answer.name, mountpoint, socket, answer.pid, answer.engine, warnings=tuple(answer.warnings))
+
+
 CONVERTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "Snapshot": _convert(results.Snapshot, changes=_unchanged),
     "Diff": _diff,
     "Patch": _patch,
     "Status": _status,
+    "Ready": _ready,
     **{
         kind.__name__: _convert(kind)
         for kind in (

@@ -30,7 +30,7 @@ from vfsd.client.async_filesystem import AsyncFilesystem
 from vfsd.client.async_transaction import AsyncTransaction
 from vfsd.client.cancelling import CancelledCall
 from vfsd.client.daemon_exit import daemon_end
-from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
+from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
 from vfsd.client.threads import abandon, finish
@@ -168,6 +168,22 @@ class AsyncWorkspace(WorkspaceBase):
     def transaction(self, tag: str | None = None) -> AsyncTransaction:
         """As `Workspace.transaction`, for `async with`.  A block that is cancelled is undone, too."""
         return AsyncTransaction(self._requests, self._transactions, tag, self._client.run)
+
+    def fork(self, path: FilePath, *, name: str | None = None, snapshot: str | None = None) -> Opening:
+        """As `Workspace.fork`: use `async with` or `await`."""
+
+        async def forked() -> AsyncWorkspace:
+            target = fork_target(path, name)
+            chosen, mountpoint = await abandon(target.__enter__)
+            try:
+                ready = await self._client.run(self._requests.fork(chosen, mountpoint, snapshot))
+            except BaseException as error:
+                with anyio.CancelScope(shield=True):
+                    await finish(functools.partial(target.__exit__, type(error), error, None))
+                raise
+            return type(self)(ready, unmount_at_exit=True)
+
+        return Opening(forked)
 
     snapshot = _awaitable(Requests.snapshot)
     snapshots = _awaitable(Requests.snapshots)

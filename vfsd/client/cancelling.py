@@ -9,8 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+<<<<<<< HEAD
 if TYPE_CHECKING:  # start-up: `vfsd --help` imports this module, and needs no msgspec
     from vfsd.wire.messages import CancelState
+=======
+if TYPE_CHECKING:
+    from vfsd.wire.messages import CancelState  # `vfsd --help` needs no msgspec
+>>>>>>> 8757566 (vfsd fork: a workspace that starts as a copy of another one and shares its memory)
 
 ANSWER_S: Final = 3.0  # how long a client waits for the outcome of a call that it cancelled
 Outcome: TypeAlias = Literal["stopped", "completed", "continues", "unknown"]
@@ -34,6 +39,7 @@ WORDS: Final = {
     "import": Words("the import", "nothing was changed", f"the import is complete{_UNDO}"),
     "export": Words("the export", "no file was written", "the archive is complete"),
     "apply": Words("the apply", "nothing was written", "the apply is complete"),
+    "fork": Words("the fork", "no fork was made", "the fork is mounted; `vfsd unmount` removes it"),
     "unmount": Words("the unmount", "the workspace is still mounted", "the workspace was unmounted"),
 }
 COMMAND_WORDS: Final = Words("the command", "it was killed with all of its processes", "the command has run")

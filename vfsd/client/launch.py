@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import fcntl
 import os
 import select
 import signal
@@ -21,9 +20,9 @@ from protocol.linux.regular_file import open_regular
 from vfsd.client.daemon_process import DaemonProcess, DirectProcess
 from vfsd.client.fork_server import ForkedProcess, ensure_server, is_on
 from vfsd.client.fork_server import start as start_by_server
+from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.mounts import clear_dead_mount
 from vfsd.machine.old_logs import remove_old_logs
-from vfsd.machine.runtime import ensure_socket_dir
 from vfsd.wire.handshake import Failed, Ready, decode_report
 from vfsd.wire.options import MountOptions
 
@@ -57,7 +56,7 @@ def launch(
     uses_server = is_on() and fork_server and daemon_module == _DAEMON_MODULE
     log = log_path(options.workspace.name)
     with contextlib.ExitStack() as stack:
-        log_fd, is_locked = _open_log(log)
+        log_fd, is_locked = open_log(log)
         stack.callback(os.close, log_fd)
         log_start = os.fstat(log_fd).st_size
         daemon, report_fd = _start(daemon_module, options, log_fd, uses_server=uses_server)
@@ -76,11 +75,6 @@ def launch(
     if uses_server and isinstance(daemon, DirectProcess):
         ensure_server()
     return ready
-
-
-def log_path(name: str) -> str:
-    """Return the path of the log of workspace `name`.  The previous log has the suffix ".1"."""
-    return os.path.join(ensure_socket_dir(), name + ".log")
 
 
 # -- the process ------------------------------------------------------------------------------------
@@ -162,27 +156,6 @@ def _stop(daemon: DaemonProcess, mountpoint: str) -> None:
 
 
 # -- the log ----------------------------------------------------------------------------------------
-def _open_log(path: str) -> tuple[int, bool]:
-    """Open an empty log; return its descriptor and whether it is locked.  The previous log is kept as ".1".
-
-    The daemon inherits the lock for its life, so a second start of the same name, which the daemon will refuse, does
-    not move the log of a running workspace away.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    descriptor = open_regular(path, flags)
-    if not _lock(descriptor):
-        return descriptor, False
-    if os.fstat(descriptor).st_nlink == 0:  # `remove_old_logs` removed it before it was locked
-        os.close(descriptor)
-        return _open_log(path)
-    if os.fstat(descriptor).st_size == 0:
-        return descriptor, True
-    os.replace(path, path + ".1")
-    os.close(descriptor)
-    descriptor = open_regular(path, flags)
-    return descriptor, _lock(descriptor)
-
-
 def _remove_idle_log(path: str, descriptor: int) -> None:
     """Remove the log of a failed start if it contains only the line that was also reported, and restore the previous
     log."""
@@ -193,14 +166,6 @@ def _remove_idle_log(path: str, descriptor: int) -> None:
             os.replace(path + ".1", path)
         except FileNotFoundError:
             os.unlink(path)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _quote_log(error: OSError, path: str, start: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -114,6 +115,30 @@ def mount_options(mountpoint: FilePath, backend: str = "memory", **arguments: Un
         except ValueError as error:
             raise OptionError("{podman_url}: {error}", error=error) from None
     return options
+
+
+@contextlib.contextmanager
+def fork_target(path: FilePath, name: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the name and the mountpoint of a fork: `name` or one made from the path, and `path`, absolute.
+
+    Makes the directory if it does not exist, and removes it again if the block raises.  ValueError for an invalid name.
+    """
+    if not os.fspath(path):
+        raise ValueError("the mountpoint is an empty string")
+    mountpoint = os.path.abspath(path)
+    options = MountOptions.of(mountpoint, name or unique_name(mountpoint))
+    check_options(options)
+    is_new = False
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(mountpoint)
+        is_new = True
+    try:
+        yield options.workspace.name, mountpoint
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(mountpoint)
+        raise
 
 
 def running_workspace(selector: str | None = None) -> WorkspaceRecord:

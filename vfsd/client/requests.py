@@ -19,6 +19,7 @@ from vfsd.wire.backend_spec import BackendSpec
 
 if TYPE_CHECKING:
     from vfsd.client.results import Applied, Diff, Exported, Imported, Patch, Restored, Snapshot, Status, Unmounted
+    from vfsd.wire.handshake import Ready
 
 T = TypeVar("T")
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -59,6 +60,11 @@ class Requests:
 
     def _paths(self, paths: Iterable[UserPath]) -> list[str]:
         return wire_paths(paths, self._mountpoint, self._cwd)
+
+    def fork(self, name: str, mountpoint: str, snapshot: str | None = None) -> RemoteCall[Ready]:
+        """Make a workspace at `mountpoint` (absolute) that starts as a copy of this one."""
+        params = messages.ForkParams(name, messages.wire_path(os.fsencode(mountpoint)), snapshot)
+        return RemoteCall("fork", params, _to("Ready"))
 
     # -- snapshots --------------------------------------------------------------------------------
     def snapshot(

@@ -34,7 +34,7 @@ from vfsd.client import launch
 from vfsd.client.connection import ControlClient
 from vfsd.client.daemon_exit import END_TIMEOUT_S, HELD_TIMEOUT_S, daemon_end
 from vfsd.client.executor import WorkspaceExecutor
-from vfsd.client.mount_arguments import MountArguments, mount_options, running_workspace
+from vfsd.client.mount_arguments import MountArguments, fork_target, mount_options, running_workspace
 from vfsd.client.requests import FilePath, RemoteCall, Requests
 from vfsd.client.results import Unmounted
 from vfsd.client.transaction import OpenTransactions, Transaction
@@ -258,6 +258,21 @@ class Workspace(WorkspaceBase):
         RuntimeError on entry if another thread or task has a transaction open in this workspace.
         """
         return Transaction(self._requests, self._transactions, tag, self._run)
+
+    def fork(self, path: FilePath, *, name: str | None = None, snapshot: str | None = None) -> Self:
+        """Return a new workspace at `path` that starts as a copy of this one, or of its snapshot `snapshot`.
+
+        It shares this workspace's memory until either changes, so making it takes milliseconds.  It has the options and
+        the snapshots of this one, a daemon of its own, and `name` (None: made from `path`).  A missing directory `path`
+        is made; its parent must exist.  The end of a `with` block unmounts the fork.
+
+        OSError: EOPNOTSUPP if the backend is neither memory nor an overlay, or the engine is not native; ENOMEM;
+        FileExistsError or OSError(EBUSY, ENOTEMPTY, ...) if nothing can be mounted at `path`.  FileNotFoundError if
+        there is no such snapshot.
+        """
+        with fork_target(path, name) as (chosen, mountpoint):
+            ready = self._run(self._requests.fork(chosen, mountpoint, snapshot))
+            return type(self)(ready, unmount_at_exit=True)
 
     snapshot = _blocking(Requests.snapshot)
     snapshots = _blocking(Requests.snapshots)

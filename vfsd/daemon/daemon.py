@@ -28,11 +28,13 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
+from protocol.volume import snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods, Start
 from vfsd.daemon.control.server import ControlServer
 from vfsd.daemon.exec.commands import Commands, choose_commands
+from vfsd.daemon.forks import Forks, Origin
 from vfsd.daemon.memory_trim import MemoryTrim
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.sd_notify import Notifier
@@ -60,17 +62,25 @@ _TIDY_S: Final = 1.0
 _LOST: Final = "the content and the snapshots of that workspace are lost"
 
 
-async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None], started_by: str) -> None:
+async def run_daemon(
+    options: MountOptions, *, ready: Callable[[Ready], None], started_by: str, origin: Origin | None = None
+) -> None:
     """Mount a workspace and serve it until it is unmounted; call `ready` when the mount answers.
 
-    `started_by` is what `vfsd status` says.
+    `started_by` is what `vfsd status` says.  `origin`: what a fork starts with; else the backend is opened.
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
     interpreter.set_up()
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
     recovered = await trio.to_thread.run_sync(_recover, options)
-    backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+    if origin is None:
+        backend = await trio.to_thread.run_sync(open_backend, options, _unless_cancelled)
+    else:
+        backend = origin.backend
+        volume = snapshotable(backend.volume)
+        if origin.restores_base and volume is not None:
+            volume.restore_snapshot(origin.base)
     settings = EngineSettings(
         options.workspace.mountpoint,
         options.workspace.name,
@@ -89,7 +99,7 @@ async def run_daemon(options: MountOptions, *, ready: Callable[[Ready], None], s
     except BaseException:
         backend.close()  # removes a container that was created for the workspace
         raise
-    daemon = _Daemon(options, engine, backend, replay, started_by)
+    daemon = _Daemon(options, engine, backend, replay, started_by, origin)
     try:
         await daemon.run(ready, "; ".join(filter(None, (recovered, backend.recovered))) or None)
     finally:
@@ -105,10 +115,17 @@ class _Daemon:
     """A mounted workspace while it is served."""
 
     def __init__(
-        self, options: MountOptions, engine: Engine, backend: Backend, replay: Replay, started_by: str
+        self,
+        options: MountOptions,
+        engine: Engine,
+        backend: Backend,
+        replay: Replay,
+        started_by: str,
+        origin: Origin | None,
     ) -> None:
         self._options = options
         self._started_by = started_by
+        self._origin = origin
         self._engine = engine
         self._backend = backend
         self._replay = replay
@@ -145,10 +162,12 @@ class _Daemon:
                     container,
                     cache=options.kernel.cache,
                 )
-                snapshots = open_snapshots(mounted, self._backend.stored)
+                history = None if self._origin is None else self._origin.history
+                snapshots = open_snapshots(mounted, self._backend.stored, history)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
-                start = Start(started_at, self._started_by)
-                methods = Methods(mounted, snapshots, options.workspace, start, commands, self._imported.wait)
+                start = Start(started_at, self._started_by, self._origin)
+                forks = Forks(options, self._backend, engine.name, nursery, run_daemon)
+                methods = Methods(mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)
                 nursery.start_soon(self._feed_watchdog)
@@ -218,6 +237,7 @@ class _Daemon:
             started_at=started_at,
             version=vfsd.__version__,
             socket=socket,
+            forked_from=None if self._origin is None else self._origin.source,
         )
 
     # -- the end -------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class WorkspaceRecord(msgspec.Struct, frozen=True):
     started_at: str
     version: str
     socket: str
+    forked_from: str | None = None  # the name of the workspace that this one is a fork of
 
     @property
     def alive(self) -> bool:

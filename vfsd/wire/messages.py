@@ -179,6 +179,11 @@ class StatusResult(msgspec.Struct, frozen=True):
     pruned: int | None = None  # automatic snapshots that were dropped to free memory
     changed_below: int | None = None  # files of overlay:DIR that other programs changed after the overlay read them
     cache: CacheChoice = "writethrough"
+    forked_from: str | None = None  # the name of the workspace that this one is a fork of
+    base: str | None = None  # of a fork: the snapshot that both workspaces have
+    # Of the daemons of forks and their sources, in bytes: pages that several processes have, and the others.
+    shared_memory: int | None = None
+    private_memory: int | None = None
     started_by: str | None = None  # "the fork server", or "a new interpreter" and why, ...
     engine_reason: str | None = None  # why the engine is not the preferred one
     wakeups: str | None = None  # what the engine does about slow wake-ups of idle CPUs
@@ -462,6 +467,29 @@ class UnmountParams(Params):
     token: str | None = None
 
 
+class ForkParams(Params):
+    """Parameters of `fork`: the fork's name and its mountpoint, an empty directory.
+
+    `snapshot`: fork that state; None: the present one.
+    """
+
+    name: str
+    mountpoint: str
+    snapshot: str | None = None
+
+
+class ForkResult(msgspec.Struct):
+    """Result of `fork`: the new workspace.  `base` is the snapshot of both that is their common state."""
+
+    name: str
+    mountpoint: str
+    socket: str
+    pid: int
+    engine: str
+    base: str
+    warnings: list[str] = []
+
+
 class UnmountResult(msgspec.Struct):
     """Result of `unmount`."""
 
@@ -506,6 +534,7 @@ METHODS: Final[dict[str, tuple[type[Any], type[Any]]]] = {
     "apply": (ApplyParams, ApplyResult),
     "unsaved": (Empty, UnsavedResult),
     "unmount": (UnmountParams, UnmountResult),
+    "fork": (ForkParams, ForkResult),
     # Runs the volume's check_invariants, for tests and bug reports.
     "check": (Empty, Empty),
     **FS_METHODS,

@@ -43,7 +43,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import os_error
@@ -113,13 +113,16 @@ def version_bytes(version: Inode) -> int:
 class Ledger:
     """The memory totals of one volume's state, and their limit."""
 
-    __slots__ = ("_lender", "_loan", "_lock", "ceiling", "content", "kept", "limit", "metadata", "overhead", "shared")
+    __slots__ = (
+        "_lender", "_loan", "_lock", "ceiling", "content", "kept", "lent", "limit", "metadata", "overhead", "shared",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.content = 0
         self.metadata = 0
         self.kept = 0
         self.overhead = 0
+        self.lent = 0  # the part of `overhead` that imports in threads give back
         self.limit: int | None = None
         self.ceiling = UNLIMITED  # for content, metadata and kept together
         self.shared: dict[int, int] = {}
@@ -154,6 +157,23 @@ class Ledger:
             if self.limit is not None:
                 self.ceiling -= count
 
+    def forking(self) -> AbstractContextManager[object]:
+        """A block in which no other thread changes `overhead`."""
+        return self._lock
+
+    def forked(self) -> None:
+        """Take back what is lent: the new process does not have the threads that would give it back."""
+        self.charge_overhead(-self.lent)
+        self.lent = 0
+
+    def _lend(self, count: int) -> None:
+        """Charge `count` bytes, which may be negative, that are given back later.  Any thread."""
+        with self._lock:
+            self.overhead += count
+            self.lent += count
+            if self.limit is not None:
+                self.ceiling -= count
+
     # -- memory lent to an import that a thread unpacks ------------------------------------------
     def borrow_from(self, lender: Ledger) -> None:
         """Start without memory and borrow it from `lender`, whose limit then bounds both.  Used in another thread."""
@@ -168,7 +188,7 @@ class Ledger:
             return False
         for loan in (max(count, _LOAN_BYTES), count):
             if lender.used + loan <= lender.ceiling:
-                lender.charge_overhead(loan)
+                lender._lend(loan)  # noqa: SLF001 (of this class)
                 self._loan += loan
                 self.set_limit(self._loan)
                 return True
@@ -178,7 +198,7 @@ class Ledger:
         """Return up to `count` bytes of the loan: the lender now charges that much unpacked content itself."""
         if self._lender is not None:
             count = min(count, self._loan)
-            self._lender.charge_overhead(-count)
+            self._lender._lend(-count)  # noqa: SLF001 (of this class)
             self._loan -= count
 
     @contextmanager
@@ -191,13 +211,13 @@ class Ledger:
             missing = self.used + count - self.ceiling
             if missing > 0 and not self.borrow(missing):
                 raise os_error(errno.ENOSPC)
-            self.charge_overhead(count)
+            self._lend(count)
             reserved += count
 
         try:
             yield reserve
         finally:
-            self.charge_overhead(-reserved)
+            self._lend(-reserved)
             if self._lender is not None:
                 self.repay(min(reserved, self.ceiling - self.used))
                 self.set_limit(self._loan)
@@ -205,7 +225,7 @@ class Ledger:
     def give_back(self) -> None:
         """End the loan: the unpacked content was discarded, or the lender charges it."""
         if self._lender is not None:
-            self._lender.charge_overhead(-self._loan)
+            self._lender._lend(-self._loan)  # noqa: SLF001 (of this class)
             self._loan = 0
             self._lender = None
             self.set_limit(None)

@@ -17,6 +17,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from protocol.backends.memory.attributes import InodeAttributes
@@ -29,7 +30,15 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import DirectoryEntry, PreparingVolume, SnapshotInfo, StatFs, VolumeCapabilities, VolumeUsage
+from protocol.volume import (
+    ROOT_INODE,
+    DirectoryEntry,
+    PreparingVolume,
+    SnapshotInfo,
+    StatFs,
+    VolumeCapabilities,
+    VolumeUsage,
+)
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -40,7 +49,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 class MemoryVolume:
-    """A volume in memory.  Implements `PreparingVolume` and `CheckableVolume` of `protocol.volume`; see their methods.
+    """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume` of `protocol.volume`.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;
     `max_inodes` bounds the live inodes, the root included; `max_memory` bounds content, metadata and snapshots
@@ -61,6 +70,7 @@ class MemoryVolume:
         staged_imports=True,
         prepared_imports=True,
         self_check=True,
+        forkable=True,
     )
 
     def __init_subclass__(cls) -> None:
@@ -194,6 +204,20 @@ class MemoryVolume:
 
     def give_back(self) -> None:
         self._state.ledger.give_back()
+
+    # -- fork(2) -----------------------------------------------------------------------------------
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        with self._state.lock, self._state.ledger.forking():
+            yield
+
+    def forked(self) -> None:
+        state = self._state
+        state.ledger.forked()
+        self._history.close_views()
+        for inode in [inode for inode in state.inodes.values() if inode.lookups]:
+            inode.lookups = 1 if inode.inode == ROOT_INODE else 0  # the kernel never forgets the root
+            state.release(inode)
 
     # -- calls that use another call of the volume -----------------------------------------------
     def lookup(self, parent: int, name: bytes) -> Inode:

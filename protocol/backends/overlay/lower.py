@@ -14,6 +14,7 @@ import os
 import resource
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from protocol.linux.beneath import HandleCache, RootDirectory, open_to_read
@@ -140,6 +141,12 @@ class Lower(RootDirectory):
     def forget(self, file: LowerFile) -> None:
         """Forget the descriptor of a file that changed."""
         self._files.drop(file)
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """A block in which no other thread uses the caches of descriptors."""
+        with self._files.forking(), self._directories.forking():
+            yield
 
     def close(self) -> None:
         """Forget all descriptors except the root's."""

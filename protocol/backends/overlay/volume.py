@@ -113,6 +113,17 @@ class OverlayVolume(MemoryVolume):
         with self._lock:
             OverlayInvariants(self._overlay).check()
 
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        with super().forking(), self.lower.forking():
+            yield
+
+    def forked(self) -> None:
+        with self._lock:
+            super().forked()
+        self._not_invalidated.clear()
+        self._unchecked = iter(())
+
     def _bind(self) -> None:
         """Replace the memory volume's methods that read the lower directory; lock those that change the state."""
         self._memory_find, self.find = self.find, self._find

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 
 from vfsd.daemon.control.call_context import Handler
 from vfsd.daemon.control.exec_methods import ExecMethods
+from vfsd.daemon.control.fork_method import ForkMethod
 from vfsd.daemon.control.fs_methods import FsMethods
 from vfsd.daemon.control.snapshot_methods import SnapshotMethods
 from vfsd.daemon.control.tree_methods import TreeMethods
 from vfsd.daemon.control.unmount_methods import UnmountMethods
 from vfsd.daemon.exec.commands import Commands
+from vfsd.daemon.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.options import WorkspaceOptions
@@ -24,12 +26,18 @@ class MethodGroups:
     """The groups of methods of one workspace.  `snapshots` is None if its backend has none."""
 
     def __init__(
-        self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions, commands: Commands
+        self,
+        mounted: MountedVolume,
+        snapshots: SnapshotService | None,
+        options: WorkspaceOptions,
+        commands: Commands,
+        forks: Forks,
     ) -> None:
         self._unmount = UnmountMethods(mounted, options, commands)
         self.handlers: Mapping[str, Handler] = {
             "unsaved": self._unmount.unsaved,
             "unmount": self._unmount.unmount,
+            "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options).handlers(),
             **TreeMethods(mounted, snapshots, options).handlers(),
             **FsMethods(mounted, options, commands).handlers(),

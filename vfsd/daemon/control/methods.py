@@ -10,6 +10,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import trio
 from msgspec.structs import asdict
 
 import vfsd
@@ -17,6 +18,7 @@ from protocol.volume import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands
+from vfsd.daemon.forks import Forks, Origin
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 from vfsd.wire.messages import METHODS, Empty, StatusResult, wire_path
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """When (ISO 8601 in UTC) and by what the daemon was started."""
+    """When (ISO 8601 in UTC) and by what the daemon was started, and what it was forked from."""
 
     at: str
     by: str
+    origin: Origin | None
 
 
 class Methods:
@@ -47,6 +50,7 @@ class Methods:
         options: WorkspaceOptions,
         start: Start,
         commands: Commands,
+        forks: Forks,
         wait_imported: Callable[[], Awaitable[None]],
     ) -> None:
         self._mounted = mounted
@@ -54,6 +58,7 @@ class Methods:
         self._snapshots = snapshots
         self._options = options
         self._start = start
+        self._forks = forks
         self._wait_imported = wait_imported
         self._groups: MethodGroups | None = None
 
@@ -83,7 +88,7 @@ class Methods:
         from vfsd.daemon.control.method_groups import MethodGroups  # noqa: PLC0415
 
         if self._groups is None:  # several calls may have waited
-            self._groups = MethodGroups(self._mounted, self._snapshots, self._options, self._commands)
+            self._groups = MethodGroups(self._mounted, self._snapshots, self._options, self._commands, self._forks)
         return self._groups
 
     async def _ping(self, _params: Empty, _call: CallContext) -> Empty:
@@ -101,6 +106,8 @@ class Methods:
         remote = container if options.backend.kind == "exec" else None
         # Other volumes would have to walk the whole tree.
         usage = VolumeUsage() if volume is None else volume.usage()
+        origin = self._start.origin
+        memory = await trio.to_thread.run_sync(_memory) if origin is not None or self._forks.count else {}
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
@@ -110,6 +117,10 @@ class Methods:
             version=vfsd.__version__,
             started_at=self._start.at,
             started_by=self._start.by,
+            forked_from=None if origin is None else origin.source,
+            base=None if origin is None else origin.base,
+            shared_memory=memory.get("Shared"),
+            private_memory=memory.get("Private"),
             read_only=options.read_only,
             snapshots=None if snapshots is None else len(await snapshots.infos()),
             requests=engine.requests,
@@ -124,3 +135,14 @@ class Methods:
             remote=None if remote is None else "connected" if remote.is_connected else await remote.advice(),
             **asdict(usage),
         )
+
+
+def _memory() -> dict[str, int]:
+    """The bytes of this process's memory that are "Shared" with other processes, and "Private".  Any thread."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        sizes = [line.split()[:2] for line in file if line.startswith(("Shared_", "Private_"))]
+    totals: dict[str, int] = {}
+    for name, size in sizes:
+        kind = name.partition("_")[0]
+        totals[kind] = totals.get(kind, 0) + int(size) * 1024
+    return totals

@@ -20,7 +20,7 @@ from typing import Final
 
 from vfsd.daemon.daemon import run_daemon
 from vfsd.daemon.keeper.server import ForkedStart
-from vfsd.daemon.main import serve_starter
+from vfsd.daemon.starting import serve_starter
 from vfsd.wire import fork_messages
 from vfsd.wire.fork_messages import Forked, Go, Refused, Start
 from vfsd.wire.handshake import decode_options

@@ -85,12 +85,12 @@ class _Change(NamedTuple):
 class VolumeSnapshots:
     """Implements `vfsd.daemon.snapshots.base.SnapshotService` with the snapshots of `volume`."""
 
-    def __init__(self, mounted: MountedVolume, volume: SnapshotableVolume) -> None:
+    def __init__(self, mounted: MountedVolume, volume: SnapshotableVolume, history: UndoHistory | None = None) -> None:
         self._mounted = mounted
         self._volume = volume
         self._overlaid = overlaid(volume)
         volume.on_pruned = self._record_pruned
-        self._last_history = UndoHistory()  # after the last step; see `_history` for the drops since
+        self._last_history = history or UndoHistory()  # after the last step; see `_history` for the drops since
         self._pruned: deque[SnapshotInfo] = deque(maxlen=_PRUNED_NAMED)  # since the last answer that named them
         self._lost: set[int] = set()  # serials of the safety snapshots pruned since the last step
 

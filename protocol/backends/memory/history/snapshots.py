@@ -62,6 +62,7 @@ class SnapshotHistory:
         self._lock = state.lock
         self.make_tree: Callable[[Epoch, Epoch], SnapshotTree] = functools.partial(SnapshotTree, state)
         self.starts_empty = True
+        self._views: set[Epoch] = set()  # the epochs of the open views
         self._saved_at = 0  # the moment of the newest state that is stored elsewhere
         self.saved_ns: int | None = None  # the time at which that was recorded
 
@@ -210,14 +211,24 @@ class SnapshotHistory:
         with self._lock:
             pinned = state.open_epoch(None)
             state.log.pin()
+            self._views.add(pinned)
         try:
             with self._lock:
                 tree = self.make_tree(target or pinned, pinned)
             yield tree
         finally:
             with self._lock:
-                state.log.close(pinned)
-                state.log.release()
+                self._close_view(pinned)
+
+    def _close_view(self, pinned: Epoch) -> None:
+        self._views.remove(pinned)
+        self._state.log.close(pinned)
+        self._state.log.release()
+
+    def close_views(self) -> None:
+        """Close all views, in a process that does not have the threads that read them."""
+        for pinned in list(self._views):
+            self._close_view(pinned)
 
     # -- states that are stored elsewhere --------------------------------------------------------
     def mark(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from vfsd.daemon.main import run
+from vfsd.daemon.starting import run
 from vfsd.wire.handshake import Ready
 from vfsd.wire.options import MountOptions
 

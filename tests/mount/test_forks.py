@@ -1,0 +1,369 @@
+"""Forks on real mounts: copies that share memory, in daemons that do not depend on each other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from click.testing import CliRunner
+
+from tests.mount.conftest import check_invariants, complaints, mounted
+from tests.support.fork_server import wait_until
+from tests.support.unmounting import unmount_when_idle
+from vfsd import AsyncWorkspace, Workspace
+from vfsd.cli.main import cli
+
+Fork = Callable[..., Workspace]
+
+
+@pytest.fixture(params=["memory", "overlay"])
+def source(request: pytest.FixtureRequest, workdir: Path) -> Iterator[Workspace]:
+    """A workspace with a few files, those of an overlay partly below it."""
+    below = workdir / "below"
+    (below / "lower").mkdir(parents=True)
+    (below / "lower" / "file").write_text("below")
+    backend = "memory" if request.param == "memory" else f"overlay:{below}"
+    with mounted(workdir / "source", backend=backend, engine="native", name="source") as workspace:
+        (workdir / "source" / "tree").mkdir()
+        (workdir / "source" / "tree" / "file").write_text("source")
+        yield workspace
+
+
+@pytest.fixture
+def fork(workdir: Path, source: Workspace) -> Iterator[Fork]:
+    """Forks `source`, or another workspace, below `workdir`; each fork is checked and unmounted."""
+    made: list[Workspace] = []
+
+    def make(name: str, of: Workspace = source, **options: Any) -> Workspace:
+        made.append(of.fork(workdir / name, name=name, **options))
+        return made[-1]
+
+    yield make
+    for workspace in made:
+        if os.path.ismount(workspace.path):
+            check_invariants(workspace)
+            unmount_when_idle(workspace)
+        assert complaints(workspace.name) == []
+
+
+def text(workspace: Workspace, path: str = "tree/file") -> str:
+    return Path(workspace.path, path).read_text()
+
+
+def write(workspace: Workspace, content: str, path: str = "tree/file") -> None:
+    Path(workspace.path, path).write_text(content)
+
+
+def test_neither_side_sees_the_changes_of_the_other(source: Workspace, fork: Fork) -> None:
+    copy = fork("copy")
+    assert text(copy) == "source"
+    write(copy, "of the fork")
+    write(source, "of the source")
+    Path(copy.path, "tree", "new").mkdir()
+    Path(source.path, "tree", "file").rename(Path(source.path, "moved"))
+    assert text(copy) == "of the fork"
+    assert text(source, "moved") == "of the source"
+    assert sorted(os.listdir(Path(copy.path, "tree"))) == ["file", "new"]
+    assert os.listdir(Path(source.path, "tree")) == []
+
+
+def test_a_fork_keeps_inode_numbers_and_times(source: Workspace, fork: Fork) -> None:
+    before = os.stat(Path(source.path, "tree", "file"))
+    after = os.stat(Path(fork("copy").path, "tree", "file"))
+    assert (before.st_ino, before.st_mtime_ns, before.st_ctime_ns, before.st_mode) == (
+        after.st_ino, after.st_mtime_ns, after.st_ctime_ns, after.st_mode,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["overlay"], indirect=True)
+def test_what_is_below_an_overlay_is_read_by_the_fork(source: Workspace, fork: Fork) -> None:
+    copy = fork("copy")
+    assert text(copy, "lower/file") == "below"
+    write(copy, "changed", "lower/file")
+    assert text(source, "lower/file") == "below"
+    copy.discard()
+    assert text(copy, "lower/file") == "below"
+    assert not os.path.exists(Path(copy.path, "tree"))
+    assert text(source) == "source"
+
+
+def test_a_fork_has_the_snapshots_and_the_undo_steps_of_its_source(source: Workspace, fork: Fork) -> None:
+    source.snapshot("one")
+    write(source, "second")
+    source.restore("one")
+    write(source, "third")
+    copy = fork("copy")
+    assert {"one", "safety-1"} <= {each.name for each in copy.snapshots()}
+    copy.undo()
+    assert text(copy) == "second"
+    copy.redo()
+    assert text(copy) == "third"
+    copy.restore("one")
+    assert text(copy) == "source"
+    assert text(source) == "third"
+    source.drop("one")
+    assert "one" in {each.name for each in copy.snapshots()}
+
+
+def test_an_older_state_can_be_forked(source: Workspace, fork: Fork) -> None:
+    source.snapshot("one")
+    write(source, "later")
+    copy = fork("copy", snapshot="one")
+    assert text(copy) == "source"
+    assert text(source) == "later"
+    assert copy.status().base == "one"
+    with pytest.raises(FileNotFoundError):
+        fork("other", snapshot="missing")
+    assert not os.path.exists(Path(source.path).parent / "other")
+
+
+def test_forks_of_forks_outlive_their_source(source: Workspace, fork: Fork, workdir: Path) -> None:
+    first = fork("first")
+    write(first, "first")
+    second = fork("second", of=first)
+    write(second, "second")
+    os.kill(first.pid, signal.SIGKILL)
+    assert text(second) == "second"
+    assert text(source) == "source"
+    assert second.status().forked_from == "first"
+    third = fork("third", of=second)
+    unmount_when_idle(second)
+    assert text(third) == "second"
+    Workspace.attach("first")  # dead, and still listed until something is mounted there
+    subprocess.run([sys.executable, "-m", "vfsd.cli.main", "unmount", "first"], check=True, capture_output=True)
+    assert not os.path.ismount(workdir / "first")
+
+
+def test_the_source_keeps_the_base_until_the_forks_have_ended(source: Workspace, fork: Fork) -> None:
+    def names() -> set[str]:
+        return {each.name for each in source.snapshots()}
+
+    first = fork("first")
+    base = first.status().base
+    assert base is not None
+    second = fork("second", snapshot=base)
+    unmount_when_idle(first)
+    assert base in names()
+    assert {each.name for each in second.snapshots()} >= {base}
+    os.kill(second.pid, signal.SIGKILL)
+    wait_until(lambda: base not in names(), "the source dropped the base")
+    wait_until(lambda: not os.path.exists(f"/proc/{second.pid}"), "the source reaped its fork")
+    subprocess.run([sys.executable, "-m", "vfsd.cli.main", "unmount", "second"], check=True, capture_output=True)
+
+
+def test_files_that_the_source_has_unlinked_and_open_are_not_in_the_fork(source: Workspace, fork: Fork) -> None:
+    used = source.status().used_bytes
+    with open(Path(source.path, "orphan"), "w+") as file:
+        file.write("x" * (1 << 20))
+        file.flush()
+        os.unlink(file.name)
+        copy = fork("copy")
+        assert copy.status().used_bytes == used
+        file.seek(0)
+        assert len(file.read()) == 1 << 20
+
+
+def test_a_fork_during_an_export_has_no_open_views(source: Workspace, fork: Fork, workdir: Path) -> None:
+    write(source, "x" * (32 << 20), "large")
+    done = threading.Event()
+
+    def export() -> None:
+        source.export(workdir / "archive.zip", overwrite=True)
+        done.set()
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    copy = fork("copy")
+    os.unlink(Path(copy.path, "large"))
+    copy.snapshot("after")
+    copy.drop("after")
+    for info in copy.snapshots():
+        copy.drop(info.name)
+    wait_until(lambda: (copy.status().snapshot_bytes or 0) < 1 << 20, "the fork keeps nothing for a view")
+    check_invariants(copy)
+    thread.join()
+    assert done.is_set()
+    with zipfile.ZipFile(workdir / "archive.zip") as archive:
+        assert archive.testzip() is None
+
+
+def test_a_fork_during_an_import_owes_it_no_memory(source: Workspace, fork: Fork, workdir: Path) -> None:
+    many = Path(source.path, "many")
+    many.mkdir()
+    for number in range(1000):
+        (many / str(number)).write_text(str(number) * 100)
+    source.export(workdir / "many.zip")
+    shutil.rmtree(many)
+    failed: list[BaseException] = []
+
+    def import_it() -> None:
+        try:
+            source.import_archive(workdir / "many.zip")
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=import_it)
+    thread.start()
+    copies = [fork(f"copy-{number}") for number in range(3)]
+    thread.join()
+    assert failed == []
+    for copy in copies:
+        found = Path(copy.path, "many")
+        assert len(os.listdir(found)) == 1000 if found.exists() else True, "an import is in a fork whole or not at all"
+        check_invariants(copy)
+
+
+def test_writes_are_in_the_fork_in_their_order(source: Workspace, fork: Fork) -> None:
+    """Two counters are increased in turn, so in no state do they differ by more than one."""
+    stop = threading.Event()
+
+    def count() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            for name in ("first", "second"):
+                write(source, f"{number:08}", name)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        wait_until(lambda: os.path.exists(Path(source.path, "second")), "the program writes")
+        copies = [fork(f"copy-{number}") for number in range(5)]
+    finally:
+        stop.set()
+        thread.join()
+    for copy in copies:
+        # Opening with O_TRUNC and writing are two calls.
+        first, second = (int(text(copy, name) or -1) for name in ("first", "second"))
+        assert -1 in (first, second) or 0 <= first - second <= 1
+
+
+def test_many_forks_at_once(source: Workspace, workdir: Path) -> None:
+    names = [f"fork-of-{number}" for number in range(6)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        copies = list(threads.map(lambda name: source.fork(workdir / name, name=name), names))
+    for number, copy in enumerate(copies):
+        write(copy, str(number))
+    assert [text(copy) for copy in copies] == [str(number) for number in range(len(names))]
+    for copy in copies:
+        check_invariants(copy)
+        unmount_when_idle(copy)
+
+
+def test_a_fork_that_cannot_be_mounted_leaves_nothing(source: Workspace, fork: Fork, workdir: Path) -> None:
+    before = [each.name for each in source.snapshots()]
+    (workdir / "full").mkdir()
+    (workdir / "full" / "file").touch()
+    with pytest.raises(OSError, match="not empty") as raised:
+        fork("full")
+    assert raised.value.errno == errno.ENOTEMPTY
+    with pytest.raises(OSError, match="inside its source") as raised:
+        source.fork(Path(source.path, "tree", "inside"), name="inside")
+    assert raised.value.errno == errno.EINVAL
+    assert not os.path.exists(Path(source.path, "tree", "inside"))
+    with pytest.raises(FileExistsError, match="a workspace named 'source'"):
+        source.fork(workdir / "taken", name="source")
+    assert not os.path.exists(workdir / "taken")
+    with pytest.raises(ValueError, match="name"):
+        source.fork(workdir / "odd", name="../odd")
+    with pytest.raises(FileNotFoundError):
+        source.fork(workdir / "missing" / "parent", name="parent")
+    assert [each.name for each in source.snapshots()] == before
+
+
+def test_the_descriptors_of_the_source_are_not_in_the_fork(source: Workspace, fork: Fork) -> None:
+    copy = fork("copy")
+    links = []
+    for name in os.listdir(f"/proc/{copy.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/{copy.pid}/fd/{name}"))
+    assert sum(link == "/dev/fuse" for link in links) == 1
+    assert not [link for link in links if "source.log" in link]
+    assert not [link for link in links if link.startswith(source.path)]
+
+
+def test_the_state_of_a_fork_does_not_depend_on_its_source(source: Workspace, fork: Fork) -> None:
+    """Random changes of three copies, each compared with what it should have."""
+    generator = random.Random(7)
+    copies = [source, fork("one"), fork("two")]
+    expected = [{"tree/file": "source"} for _ in copies]
+    for step in range(150):
+        which = generator.randrange(len(copies))
+        name = f"tree/{generator.choice(['file', 'a', 'b', 'c'])}"
+        if generator.random() < 0.3 and name in expected[which]:
+            os.unlink(Path(copies[which].path, name))
+            del expected[which][name]
+        else:
+            write(copies[which], f"{step} of {which}", name)
+            expected[which][name] = f"{step} of {which}"
+        if step == 75:
+            copies.append(fork("three", of=copies[1]))
+            expected.append(dict(expected[1]))
+    for copy, files in zip(copies, expected, strict=True):
+        assert {f"tree/{name}": text(copy, f"tree/{name}") for name in os.listdir(Path(copy.path, "tree"))} == files
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_async_client_forks(workdir: Path, backend: str) -> None:
+    async def main() -> None:
+        async with AsyncWorkspace.mount(workdir / "source", name="source", engine="native") as source:
+            await source.async_filesystem.write("file", "source")
+            async with source.fork(workdir / "copy", name="copy") as copy:
+                assert (await copy.status()).forked_from == "source"
+                assert Path(copy.path, "file").read_text() == "source"
+            assert not os.path.ismount(workdir / "copy")
+            with pytest.raises(FileExistsError):
+                await source.fork(workdir / "again", name="source")
+            assert not os.path.exists(workdir / "again")
+
+    anyio.run(main, backend=backend)
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(cli, list(words))
+
+
+def test_the_command_makes_one_fork_or_several(source: Workspace, workdir: Path) -> None:
+    one = json.loads(run("fork", "-w", "source", str(workdir / "one"), "--json").stdout)
+    assert (one["name"], one["engine"]) == ("one", "native")
+    write(source, "later")
+    answer = run("fork", "-w", "source", str(workdir / "agents"), "--count", "3", "--name", "agent")
+    assert answer.exit_code == 0, answer.output
+    names = ["agent-1", "agent-2", "agent-3"]
+    assert [line.split()[1] for line in answer.stdout.splitlines()] == names
+    assert [text(Workspace.attach(name)) for name in names] == ["later"] * 3
+    listed = json.loads(run("list", "--json").stdout)["workspaces"]
+    assert {each["name"]: each["forked_from"] for each in listed} == {
+        "source": None, "one": "source", **dict.fromkeys(names, "source"),
+    }  # fmt: skip
+    failed = run("fork", "-w", "source", str(workdir / "agents"), "--count", "3", "--name", "other")
+    assert failed.exit_code == 1
+    assert "fork 1 of 3" in failed.stderr
+    for name in ("one", *names):
+        unmount_when_idle(Workspace.attach(name))
+
+
+def test_what_cannot_be_forked_says_why(workdir: Path) -> None:
+    (workdir / "served").mkdir()
+    cases = [({"backend": f"host:{workdir}/served"}, "overlay:DIR"), ({"engine": "pyfuse3"}, "--engine native")]
+    for number, (options, advice) in enumerate(cases):
+        with Workspace.mount(workdir / f"m{number}", **options) as workspace:
+            with pytest.raises(OSError, match=advice) as raised:
+                workspace.fork(workdir / "fork")
+            assert raised.value.errno == errno.EOPNOTSUPP
+            assert not os.path.exists(workdir / "fork")

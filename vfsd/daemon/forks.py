@@ -1,0 +1,296 @@
+"""Fork a daemon: the new process serves a copy of the volume at a mountpoint of its own, and shares its memory.
+
+Threading: `Forks.fork` runs on the serving loop and blocks it while another thread calls fork(2), so no request changes
+the state meanwhile.  That thread first takes the locks that threads of views and imports hold for moments
+(`ForkableVolume.forking`).  It is the only thread of the new process, and runs a trio loop of its own there.
+
+What the new process has of the old one:
+
+- Descriptors.  Devices, sockets, pipes and the log are replaced by /dev/null, not closed: an object of the old process
+  then closes that, and not a new descriptor of the same number.  Files and directories below an overlay stay open.
+- Tasks.  They are kept as they are, unreachable for the new loop.  If they were collected, their `finally` clauses
+  would run, which remove the record of the old workspace and unmount it.
+- Signal handlers and the variables of systemd, which are reset.
+- Objects that the garbage collector does not examine any more (`gc.freeze`), because that would write to each of them.
+
+The new process ends with `os._exit`: the interpreter's own end would collect the old tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import os
+import signal
+import stat
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+import trio
+from msgspec.structs import replace
+
+from protocol.errors import SnapshotNotFoundError
+from protocol.values import Value
+from protocol.volume import ForkableVolume, forkable
+from vfsd.daemon.starting import serve_starter
+from vfsd.machine.daemon_log import log_path, open_log
+from vfsd.machine.runtime import ensure_socket_dir
+from vfsd.wire.handshake import Failed, Ready, decode_report
+
+if TYPE_CHECKING:
+    from vfsd.daemon.backends import Backend
+    from vfsd.daemon.snapshots.history import UndoHistory
+    from vfsd.wire.options import MountOptions
+
+START_TIMEOUT_S: Final = 60.0
+_REPORT_BYTES: Final = 1 << 20
+_SYSTEMD: Final = ("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_FDS", "LISTEN_PID")
+_NATIVE: Final = "native"
+_old_tasks: list[object] = []  # of the processes that this one was forked from
+
+
+class Origin(Value):
+    """What a fork starts with.
+
+    `base`: the snapshot of both workspaces that is their last common state.  `restores_base`: the source changed since
+    that snapshot, or it is an older one.
+    """
+
+    source: str
+    base: str
+    restores_base: bool
+    backend: Backend
+    history: UndoHistory
+
+
+class RunFork(Protocol):
+    """`vfsd.daemon.daemon.run_daemon`."""
+
+    async def __call__(
+        self, options: MountOptions, *, ready: Callable[[Ready], None], started_by: str, origin: Origin
+    ) -> None: ...
+
+
+class Forks:
+    """Forks the daemon of the workspace that is mounted with `options`; the new process calls `run`."""
+
+    def __init__(
+        self, options: MountOptions, backend: Backend, engine: str, nursery: trio.Nursery, run: RunFork
+    ) -> None:
+        self._options = options
+        self._backend = backend
+        self._engine = engine
+        self._nursery = nursery
+        self._run = run
+        self.count = 0  # made since this daemon started
+        self._bases: dict[str, int] = {}  # the running forks of each base
+        self._kept: set[str] = set()  # the bases that are snapshots of this class
+
+    @property
+    def volume(self) -> ForkableVolume:
+        """The volume.  OSError (EOPNOTSUPP) if this workspace cannot be forked."""
+        volume = forkable(self._backend.volume)
+        if volume is None:
+            kind = self._options.workspace.backend.kind
+            advice = "mount a copy-on-write view of the directory with --backend overlay:DIR, and fork that"
+            raise OSError(errno.EOPNOTSUPP, f"a workspace with the backend {kind} cannot be forked: {advice}")
+        if self._engine != _NATIVE:
+            raise OSError(
+                errno.EOPNOTSUPP,
+                f"the engine {self._engine} cannot be forked: mount the workspace with --engine {_NATIVE}",
+            )
+        return volume
+
+    def options(self, name: str, mountpoint: str) -> MountOptions:
+        """The options of a fork: those of this workspace."""
+        return replace(
+            self._options,
+            workspace=replace(self._options.workspace, name=name, mountpoint=mountpoint),
+            content=replace(self._options.content, archive=None),
+        )
+
+    def start(
+        self,
+        name: str,
+        mountpoint: str,
+        base: str,
+        history: UndoHistory,
+        *,
+        restores_base: bool,
+        keeps_base: bool,
+    ) -> _Started:
+        """Fork now.  With `keeps_base`, the snapshot `base` is dropped when the last fork that has this base has ended.
+
+        The caller holds the workspace's `change_lock`, and awaited nothing since it looked at the state.
+
+        OSError if the process cannot be made.
+        """
+        volume = self.volume
+        _check_memory()
+        options = self.options(name, mountpoint)
+        origin = Origin(self._options.workspace.name, base, restores_base, self._backend, history)
+        log_fd, _ = open_log(log_path(name))
+        try:
+            report_fd, child_report_fd = os.pipe()
+            try:
+                child = functools.partial(self._become, options, origin, log_fd, child_report_fd)
+                pid = _fork(volume, child)
+                self.count += 1
+            except BaseException:
+                os.close(report_fd)
+                raise
+            finally:
+                os.close(child_report_fd)
+        finally:
+            os.close(log_fd)
+        pidfd = os.pidfd_open(pid)
+        self._bases[base] = self._bases.get(base, 0) + 1
+        if keeps_base:
+            self._kept.add(base)
+        self._nursery.start_soon(self._reap, pid, os.dup(pidfd), base)
+        return _Started(report_fd, pidfd)
+
+    async def _reap(self, pid: int, pidfd: int, base: str) -> None:
+        """Wait for a fork's end, so that it does not remain as a zombie; drop a base that no fork has any more."""
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+            os.waitpid(pid, os.WNOHANG)
+        finally:
+            os.close(pidfd)
+        self._bases[base] -= 1
+        if self._bases[base] == 0 and base in self._kept:
+            self._kept.remove(base)
+            with contextlib.suppress(SnapshotNotFoundError):  # dropped or pruned meanwhile
+                self.volume.drop_snapshot(base)
+
+    def _become(self, options: MountOptions, origin: Origin, log_fd: int, report_fd: int) -> int:
+        """Run the fork's daemon in the new process; return the exit status."""
+        os.setsid()
+        _reset_signals()
+        for standard in (1, 2):
+            os.dup2(log_fd, standard)
+        _replace_descriptors({0, 1, 2, report_fd}, self._options.workspace.mountpoint)
+        for name in _SYSTEMD:
+            os.environ.pop(name, None)
+        sys.argv[1:] = []
+        run = functools.partial(self._run, started_by=f"a fork of {origin.source}", origin=origin)
+        return serve_starter(options, report_fd, run)
+
+
+class _Started:
+    """A process that was forked and does not serve yet."""
+
+    def __init__(self, report_fd: int, pidfd: int) -> None:
+        self._report_fd = report_fd
+        self._pidfd = pidfd
+
+    async def ready(self) -> Ready:
+        """Wait until the fork's mount answers.  If this is cancelled, the fork undoes its start and ends.
+
+        OSError with the fork's message if it failed; EIO if it died; TimeoutError if it takes too long.
+        """
+        os.set_blocking(self._report_fd, False)
+        received = b""
+        try:
+            with trio.move_on_after(START_TIMEOUT_S) as waiting:
+                while not received.endswith(b"\n"):
+                    await trio.lowlevel.wait_readable(self._report_fd)
+                    piece = os.read(self._report_fd, _REPORT_BYTES)
+                    if not piece:
+                        raise OSError(errno.EIO, "the fork's daemon died while starting; its log says more")
+                    received += piece
+            if waiting.cancelled_caught:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+                raise TimeoutError(errno.ETIMEDOUT, f"the fork did not start within {START_TIMEOUT_S:g} s")
+        finally:
+            os.close(self._report_fd)
+            os.close(self._pidfd)
+        report = decode_report(received)
+        if isinstance(report, Failed):
+            raise report.error()
+        return report
+
+
+def _check_memory() -> None:
+    """OSError (ENOMEM) if there is no memory for a fork that comes to share nothing with its source."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo", encoding="ascii") as file:
+        available = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")), resident)
+    if resident > available:
+        raise OSError(
+            errno.ENOMEM,
+            f"a fork may come to need as much memory as its source, {resident >> 20} MiB, and {available >> 20} MiB are"
+            " available",
+        )
+
+
+def _fork(volume: ForkableVolume, child: Callable[[], int]) -> int:
+    """Call fork(2) in a thread while this one waits; run `child` in the new process.  Return its process id."""
+    made: list[int | OSError] = []
+    _old_tasks.append(trio.lowlevel.current_root_task())
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings(), volume.forking():
+                # Python 3.12: "This process is multi-threaded, use of fork() may lead to deadlocks in the child."
+                warnings.simplefilter("ignore", DeprecationWarning)
+                gc.freeze()
+                pid = os.fork()
+        except OSError as error:
+            made.append(error)
+            return
+        if pid:
+            made.append(pid)
+            return
+        status = 1
+        try:
+            volume.forked()
+            status = child()
+        except BaseException:  # noqa: BLE001 (it must not return to the thread's end, which waits for other threads)
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    thread = threading.Thread(target=run, name="vfsd-fork")
+    thread.start()
+    thread.join()
+    _old_tasks.pop()
+    if isinstance(made[0], OSError):
+        raise made[0]
+    return made[0]
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _replace_descriptors(kept: set[int], mountpoint: str) -> None:
+    """Replace by /dev/null what belongs to the old process: all but regular files and directories of other places."""
+    belongs = tuple(path.rstrip("/") + "/" for path in (mountpoint, ensure_socket_dir(), "/proc"))
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if descriptor in kept or descriptor == null:
+            continue
+        try:
+            kind = stat.S_IFMT(os.stat(descriptor).st_mode) if not _is_in(descriptor, belongs) else 0
+        except OSError:
+            continue  # the descriptor of the listing
+        if kind not in (stat.S_IFREG, stat.S_IFDIR):
+            os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+def _is_in(descriptor: int, places: tuple[str, ...]) -> bool:
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return (path + "/").startswith(places)

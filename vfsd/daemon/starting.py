@@ -1,0 +1,120 @@
+"""Run a daemon for the process that starts it, and report to that process on a pipe that the mount answers, or why not.
+
+If the starter dies first, the pipe reports an error: the start is cancelled and undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from vfsd.machine import logs
+from vfsd.wire.handshake import Failed, Ready, encode_report
+from vfsd.wire.options import MountOptions
+
+_logger = logging.getLogger(__name__)
+
+
+class RunDaemon(Protocol):
+    """`vfsd.daemon.daemon.run_daemon`, or a test's own."""
+
+    def __call__(self, options: MountOptions, *, ready: Callable[[Ready], None]) -> Awaitable[None]: ...
+
+
+def run(
+    options: MountOptions, ready: Callable[[Ready], None], run_daemon: RunDaemon, starter: _Starter | None = None
+) -> None:
+    """Run the daemon in this process until it is unmounted.  OSError or ValueError if it cannot start.
+
+    If `starter` ends before it has the report, the start is cancelled and undone: BrokenPipeError.
+    """
+    logs.configure(options.log.log_level, options.log.log_format)
+
+    async def body() -> None:
+        failure: Exception | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                if starter is not None:
+                    nursery.start_soon(starter.watch, nursery.cancel_scope)
+                await run_daemon(options, ready=ready)
+                nursery.cancel_scope.cancel()
+        except* Exception as group:  # noqa: BLE001 (raised below: Python 3.11.2 puts what is raised here into a group)
+            failure = _first(group)
+        if failure is not None:
+            raise failure from None
+        if starter is not None and starter.is_gone:
+            raise BrokenPipeError(errno.EPIPE, "the process that started this daemon has ended: nothing is mounted")
+
+    trio.run(body)
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group, which is the one that the starter reports."""
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _Starter:
+    """The process that started this one.  It reads one report from the pipe `report_fd`.
+
+    `is_gone`: it ended before it had the report.
+    """
+
+    def __init__(self, report_fd: int) -> None:
+        os.set_inheritable(report_fd, False)  # a child that inherits it would hide this process's end from the starter
+        self._report_fd = report_fd
+        self._watched_fd = os.dup(report_fd)  # `report` closes the original
+        self.has_report = False
+        self.is_gone = False
+
+    def report(self, report: Ready | Failed) -> None:
+        """Send the one report.  BrokenPipeError if the starter is gone."""
+        if self.has_report:
+            raise RuntimeError("the report was sent already")
+        self.has_report = True
+        try:
+            os.write(self._report_fd, encode_report(report))
+        finally:
+            os.close(self._report_fd)
+
+    async def watch(self, start: trio.CancelScope) -> None:
+        """Cancel `start` if the starter ends before it has the report."""
+        # Abandoned if cancelled: it returns when the starter has read the report and closed its end.
+        await trio.to_thread.run_sync(_wait_for_closed_reader, self._watched_fd, abandon_on_cancel=True)
+        if not self.has_report:
+            _logger.warning("the process that started this daemon has ended: the start is undone")
+            self.is_gone = True
+            start.cancel()
+
+
+def _wait_for_closed_reader(pipe: int) -> None:
+    """Return when the pipe whose writing end is `pipe` has no reader; closes `pipe`."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # poll(2) always reports POLLERR
+    try:
+        poll.poll()
+    finally:
+        os.close(pipe)
+
+
+def serve_starter(options: MountOptions, report_fd: int, run_daemon: RunDaemon) -> int:
+    """Run the daemon, and report to its starter on `report_fd`.  Return the exit status, as `main`."""
+    starter = _Starter(report_fd)
+    try:
+        run(options, starter.report, run_daemon, starter)
+    except Exception as error:  # noqa: BLE001 (reported, and logged with its traceback)
+        logs.log_failure(_logger, "run" if starter.has_report else "start", error)
+        if not starter.has_report:
+            with contextlib.suppress(BrokenPipeError):
+                starter.report(Failed.of(error))
+        return 1
+    return 0
