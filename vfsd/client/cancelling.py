@@ -9,13 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-<<<<<<< HEAD
 if TYPE_CHECKING:  # start-up: `vfsd --help` imports this module, and needs no msgspec
     from vfsd.wire.messages import CancelState
-=======
-if TYPE_CHECKING:
-    from vfsd.wire.messages import CancelState  # `vfsd --help` needs no msgspec
->>>>>>> 8757566 (vfsd fork: a workspace that starts as a copy of another one and shares its memory)
 
 ANSWER_S: Final = 3.0  # how long a client waits for the outcome of a call that it cancelled
 Outcome: TypeAlias = Literal["stopped", "completed", "continues", "unknown"]
