@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,6 +70,22 @@ def end_cleanly() -> None:
     """Let SIGTERM (timeout(1), CI) and Ctrl-C unwind the stack, so that no mount is left behind."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _frame: sys.exit(128 + got))
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Yield a new directory that is removed at the end, with the files of the daemons that are started meanwhile.
+
+    Daemons are started directly: the fork server would start the second of two workspaces in another way than the
+    first, and could outlive the run.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
+    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
+    os.environ["VFSD_FORK_SERVER"] = "off"
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
@@ -158,8 +175,7 @@ def vfsd_mount(place: Path, engine: str, backend: str = "memory") -> Iterator[tu
         if backend != "memory":
             backend += f":{stack.enter_context(tmpfs(place / 'backing'))}"
         name = f"bench-{place.name}-{os.getpid()}"
-        # Without the fork server, which would start the second workspace in another way than the first.
-        workspace = Workspace.mount(place / "mount", backend, engine=engine, name=name, fork_server=False)
+        workspace = Workspace.mount(place / "mount", backend, engine=engine, name=name)
         stack.enter_context(workspace)
         yield Path(workspace.path), workspace.pid
 

@@ -175,7 +175,7 @@ def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict
 
         def workspace(word: str) -> Workspace:
             name = f"bench-rewind-{word}-{os.getpid()}"
-            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name, fork_server=False))
+            return stack.enter_context(Workspace.mount(scratch / f"vfsd-{word}", name=name))
 
         def memory(word: str) -> Path:
             return _made(stack.enter_context(tmpfs(scratch / word)) / "live")

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench import _machine, _results
-from bench._filesystems import end_cleanly, run
+from bench._filesystems import end_cleanly, run, scratch_directory
 from bench.control import FILE_BYTES, fill
 from vfsd.client.workspace import Workspace
 
@@ -107,9 +105,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--json: {error}")
     end_cleanly()
-    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
-    archive = scratch / "out.zip"
-    try:
+    with scratch_directory() as scratch:
+        archive = scratch / "out.zip"
         with Workspace.mount(scratch / "mount", name=f"latency-{os.getpid()}") as workspace:
             place = Path(workspace.path)
             fill(place, options.files, FILE_BYTES)
@@ -129,8 +126,6 @@ def main() -> None:
                 with programs(place) if in_use else repeating(lambda: time.sleep(0.1)):
                     times = timed(options.seconds, workspace.snapshot)
                 rows[name] = report(name, times)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     if options.json:
         found = {"machine": _machine.machine(), "load": load, "files": options.files, "rows": rows}
         _results.save(options.json, {"latency": found})

@@ -21,7 +21,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import _machine, _results
-from bench._filesystems import end_cleanly, run, tmpfs
+from bench._filesystems import end_cleanly, run, scratch_directory, tmpfs
 
 SOURCES = 24
 FUNCTIONS = 60
@@ -202,11 +201,8 @@ def main() -> None:
         parser.error(f"--json: {error}")
     end_cleanly()
     load = os.getloadavg()[0]
-    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
-    try:
+    with scratch_directory() as scratch:
         rows = measure(scratch, options.pairs)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     if options.json:
         found = {"machine": _machine.machine(), "load": load, "pairs": options.pairs, "rows": rows}
         _results.save(options.json, {"neighbours": found})

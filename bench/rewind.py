@@ -23,10 +23,8 @@ import hashlib
 import os
 import random
 import re
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from bench import _machine, _results
-from bench._filesystems import GapError, end_cleanly
+from bench._filesystems import GapError, end_cleanly, scratch_directory
 from bench._results import Budget
 from bench._snapshot_systems import SYSTEMS, System, systems
 
@@ -246,17 +244,15 @@ def main() -> None:
         sys.exit(f"--json: {error}")
     end_cleanly()
     budget = Budget(options.budget)
-    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
-    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
     load = os.getloadavg()[0]
     print(f"{_machine.describe()}\nload at the start: {load:.1f}; {options.files:,} files, {CHANGES} changes a step")
-    try:
-        with systems(scratch, lambda name: re.search(options.only, name) is not None) as (found, gaps):
-            for name, why in gaps.items():
-                print(f"gap: {name}: {why}")
-            figures = measure(found, options.files, options.rounds, budget)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with (
+        scratch_directory() as scratch,
+        systems(scratch, lambda name: re.search(options.only, name) is not None) as (found, gaps),
+    ):
+        for name, why in gaps.items():
+            print(f"gap: {name}: {why}")
+        figures = measure(found, options.files, options.rounds, budget)
     show(figures)
     if options.json:
         machine = {

@@ -23,14 +23,13 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench import _machine, _micro, _real, _results, _sqlite
-from bench._filesystems import LIMIT, OURS, PEERS, Mounted, all_mounted, cpu_clock, end_cleanly
+from bench._filesystems import LIMIT, OURS, PEERS, Mounted, all_mounted, cpu_clock, end_cleanly, scratch_directory
 from bench._machine import AS_IT_IS, Modes
 from bench._results import Budget, Cells, Row
 
@@ -278,17 +277,12 @@ def main() -> None:
         sys.exit(str(error))
     end_cleanly()
     budget = Budget(options.budget)
-    scratch = Path(tempfile.mkdtemp(prefix="vfsd-bench-"))
-    os.environ["VFSD_RUNTIME_DIR"] = str(scratch)
     load, began = os.getloadavg()[0], time.monotonic()
     print(f"{_machine.describe()}\nload at the start: {load:.1f}; up to {options.rounds} rounds")
     if modes.gap:
         print(f"gap: {modes.gap}")
-    try:
-        with modes:
-            parts = measure_all(options, modes, budget, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_directory() as scratch, modes:
+        parts = measure_all(options, modes, budget, scratch)
     machine = {
         **_machine.machine(),
         "modes": modes.names, "awake_gap": modes.gap,
