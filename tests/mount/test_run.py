@@ -218,6 +218,26 @@ def test_without_a_private_mount_the_command_runs_at_another_path(
     assert content(project) == {"file": "two\n", "added": "new\n"}
 
 
+def test_a_directory_whose_name_is_no_text(project: Path) -> None:
+    odd = os.fsencode(project) + b"/a b\n\xff"
+    os.mkdir(odd)
+    done = vfsd("run", "--apply", "--", "sh", "-c", SOME, cwd=odd)
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(odd)) == [b"added", b"file"]
+    assert done.stderr.splitlines()[-1].endswith("/a b\\x0a\\xff: 2 added")
+    subprocess.run(["rm", "-r", odd], check=True)
+
+
+def test_the_choice_counts_even_if_nothing_reads_the_output(project: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*VFSD, "run", "--apply", "--", "sh", "-c", SOME]
+    done = subprocess.run(command, cwd=project, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert "applied to" in done.stderr
+    assert content(project) == {"file": "two\n", "added": "new\n"}
+
+
 # -- on a terminal ----------------------------------------------------------------------------------
 @pytest.fixture
 def shell(project: Path) -> Iterator[Shell]:

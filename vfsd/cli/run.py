@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shlex
@@ -177,7 +178,8 @@ class _Run:
         def show(answer: messages.DiffResult, changes: ChangeSpool) -> None:
             shown.append(answer.counts)
             if answer.counts != messages.ChangeCounts() and not self._app.json:
-                show_stat(changes, answer.counts)
+                with contextlib.suppress(BrokenPipeError):  # the user's choice counts, even if nothing reads the list
+                    show_stat(changes, answer.counts)
 
         call_with_changes(app, request, "comparing", show)
         return shown[0]

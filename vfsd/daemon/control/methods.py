@@ -111,7 +111,7 @@ class Methods:
         return StatusResult(
             name=options.name,
             mountpoint=wire_path(os.fsencode(options.mountpoint)),
-            backend=str(options.backend),
+            backend=wire_path(os.fsencode(str(options.backend))),
             engine=engine.name,
             pid=os.getpid(),
             version=vfsd.__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -129,7 +130,7 @@ class SnapshotMethods:
             outcome = await (snapshots.undo(call) if params.undo else snapshots.redo(call))
             return self._restored(outcome.source, outcome)
         name = BASE if params.base else await self._step_to(params) or params.name or ""
-        source = str(self._options.backend) if params.base else name
+        source = wire_path(os.fsencode(str(self._options.backend))) if params.base else name
         if params.created_at is not None:
             _check_created(await snapshots.infos(), name, params.created_at)
         if params.dry_run:

@@ -83,7 +83,7 @@ class TreeMethods:
                     old, new, paths, call, rule=rule, with_lines=params.mode == "stat", stream=params.stream
                 )
         return DiffResult(
-            a=str(self._options.backend) if from_base else a,
+            a=wire_path(os.fsencode(str(self._options.backend))) if from_base else a,
             b=params.b,
             counts=found.counts,
             changes=found.records,
