@@ -57,10 +57,13 @@ class VfsdCall(System):
     def restore(self, name: str) -> None:
         self._workspace.restore(name)
 
-    def fork(self, name: str, place: Path) -> None:  # noqa: ARG002
-        raise GapError("vfsd has no fork")
+    def fork(self, name: str, place: Path) -> None:
+        self._workspace.fork(place, snapshot=name).__enter__()  # unmounted in `forget`
 
-    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
+    def forget(self, name: str, place: Path | None) -> None:
+        if place is not None:
+            Workspace.attach(str(place)).unmount()
+            place.rmdir()
         self._workspace.drop(name)
 
 
@@ -75,6 +78,9 @@ class VfsdCommand(VfsdCall):
 
     def restore(self, name: str) -> None:
         run(self._vfsd, "restore", *self._options, name)
+
+    def fork(self, name: str, place: Path) -> None:
+        run(self._vfsd, "fork", *self._options, "--snapshot", name, place)
 
 
 class Git(System):
