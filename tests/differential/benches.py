@@ -94,7 +94,7 @@ class OverlayBench(Bench):
         if chance.random() > _PREPARED_SHARE:
             return super().calls(chance, count)
         before = random_calls(chance, count // 2, self.without)
-        return [*before, Call(0, "below", ()), *random_calls(chance, count // 2, self.without)]
+        return self._offered([*before, Call(0, "below", ()), *random_calls(chance, count // 2, self.without)])
 
     @contextlib.contextmanager
     def _roots(self) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 from tests.differential.calls import WORKERS, Call, random_calls
 from tests.differential.executor import MARSHAL_VERSION, receive, send
-from tests.differential.known import Difference, Known, avoided, reason
+from tests.differential.known import Difference, Known, avoided, avoided_call, reason
 from tests.support.zygote import starting_interpreters
 from vfsd.client.connection import ControlClient
 from vfsd.client.launch import log_path
@@ -67,7 +67,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             self.tmpfs = self._mount_tmpfs(stack)
             self.mount = self._mount_vfsd(stack)
-            self._nursery = stack.enter_context(executors())
+            self._nursery = stack.enter_context(executors(write_back=self.cache == "writeback"))
             self._stack = stack.pop_all()
         return self
 
@@ -98,7 +98,10 @@ class Bench:
     # -- runs ------------------------------------------------------------------------------------
     def calls(self, chance: random.Random, count: int) -> list[Call]:
         """About `count` calls for one episode; the same `chance` gives the same calls."""
-        return list(random_calls(chance, count, self.without))
+        return self._offered(random_calls(chance, count, self.without))
+
+    def _offered(self, calls: Iterable[Call]) -> list[Call]:
+        return [call for call in calls if not avoided_call(self.cache, call)]
 
     def run(self, calls: Sequence[Call], tree_every: int | None = None) -> Difference | None:
         """Make `calls` in fresh directories of both; the first difference that is not a known one, if any.
@@ -197,7 +200,7 @@ class Bench:
         return None
 
     def _unknown(self, call: Call, difference: Difference) -> bool:
-        known = reason(self.engine, call, difference)
+        known = reason(self.engine, self.cache, call, difference)
         if known is not None:
             self.seen[known] = self.seen.get(known, 0) + 1
             if known.ends_episode:
@@ -255,8 +258,9 @@ Team = list[socket.socket]
 class _Nursery:
     """Starts executors (see `executor`)."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, *, write_back: bool = False) -> None:
         self._channel = channel
+        self._write_back = write_back
 
     @contextlib.contextmanager
     def team(self, root: str) -> Iterator[Team]:
@@ -266,7 +270,7 @@ class _Nursery:
             for uid, gid, groups in WORKERS:
                 ours, theirs = socket.socketpair()
                 with theirs:
-                    role = {"root": root, "uid": uid, "gid": gid, "groups": groups}
+                    role = {"root": root, "uid": uid, "gid": gid, "groups": groups, "write_back": self._write_back}
                     socket.send_fds(self._channel, [json.dumps(role).encode()], [theirs.fileno()])
                     self._channel.recv(1)
                 ours.settimeout(_ANSWER_S)
@@ -281,7 +285,8 @@ class _Nursery:
 
 
 @contextlib.contextmanager
-def executors() -> Iterator[_Nursery]:
+def executors(*, write_back: bool = False) -> Iterator[_Nursery]:
+    """A nursery of executors.  `write_back`: see `Observer`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         # A fork of the zygote would give every executor the memory and the modules of all of vfsd.
@@ -291,7 +296,7 @@ def executors() -> Iterator[_Nursery]:
                 cwd=_REPOSITORY, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
             )  # fmt: skip
         try:
-            yield _Nursery(ours)
+            yield _Nursery(ours, write_back=write_back)
         finally:
             ours.close()
             process.wait(timeout=_ANSWER_S)

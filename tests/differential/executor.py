@@ -60,7 +60,7 @@ def _execute(channel: socket.socket, role: dict[str, Any]) -> None:
     os.setresgid(role["gid"], role["gid"], role["gid"])
     os.setresuid(role["uid"], role["uid"], role["uid"])
     os.umask(0o022)
-    process = Process()
+    process = Process(write_back=role["write_back"])
     observer = Observer(process)
     try:
         while True:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Iterable
 from typing import Any, Final
 
 from tests.differential.calls import OMIT, OPERATIONS
-from tests.differential.operations import Process, digest, errno_name, extended_attributes
+from tests.differential.operations import Process, digest, errno_name, extended_attributes, sync_file_system
 
 __all__ = ["Observer"]
 
 _NEAR_NS: Final = 12 * 3600 * 10**9  # times that a call sets are further from the present than that
+_COARSE: Final = 5  # CLOCK_REALTIME_COARSE, clock_gettime(2)
 _CHUNK: Final = 1 << 18
 _HEAD_BYTES: Final = 1 << 19
 # Where a sparse file may have content beyond its head: the offsets of `calls.OFFSET`.
@@ -45,10 +47,15 @@ Attributes = tuple[Any, ...]
 
 
 class Observer:
-    """Runs calls in `process`."""
+    """Runs calls in `process`.
+
+    With `process.write_back` st_blocks is shown only in the tree, which is synced first.  And the kernel sets the times
+    of files by a clock that ticks every 4 ms, so a call waits until that shows a new time.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._write_back = process.write_back
         self._present_ns = time.time_ns()
 
     def observe(self, operation: str, args: tuple[Any, ...]) -> Any:
@@ -57,6 +64,8 @@ class Observer:
         places = list(_places(operation, args))
         before = [self._stat(place) for place in places]
         known = {found.st_ino: found for found in before if isinstance(found, os.stat_result)}
+        if self._write_back:
+            _await_tick(known.values())
         answer: tuple[str, Any]
         try:
             answer = "ok", self._process.run(operation, args)
@@ -75,7 +84,7 @@ class Observer:
         return answer, [
             (
                 label,
-                self._show(found, known.get(found.st_ino), reads, found.st_ino in sets)
+                self._show(found, known.get(found.st_ino), reads, found.st_ino in sets, not self._write_back)
                 if isinstance(found, os.stat_result)
                 else found,
             )
@@ -91,7 +100,9 @@ class Observer:
         except OSError as error:
             return errno_name(error)
 
-    def _show(self, now: os.stat_result, before: os.stat_result | None, reads: bool, sets: bool = False) -> Attributes:
+    def _show(
+        self, now: os.stat_result, before: os.stat_result | None, reads: bool, sets: bool = False, blocks: bool = True
+    ) -> Attributes:
         # A directory may be read by anybody on the machine.
         if reads or before is None or stat.S_ISLNK(now.st_mode) or (stat.S_ISDIR(now.st_mode) and not sets):
             atime: int | str = "-"
@@ -105,7 +116,7 @@ class Observer:
             now.st_uid,
             now.st_gid,
             now.st_size,
-            now.st_blocks,
+            now.st_blocks if blocks or not stat.S_ISREG(now.st_mode) else "-",
             now.st_rdev,
             atime,
             self._time(now.st_mtime_ns, before.st_mtime_ns if before else None),
@@ -122,11 +133,23 @@ class Observer:
     def _tree(self) -> list[tuple[bytes, Any]]:
         """Everything, in order: path, and (attributes, first path of the inode, target, xattrs, content)."""
         found: list[tuple[bytes, Any]] = []
+        if self._write_back:
+            _sync_all(b"/")
+            self._sync_unlinked()
         self._walk(b"/", found, {})
         status = os.statvfs("/")
         # What the content takes; the inodes free are not alike, tmpfs counts by another measure.
         found.append((b"statfs", (status.f_bsize, status.f_blocks, status.f_bfree, status.f_bavail)))
         return found
+
+    @staticmethod
+    def _sync_unlinked() -> None:
+        """Start to write back the open files without a name."""
+        descriptor = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            sync_file_system(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _walk(self, path: bytes, found: list[tuple[bytes, Any]], names: dict[int, bytes]) -> None:
         try:
@@ -143,6 +166,26 @@ class Observer:
         if kind == stat.S_IFDIR:
             for name in sorted(os.listdir(path)):
                 self._walk(os.path.join(path, name), found, names)
+
+
+def _await_tick(files: Iterable[os.stat_result]) -> None:
+    """Wait until the clock of cached files shows a later time than that at which one of `files` was changed."""
+    latest = max((file.st_ctime_ns for file in files if stat.S_ISREG(file.st_mode)), default=0)
+    while latest - _NEAR_NS < time.clock_gettime_ns(_COARSE) <= latest:
+        time.sleep(0.001)
+
+
+def _sync_all(path: bytes) -> None:
+    """Sync all regular files below `path`: syncfs(2) of a FUSE mount does not wait until they are written."""
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            _sync_all(entry.path)
+        elif entry.is_file(follow_symlinks=False):
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOATIME)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _content(path: bytes, size: int) -> tuple[Any, ...]:

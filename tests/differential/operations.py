@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tests.differential.calls import data
 
-__all__ = ["Process", "digest", "errno_name", "extended_attributes"]
+__all__ = ["Process", "digest", "errno_name", "extended_attributes", "sync_file_system"]
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -87,11 +87,20 @@ def _extended_attribute(path: bytes, name: bytes) -> Any:
         return errno_name(error)
 
 
-class Process:
-    """What a process has besides its files: slots of open descriptors.  Each method is an operation."""
+def sync_file_system(descriptor: int) -> None:
+    """Call syncfs(2)."""
+    _checked(_libc.syncfs(descriptor))
 
-    def __init__(self) -> None:
+
+class Process:
+    """What a process has besides its files: slots of open descriptors.  Each method is an operation.
+
+    `write_back`: the kernel holds written data back, so a file's st_blocks counts it only after an fsync(2).
+    """
+
+    def __init__(self, *, write_back: bool = False) -> None:
         self.slots: dict[int, int] = {}
+        self.write_back = write_back
 
     def close(self) -> None:
         while self.slots:
@@ -207,6 +216,8 @@ class Process:
     def _refuse_holes(self, slot: int) -> None:
         """To read a hole through a mapping gives it a page on tmpfs, and on no other file system."""
         descriptor = self.fd(slot)
+        if self.write_back and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fsync(descriptor)
         found = os.fstat(descriptor)
         whole = stat.S_ISREG(found.st_mode) and found.st_blocks * 512 >= found.st_size
         if whole and found.st_size:
@@ -250,7 +261,7 @@ class Process:
         os.fdatasync(self.fd(slot))
 
     def do_syncfs(self, slot: int) -> None:
-        _checked(_libc.syncfs(self.fd(slot)))
+        sync_file_system(self.fd(slot))
 
     # -- names ---------------------------------------------------------------------------------
     def do_mkdir(self, path: bytes, mode: int) -> None:

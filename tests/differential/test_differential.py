@@ -32,11 +32,13 @@ CALLS = 20_000
 LONG_CALLS = 1_000_000
 
 
-@pytest.fixture(scope="module", params=("native", "pyfuse3"))
+@pytest.fixture(scope="module", params=("native", "pyfuse3", "native-writeback"))
 def bench(
     request: pytest.FixtureRequest, session_dir: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    with Bench(request.param, tmp_path_factory.mktemp("diff"), os.environ["VFSD_RUNTIME_DIR"]) as made:
+    engine, _, cached = request.param.partition("-")
+    place, cache = tmp_path_factory.mktemp("diff"), "writeback" if cached else "writethrough"
+    with Bench(engine, place, os.environ["VFSD_RUNTIME_DIR"], cache=cache) as made:  # type: ignore[arg-type]
         yield made
         made.check()
 
@@ -134,6 +136,10 @@ EXAMPLES = {
         "1001: open(b'a', 0x42, 0o777, 0)\n1001: write(0, (0, 100))\nroot: chmod(b'a', 0o4777)\n"
         "1001: map_write(0, 0, (0, 1))"
     ),
+    "_times_of_failed_fallocate": (
+        "root: open(b'a', 0x42, 0o666, 0)\nroot: utimens(b'a', (0, 0), (0, 0), 1)\nroot: fallocate(0, 16, 0, 4096)"
+    ),
+    "_truncated_to_its_size": "root: open(b'a', 0x42, 0o666, 0)\nroot: write(0, (0, 100))\nroot: truncate(b'a', 100)",
     "_both_flags": "root: open(b'a', 0x42, 0o666, 0)\nroot: setxattr(b'a', b'user.a', b'1', 3, 1)",
     # Of clocks and of requests in the background: there is no sequence that always shows them.
     "_coarse_clock": None,
@@ -145,7 +151,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("entry", known.KNOWN, ids=lambda entry: entry.matches.__name__)
 def test_a_known_difference_is_one(bench: Bench, entry: known.Known) -> None:
     example = EXAMPLES[entry.matches.__name__]
-    if example is None or bench.engine not in entry.engines:
+    if example is None or bench.engine not in entry.engines or bench.cache not in entry.caches:
         return
     before = bench.seen.get(entry, 0)
     assert bench.run(parse(example)) is None
@@ -156,6 +162,9 @@ FOUND = {
     "a page allocated twice is data": (
         "root: open(b'a', 0x42, 0o666, 0)\nroot: fallocate(0, 0, 0, 8192)\n"
         "root: fallocate(0, 0, 4096, 100000)\nroot: seek_sparse(0, 0, 3)\nroot: seek_sparse(0, 4096, 4)"
+    ),
+    "data that was not written back is no hole": (
+        "root: open(b'a', 0x42, 0o666, 0)\nroot: pwrite(0, (1, 10), 0)\nroot: seek_sparse(0, 0, 3)"
     ),
     "a truncation to the same size that clears suid": (
         "1001: open(b'a', 0x42, 0o777, 0)\nroot: truncate(b'a', 8192)\nroot: chmod(b'a', 0o6711)\n"

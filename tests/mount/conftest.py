@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,46 @@ from vfsd.client.workspace import Workspace
 
 ENGINES = ("native", "pyfuse3")
 BACKENDS = ("memory", "overlay", "host")
-PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS))  # the oracle first
+WRITE_BACK = "native-writeback"  # the native engine with `--cache writeback`
+# The oracle first.
+PLACES = ("tmpfs", *(f"{engine}-{backend}" for engine in ENGINES for backend in BACKENDS), WRITE_BACK)
+# These modules run with a write-back cache in every session, the others with --runs-long.
+WRITE_BACK_MODULES = frozenset(
+    {
+        "test_archive_live", "test_quota", "test_restore_live", "test_semantics_files", "test_semantics_limits",
+        "test_undo",
+    }
+)  # fmt: skip
 MountIt = Callable[..., Workspace]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # the root's takes the tests out that are marked `long`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    left_out: set[pytest.Item] = set()
     for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.fuse)
+        if here not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.fuse)
+        if not _is_write_back(item):
+            continue
+        if item.path.stem not in WRITE_BACK_MODULES:
+            item.add_marker(pytest.mark.long)
+        mounts_itself = not {"mount", "on", "served"} & set(item.fixturenames)  # type: ignore[attr-defined]
+        is_host = "host" in item.callspec.params.values()  # type: ignore[attr-defined]  # it has no write-back cache
+        if mounts_itself or is_host or item.get_closest_marker("write_through"):
+            left_out.add(item)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _is_write_back(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and WRITE_BACK in getattr(item, "callspec", _NoCall).params.values()
+
+
+class _NoCall:
+    params: Mapping[str, object] = {}
 
 
 def complaints(name: str) -> list[str]:
@@ -59,14 +90,16 @@ def mounted(path: Path, **options: Any) -> Iterator[Workspace]:
     assert complaints(workspace.name) == []
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=(*ENGINES, WRITE_BACK))
 def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """An engine's name.  With WRITE_BACK, `mount` uses a write-back cache where the backend has one."""
+    return str(request.param).partition("-")[0]
 
 
 @pytest.fixture
-def mount(engine: str, workdir: Path) -> Iterator[MountIt]:
+def mount(request: pytest.FixtureRequest, engine: str, workdir: Path) -> Iterator[MountIt]:
     """Mounts workspaces below `workdir`: `mount()`, `mount(max_bytes=...)`; all are unmounted and checked."""
+    is_cached = _is_write_back(request.node)
     with ExitStack() as stack:
         count = 0
 
@@ -75,6 +108,8 @@ def mount(engine: str, workdir: Path) -> Iterator[MountIt]:
             count += 1
             place = place or workdir / f"m{count}"
             place.mkdir()
+            if is_cached and str(options.get("backend", "memory")).startswith(("memory", "overlay:")):
+                options = {"cache": "writeback", **options}
             return stack.enter_context(
                 mounted(place, **{"engine": engine, "name": f"{workdir.name}-{count}", **options})
             )
@@ -104,6 +139,8 @@ def provided(on: str, path: Path, *, max_bytes: int | None = None, max_inodes: i
         return
     with ExitStack() as stack:
         options: dict[str, Any] = {"max_bytes": max_bytes, "max_inodes": max_inodes}
+        if on == WRITE_BACK:
+            options["cache"] = "writeback"
         if backend in ("overlay", "host"):
             below = path.with_name(f"{path.name}-below")
             below.mkdir()

@@ -274,6 +274,7 @@ def short_of_memory(workspace: Workspace) -> Iterator[Path]:
     resource.prlimit(workspace.pid, resource.RLIMIT_AS, before)
 
 
+@pytest.mark.write_through  # with a write-back cache, write(2) does not fail
 def test_a_daemon_without_memory_says_enomem_and_lives(short_of_memory: Path, workspace: Workspace) -> None:
     root = short_of_memory
     chunk = os.urandom(MIB)

@@ -286,6 +286,7 @@ def test_a_hole_takes_no_room(place: Path) -> None:
     fd = os.open(place / "f", os.O_RDWR | os.O_CREAT)
     os.ftruncate(fd, 10**15)
     os.pwrite(fd, b"end", 10**15 - 3)
+    os.fsync(fd)
     assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (10**15, 8)
     # The page that was written, and the inode and its name, which a limit of memory counts: a page more at most.
     assert before - os.statvfs(place).f_bfree <= 2

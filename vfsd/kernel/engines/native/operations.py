@@ -63,8 +63,7 @@ class Operations:
     """The opcodes over one volume.
 
     `flags` are the negotiated ones.  `cancel` cancels a pending request.  `invalidate_attributes` invalidates the
-    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request, and
-    `record_refused` the inode of each page that could not be written back, with a write-back cache.
+    kernel's cached attributes of an inode.  `record_statfs` gets the thread's id of each statfs request.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class Operations:
         cancel: Callable[[int], None] = lambda _unique: None,
         invalidate_attributes: Callable[[int], None] = lambda _inode: None,
         record_statfs: Callable[[int], None] = lambda _thread_id: None,
-        record_refused: Callable[[int], None] = lambda _inode: None,
     ) -> None:
         self._volume = volume
         self.background_requests = 0  # so many that the kernel may have sent from its background queue
@@ -96,7 +94,6 @@ class Operations:
         self._cancel = cancel
         self._invalidate_attributes = invalidate_attributes
         self._record_statfs = record_statfs
-        self._record_refused = record_refused
         self.table: Final = self._handlers()
 
     def _handlers(self) -> dict[int, Handler]:
@@ -187,8 +184,8 @@ class Operations:
         ) = wire.FUSE_SETATTR_IN.unpack_from(message, BODY)  # fmt: skip
         if valid == wire.FATTR_MODE:  # chmod(2): the general way takes 9 % longer
             return self._volume.setattr(node, AttributeChanges(mode & PERMISSIONS))
-        if not valid & ~wire.FATTR_FH:
-            return self._set_nothing(node, message)
+        if not valid & ~(wire.FATTR_FH | wire.FATTR_CTIME):  # ctime with write-back cache only
+            return self._set_nothing(node, message, _times(valid, 0, 0, ctime, 0, 0, ctime_ns)[2])
         if valid & wire.FATTR_SIZE and (valid & wire.FATTR_FH or not size):
             # ftruncate(2) and O_TRUNC set mtime even if the size stays, truncate(2) does not (do_truncate, fs/open.c).
             # O_TRUNC has no handle here, so truncate(2) to 0 cannot be told apart from it.
@@ -206,7 +203,7 @@ class Operations:
         )
         return self._volume.setattr(node, changes)
 
-    def _set_nothing(self, node: int, message: Request) -> object:
+    def _set_nothing(self, node: int, message: Request, ctime_ns: int | None) -> object:
         """Handle SETATTR without attributes: chown(-1, -1), or set-id bits to clear (file_remove_privs, fs/inode.c).
 
         Both clear the set-id bits.  The kernel does not check the owner for this chown, so it is checked here.
@@ -214,7 +211,9 @@ class Operations:
         uid, _, _ = wire.IN_HEADER_CALLER.unpack_from(message, 0)
         return _then(
             self._volume.getattr(node),
-            lambda found: self._volume.setattr(node, AttributeChanges(kill_privileges=uid in {0, found.uid})),
+            lambda found: self._volume.setattr(
+                node, AttributeChanges(ctime_ns=ctime_ns, kill_privileges=uid in {0, found.uid})
+            ),
         )
 
     def _clear_set_id(self, node: int, message: Request) -> Callable[[T], object]:
@@ -380,19 +379,25 @@ class Operations:
     def _write_cached(self, found: Attributes, offset: int, data: memoryview) -> object:
         """Write back cached pages.  Their times are those of the write(2), which the kernel sends in a SETATTR.
 
-        If they do not all fit, the file still gets the size that the kernel shows; what is missing reads as zeros.
+        If they do not all fit, the file still gets the size that the kernel shows; what is missing reads as zeros when
+        the kernel evicts the pages.  They are not invalidated here: FUSE_NOTIFY_INVAL_INODE waits for the file's other
+        write-backs, and a daemon that is killed meanwhile never ends.
         """
-        node, size = found.inode, len(data)
+        node, size, blocks = found.inode, len(data), found.blocks
         times = AttributeChanges(mtime_ns=found.mtime_ns, ctime_ns=found.ctime_ns)
 
         def finish(written: int) -> object:
-            return _then(self._volume.setattr(node, times), lambda _: _whole(size, written))
+            def check(after: Attributes) -> int:
+                if after.blocks != blocks:  # the kernel does not maintain them, nor ask again
+                    self._invalidate_attributes(node)
+                return _whole(size, written)
 
-        def refuse(error: OSError) -> object:
+            return _then(self._volume.setattr(node, times), check)
+
+        def refuse(error: Exception) -> object:
             def fail(_: object) -> object:
                 raise error
 
-            self._record_refused(node)
             grown = times._replace(size=offset + size) if offset + size > found.size else times
             return _then(self._volume.setattr(node, grown), fail)
 
@@ -491,19 +496,19 @@ async def _after(answer: Awaitable[T], change: Callable[[T], object]) -> object:
     return await result if isinstance(result, Awaitable) else result
 
 
-def _tried(work: Callable[[], object], refuse: Callable[[OSError], object]) -> object:
-    """Return `work()`, or an awaitable of it; `refuse(error)` if that fails with `error`."""
+def _tried(work: Callable[[], object], refuse: Callable[[Exception], object]) -> object:
+    """Return `work()`, or an awaitable of it; `refuse(error)` if that fails with `error`: OSError, MemoryError."""
 
     async def finish(answer: Awaitable[object]) -> object:
         try:
             return await answer
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             result = refuse(error)
         return await result if isinstance(result, Awaitable) else result
 
     try:
         answer = work()
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         return refuse(error)
     return finish(cast("Awaitable[object]", answer)) if hasattr(answer, "__await__") else answer
 

@@ -96,7 +96,8 @@ class NativeEngine:
         self._agreement: Agreement | None = None
         self._markers = Markers(settings.mountpoint)
         is_cached = settings.write_back and not settings.read_only
-        self._barrier = Barrier(settings.mountpoint) if is_cached else None
+        write_out = functools.partial(self.invalidate_inode, content=True)
+        self._barrier = Barrier(settings.mountpoint, write_out) if is_cached else None
         self._operations = self._operations_over(volume, self._replies)
         self._buffer = _new_buffer()
         self._requests = 0
@@ -105,8 +106,6 @@ class NativeEngine:
         self._empty_count = 0  # how often the loop found the device empty
         self._postponed: list[bytes] = []  # requests that failed with ENOSPC, to be tried once more
         self._pending: dict[int, _PendingRequest] = {}  # by `unique`
-        self._refused: set[int] = set()  # inodes of which the kernel caches pages that could not be written back
-        self._is_dropping = False  # whether a task has the kernel drop them
         self._nursery: trio.Nursery | None = None
         self._stopped = trio.CancelScope()
         self._device: io.FileIO | None = None
@@ -180,7 +179,6 @@ class NativeEngine:
             cancel=self._cancel,
             invalidate_attributes=functools.partial(base.invalidate_attributes, self),
             record_statfs=self._markers.record,
-            record_refused=self._record_refused,
         )
         if self._barrier is not None:
             self._barrier.add_to(operations)
@@ -463,24 +461,6 @@ class NativeEngine:
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         body = wire.FUSE_NOTIFY_INVAL_ENTRY_OUT.pack(parent, len(name), 0) + name + b"\0"
         self._notify(wire.notification(wire.FUSE_NOTIFY_INVAL_ENTRY, body))
-
-    def _record_refused(self, inode: int) -> None:
-        """Have the kernel drop the cached pages of `inode`, some of which the volume does not have."""
-        self._refused.add(inode)
-        if self._nursery is not None and not self._is_dropping:
-            self._is_dropping = True
-            self._nursery.start_soon(self._drop_refused)
-
-    async def _drop_refused(self) -> None:
-        try:
-            while self._refused:
-                drop = functools.partial(self.invalidate_inode, self._refused.pop(), content=True)
-                # Writes back the pages that are dirty, which this loop answers.
-                await trio.to_thread.run_sync(drop, abandon_on_cancel=True)
-        except OSError as error:
-            _logger.warning("the kernel keeps pages that could not be written back: %s", error)
-        finally:
-            self._is_dropping = False
 
     def prune(self, inodes: Sequence[int]) -> bool:
         """Have the kernel evict the inodes that no program uses.  False if this kernel cannot (before Linux 6.18)."""

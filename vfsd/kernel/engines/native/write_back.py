@@ -7,6 +7,9 @@ waits for the reply.  The loop answers requests in order, so by then the volume 
 
 Polling until the device is empty would do as well, but under a constant load of writes it is never empty.
 
+lseek(2) with SEEK_DATA and SEEK_HOLE needs the barrier too: the kernel sends it to the volume without writing dirty
+pages back (fuse_lseek, fs/fuse/file.c), and a program that copies a file would take the data in them for a hole.
+
 The hidden file has an unguessable name, appears in no listing, and does not reach the volume.  Limit: while a program's
 ftruncate(2) or fsync(2) of a file is in progress, the kernel holds back the write-backs of that file
 (fuse_set_nowrite, fs/fuse/dir.c), so a write to it may miss a snapshot that is taken at the same time.
@@ -14,15 +17,18 @@ ftruncate(2) or fsync(2) of a file is in progress, the kernel holds back the wri
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import trio
 
+from protocol.linux.syscalls import syncfs
 from protocol.volume import ROOT_INODE, PlainAttributes
 from vfsd.kernel.engines.native import wire
 from vfsd.kernel.engines.native.operations import BODY, Method, Operations, Request
@@ -36,9 +42,13 @@ _PAGE: Final = bytes(4096)  # a whole page, so that the kernel does not read the
 
 
 class Barrier:
-    """The barrier of one mount.  `add_to` has an engine's operations answer the requests for the hidden file."""
+    """The barrier of one mount.  `add_to` has an engine's operations use it.
 
-    def __init__(self, mountpoint: str) -> None:
+    `write_out` writes back one inode's dirty pages, also on a mount that is detached; it runs in a worker thread.
+    """
+
+    def __init__(self, mountpoint: str, write_out: Callable[[int], None]) -> None:
+        self._write_out = write_out
         self._name = b".vfsd-barrier-" + secrets.token_hex(16).encode()
         self._path = os.path.join(os.fsencode(mountpoint), self._name)
         self._attributes = PlainAttributes(BARRIER_INODE, stat.S_IFREG | 0o600, uid=os.geteuid(), gid=os.getegid())
@@ -55,17 +65,28 @@ class Barrier:
             return False
         return True
 
-    def _pass(self) -> None:
+    async def _write_back(self, inode: int) -> None:
+        """Write back all pages that are dirty now, or those of `inode` if the mount is detached."""
+        try:
+            await trio.to_thread.run_sync(functools.partial(self._pass, sync=True), abandon_on_cancel=True)
+        except OSError:
+            await trio.to_thread.run_sync(self._write_out, inode, abandon_on_cancel=True)
+
+    def _pass(self, *, sync: bool = False) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            if sync:
+                with contextlib.suppress(OSError):  # ENOSPC, which fsync(2) and close(2) report to the writer
+                    syncfs(descriptor)
             os.pwrite(descriptor, _PAGE, 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def add_to(self, operations: Operations) -> None:
-        """Have `operations` answer the requests for the hidden file."""
+        """Have `operations` answer the requests for the hidden file, and seek in what programs wrote."""
         table = operations.table
+        table[Opcode.LSEEK] = table[Opcode.LSEEK]._replace(method=self._seek(table[Opcode.LSEEK].method))
         table[Opcode.LOOKUP] = table[Opcode.LOOKUP]._replace(method=self._lookup(table[Opcode.LOOKUP].method))
         for opcode, answer in self._answers().items():
             handler = table.get(opcode)
@@ -89,6 +110,15 @@ class Barrier:
             Opcode.FLUSH: nothing,
             Opcode.FORGET: nothing,
         }
+
+    def _seek(self, method: Method) -> Method:
+        async def seek(node: int, message: Request, length: int) -> object:
+            await self._write_back(node)
+            found = method(node, message, length)
+            return await found if isinstance(found, Awaitable) else found
+
+        # The next request overwrites the buffer.
+        return lambda node, message, length: seek(node, bytearray(message[:length]), length)
 
     def _lookup(self, method: Method) -> Method:
         def lookup(node: int, message: Request, length: int) -> object:
