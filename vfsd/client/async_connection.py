@@ -125,8 +125,8 @@ class AsyncControlClient:
                         outcome = CancelledCall.stopped(method, words)
                     else:
                         outcome = CancelledCall(method, "stopped", f"{words.what} failed: {answer}")
-        except OSError:
-            pass  # the daemon is gone
+        except OSError:  # the daemon is gone
+            outcome = CancelledCall.left(method, words, None)
         finally:  # also if asyncio's `Task.cancel` is called a second time
             if outcome is None:
                 outcome = CancelledCall.left(method, words, exchange.cancel_state)

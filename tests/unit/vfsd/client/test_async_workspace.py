@@ -1,0 +1,514 @@
+"""`AsyncWorkspace` on asyncio and on trio: what a cancelled call reports, and that no call blocks the loop.
+
+Against the control socket of a daemon without a mount.  `test_workspace.py` compares the results with `Workspace`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio
+
+from tests.support.fake_workspace import FakeDaemon
+from vfsd import AsyncWorkspace
+from vfsd.client import answers, async_connection, threads
+from vfsd.client.async_filesystem import AsyncFilesystem
+from vfsd.client.connection import Exchange
+from vfsd.client.filesystem import WorkspaceFilesystem
+from vfsd.wire import messages as m
+from vfsd.wire.handshake import Ready
+from vfsd.wire.options import MountOptions
+
+Run = Callable[[Callable[[], Awaitable[Any]]], Any]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a coroutine function on each loop."""
+    return functools.partial(anyio.run, backend=request.param)
+
+
+@pytest.fixture
+def daemon(workdir: Path) -> Iterator[FakeDaemon]:
+    place = workdir / "mnt"
+    place.mkdir()
+    with FakeDaemon("demo", str(place), live={b"a.txt": b"one\n"}, snapshots={"base": {}}) as fake:
+        yield fake
+
+
+class Gate:
+    """A restore of the daemon that waits: `entered` is set when it has begun, `release` lets it continue."""
+
+    def __init__(self, daemon: FakeDaemon, *, commits: bool) -> None:
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self.drops_client = False
+        self._commits = commits
+        self._restore = daemon.do_restore
+        daemon.do_restore = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, params: Any, call: Any) -> Any:
+        if self._commits:
+            call.commit()
+        self.entered.set()
+        # As in the daemon, where the work is one step of the loop or runs in a thread.
+        with trio.CancelScope(shield=self._commits):
+            while not self.release.is_set():
+                await trio.sleep(0.005)
+            if self.drops_client:
+                call.drop_client("the test wants it")
+            return await self._restore(params, call)
+
+    async def wait_entered(self) -> None:
+        while not self.entered.is_set():
+            await anyio.sleep(0.005)
+
+
+async def cancelled_restore(gate: Gate, ws: AsyncWorkspace, *, release_after: bool) -> list[str]:
+    """Cancel a restore when the daemon has begun it; return the notes of the cancellation."""
+    notes: list[str] = []
+
+    async def restore(scope: anyio.CancelScope) -> None:
+        with scope:
+            try:
+                await ws.restore("base")
+            except anyio.get_cancelled_exc_class() as error:
+                notes.extend(error.__notes__)
+                raise
+
+    async with anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+        tasks.start_soon(restore, scope)
+        await gate.wait_entered()
+        scope.cancel()
+        if release_after:
+            await anyio.sleep(0.1)
+            gate.release.set()
+    return notes
+
+
+# -- what became of a cancelled call ------------------------------------------------------------------
+def test_a_restore_that_has_changed_nothing_is_stopped(daemon: FakeDaemon, run: Run) -> None:
+    gate = Gate(daemon, commits=False)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        assert ws.last_cancelled is None
+        notes = await cancelled_restore(gate, ws, release_after=False)
+        assert notes == ["the restore was stopped: nothing was changed"]
+        assert ws.last_cancelled is not None
+        assert (ws.last_cancelled.method, ws.last_cancelled.outcome) == ("restore", "stopped")
+
+    run(body)
+    assert daemon.live == {b"a.txt": b"one\n"}
+
+
+def test_a_restore_that_has_begun_completes_and_says_so(daemon: FakeDaemon, run: Run) -> None:
+    gate = Gate(daemon, commits=True)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        (note,) = await cancelled_restore(gate, ws, release_after=True)
+        assert "it was too late to stop the restore: the restore is complete" in note
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "completed"
+        assert daemon.live == {}
+
+    run(body)
+
+
+def test_a_restore_that_takes_long_continues_in_the_daemon(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_connection, "ANSWER_S", 0.1)
+    gate = Gate(daemon, commits=True)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        (note,) = await cancelled_restore(gate, ws, release_after=False)
+        assert "the daemon completes the restore in the background" in note
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "continues"
+        gate.release.set()
+        with anyio.fail_after(20):
+            while daemon.live:
+                await anyio.sleep(0.01)
+
+    run(body)
+
+
+def test_a_daemon_that_goes_away_meanwhile_is_an_unknown_outcome(daemon: FakeDaemon, run: Run) -> None:
+    gate = Gate(daemon, commits=True)
+    gate.drops_client = True
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        (note,) = await cancelled_restore(gate, ws, release_after=True)
+        assert "the restore may or may not be completed" in note
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "unknown"
+
+    run(body)
+
+
+def test_a_call_that_fails_while_it_is_cancelled_says_so(daemon: FakeDaemon, run: Run) -> None:
+    gate = Gate(daemon, commits=True)
+
+    async def fail(params: Any, call: Any) -> Any:
+        raise OSError(errno.ENOSPC, "no space")
+
+    gate._restore = fail
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        (note,) = await cancelled_restore(gate, ws, release_after=True)
+        assert note.startswith("the restore failed: ")
+        assert "no space" in note
+
+    run(body)
+
+
+def test_a_call_that_only_reads_is_left_at_once(daemon: FakeDaemon, run: Run) -> None:
+    daemon.silent = True
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        with anyio.move_on_after(0.1) as scope:
+            await ws.diff("base")
+        assert scope.cancelled_caught
+        assert ws.last_cancelled is None
+
+    run(body)
+
+
+def test_every_way_of_asyncio_to_cancel_cancels_the_call(daemon: FakeDaemon) -> None:
+    daemon.silent = True
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await ws.restore("base")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ws.snapshot("one"), 0.05)
+        task = asyncio.ensure_future(ws.drop("base"))
+        await asyncio.sleep(0.05)
+        task.cancel("enough")
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert caught.value.__notes__ == ["the removal was stopped: the snapshot is still there"]
+        assert ws.last_cancelled is not None
+        assert (ws.last_cancelled.method, ws.last_cancelled.outcome) == ("drop", "stopped")
+
+    asyncio.run(body())
+    assert daemon.live == {b"a.txt": b"one\n"}
+    assert list(daemon.snapshots) == ["base"]
+
+
+def test_a_second_cancel_of_asyncio_does_not_wait(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_connection, "ANSWER_S", 1_000.0)
+    gate = Gate(daemon, commits=True)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        task = asyncio.ensure_future(ws.restore("base"))
+        await gate.wait_entered()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.1)
+        assert task.cancelled()
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "continues"
+        gate.release.set()
+
+    asyncio.run(body())
+
+
+# -- the loop goes on -------------------------------------------------------------------------------
+class Ticker:
+    """Counts the turns of the loop while its block runs."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    @contextlib.asynccontextmanager
+    async def ticking(self) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tick)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self.turns += 1
+            await anyio.sleep(0)
+
+    def wait_for_turns(self) -> None:
+        """Wait until the loop has turned ten times.  On the loop's own thread it never does."""
+        until, limit_s = self.turns + 10, time.monotonic() + 10
+        while self.turns < until:
+            assert time.monotonic() < limit_s, "the loop stands still: this ran on its thread"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def ticker() -> Ticker:
+    return Ticker()
+
+
+def many_changes(count: int) -> list[m.ChangeRecord]:
+    return [m.ChangeRecord(f"directory/file-{number}", "added", "file", None, 1) for number in range(count)]
+
+
+def test_the_loop_turns_while_a_large_answer_is_decoded_and_converted(
+    daemon: FakeDaemon, run: Run, ticker: Ticker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.forced_changes = many_changes(30_000)
+    seen: list[str] = []
+    convert, take = answers.CONVERTERS["Diff"], Exchange.take
+
+    def converting(*args: Any) -> Any:
+        ticker.wait_for_turns()
+        seen.append("converted")
+        return convert(*args)
+
+    def taking(self: Exchange, line: bytes) -> object:
+        if len(line) > async_connection._LARGE_BYTES:
+            ticker.wait_for_turns()
+            seen.append("decoded")
+        return take(self, line)
+
+    monkeypatch.setattr(answers, "CONVERTERS", {**answers.CONVERTERS, "Diff": converting})
+    monkeypatch.setattr(Exchange, "take", taking)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        async with ticker.ticking():
+            assert len((await ws.diff("base")).changes) == 30_000
+            # One line of some megabytes, as no method of `AsyncWorkspace` asks for today.
+            answer = await ws._client.call("diff", m.DiffParams(a="base"))
+            assert len(answer.changes) == 30_000
+
+    run(body)
+    assert seen == ["converted", "decoded"]
+
+
+def test_the_loop_turns_while_files_are_read_and_written(
+    daemon: FakeDaemon, run: Run, ticker: Ticker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(daemon.mountpoint)
+    (place / "a.txt").write_text("one\n")
+    called: list[str] = []
+
+    def slow(name: str) -> Callable[..., Any]:
+        method = getattr(WorkspaceFilesystem, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            ticker.wait_for_turns()
+            called.append(name)
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    calls: dict[str, tuple[Any, ...]] = {
+        "__init__": (), "read": ("a.txt",), "read_bytes": ("a.txt",), "exists": ("a.txt",), "is_file": ("a.txt",),
+        "is_dir": ("a.txt",), "stat": ("a.txt",), "list": (), "glob": ("*",), "grep": ("one",), "write": ("b", "x"),
+        "write_bytes": ("b", b"x"), "mkdir": ("d",), "delete": ("d",), "open_read": ("a.txt",), "open_write": ("c",),
+        "open_text": ("a.txt",),
+    }  # fmt: skip
+    for name in calls:
+        monkeypatch.setattr(WorkspaceFilesystem, name, slow(name))
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        async with ticker.ticking():
+            for name, args in list(calls.items())[1:]:
+                result = await getattr(ws.async_filesystem, name)(*args)
+                if name.startswith("open_"):
+                    await result.close()
+
+    run(body)
+    assert set(calls) <= set(called)
+    public = {name for name in vars(AsyncFilesystem) if not name.startswith("_")}
+    daemon_calls = {"snapshot", "get", "restore", "export_archive", "import_archive"}
+    assert public == (set(calls) - {"__init__"}) | daemon_calls | {"is_read_only"}
+
+
+def test_the_loop_turns_while_a_workspace_is_mounted_and_unmounted(
+    daemon: FakeDaemon, run: Run, ticker: Ticker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_options: MountOptions, **_: object) -> Ready:
+        ticker.wait_for_turns()
+        return Ready(daemon.name, daemon.mountpoint, daemon.socket, daemon.pid, "native")
+
+    monkeypatch.setattr("vfsd.client.launch.launch", launch)
+
+    async def body() -> None:
+        async with ticker.ticking(), AsyncWorkspace.mount(daemon.mountpoint):
+            pass
+
+    run(body)
+    assert daemon.ended
+
+
+# -- cancelled work in threads --------------------------------------------------------------------------
+def test_a_mount_that_is_cancelled_is_unmounted(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def launch(_options: MountOptions, **_: object) -> Ready:
+        entered.set()
+        release.wait(30)
+        return Ready(daemon.name, daemon.mountpoint, daemon.socket, daemon.pid, "native")
+
+    monkeypatch.setattr("vfsd.client.launch.launch", launch)
+
+    async def mounted() -> AsyncWorkspace:
+        return await AsyncWorkspace.mount(daemon.mountpoint)
+
+    async def body() -> None:
+        task = asyncio.ensure_future(mounted())
+        while not entered.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    assert daemon.unmounted
+
+
+def test_a_write_in_progress_is_waited_for_before_a_transaction_is_undone(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    restore = daemon.do_restore
+
+    async def restoring(params: Any, call: Any) -> Any:
+        order.append("restored")
+        return await restore(params, call)
+
+    def write(self: WorkspaceFilesystem, path: str, content: str) -> None:
+        order.append("begun")
+        time.sleep(0.3)
+        order.append("written")
+
+    monkeypatch.setattr(daemon, "do_restore", restoring)
+    monkeypatch.setattr(WorkspaceFilesystem, "write", write)
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        await ws.async_filesystem.is_read_only()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), ws.transaction() as t:
+                await ws.async_filesystem.write("a", "x")
+        assert t.state == "restored"
+
+    asyncio.run(body())
+    assert order == ["begun", "written", "restored"]
+
+
+def test_work_that_no_thread_has_begun_is_not_done(run: Run) -> None:
+    done: list[int] = []
+
+    async def body() -> None:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        limiter.total_tokens = 1
+        release = threading.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(threads.finish, functools.partial(release.wait, 30))
+            await anyio.sleep(0.05)
+            with anyio.move_on_after(0.05) as scope:
+                await threads.finish(lambda: done.append(1))
+            assert scope.cancelled_caught
+            release.set()
+        await threads.finish(lambda: done.append(2))
+
+    run(body)
+    assert done == [2]
+
+
+def test_an_error_in_a_thread_is_raised(run: Run) -> None:
+    async def body() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await threads.finish(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await threads.abandon(lambda: 1 // 0)
+
+    run(body)
+
+
+# -- transactions -----------------------------------------------------------------------------------
+def test_async_transactions_nest_and_another_task_cannot_begin_one(daemon: FakeDaemon, run: Run) -> None:
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+
+        async def other(entered: anyio.Event, leave: anyio.Event) -> None:
+            async with ws.transaction("of a task"):
+                entered.set()
+                await leave.wait()
+
+        async with anyio.create_task_group() as tasks:
+            entered, leave = anyio.Event(), anyio.Event()
+            tasks.start_soon(other, entered, leave)
+            await entered.wait()
+            with pytest.raises(RuntimeError, match="'of a task'"):
+                async with ws.transaction():
+                    pass
+            leave.set()
+        with contextlib.suppress(ZeroDivisionError):
+            async with ws.transaction() as outer:
+                daemon.live[b"outer"] = b""
+                async with ws.transaction() as inner:
+                    daemon.live[b"inner"] = b""
+                assert inner.state == "kept"
+                raise ZeroDivisionError
+        assert outer.undone is not None
+        assert outer.undone.counts.removed == 2
+        ws._transactions.check_invariants()
+
+    run(body)
+    assert [name for name in daemon.snapshots if name.startswith("transaction-")] == []
+
+
+def test_a_transaction_that_is_cancelled_at_its_entry_leaves_no_snapshot(daemon: FakeDaemon, run: Run) -> None:
+    entered = threading.Event()
+    take = daemon.do_snapshot
+
+    async def slow(params: Any, call: Any) -> Any:
+        call.commit()
+        entered.set()
+        await trio.sleep(0.2)
+        return await take(params, call)
+
+    daemon.do_snapshot = slow  # type: ignore[method-assign]
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach("demo")
+        async with anyio.create_task_group() as tasks:
+
+            async def begin() -> None:
+                async with ws.transaction():
+                    raise AssertionError("the block does not begin")
+
+            tasks.start_soon(begin)
+            while not entered.is_set():
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "completed"
+
+    run(body)
+    assert list(daemon.snapshots) == ["base"]
