@@ -1,0 +1,165 @@
+"""`AsyncWorkspace` on real mounts, on asyncio and on trio."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.mount.conftest import mounted
+from vfsd import AsyncWorkspace
+
+Run = Callable[[Callable[[], Awaitable[Any]]], Any]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return functools.partial(anyio.run, backend=request.param)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def command_started(file: Path) -> int:
+    """Wait until the command has written its process id to `file`; return that."""
+    with anyio.fail_after(60):
+        while not (file.exists() and file.read_text().endswith("\n")):
+            await anyio.sleep(0.01)
+    return int(file.read_text())
+
+
+COMMAND = ["sh", "-c", "sleep 1000 & echo $! >pid; wait"]
+
+
+def test_the_calls_of_a_session(workdir: Path, run: Run) -> None:
+    async def body() -> None:
+        async with AsyncWorkspace.mount(workdir / "m", name=workdir.name, exec_on_host=True) as ws:
+            files = ws.async_filesystem
+            await files.write("a.txt", "one\n")
+            taken = await files.snapshot(tag="before")
+            done = await ws.async_executor.run(["sh", "-c", "cat; echo two >>a.txt"], stdin=b"input")
+            assert (done.exit_status, done.stdout) == (0, b"input")
+            assert (await ws.diff(taken.commit_ref)).counts.modified == 1
+            await files.restore(taken)
+            assert Path(ws.path, "a.txt").read_text() == "one\n"
+            assert ws.filesystem.read("a.txt").content == "one\n"
+            with pytest.raises(FileNotFoundError, match="no-such-program"):
+                await ws.async_executor.run(["no-such-program"])
+        assert not os.path.ismount(workdir / "m")
+
+    run(body)
+
+
+def test_a_cancelled_command_is_killed_when_the_call_ends(workdir: Path, run: Run) -> None:
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach(workdir.name)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ws.async_executor.run, COMMAND)
+            pid = await command_started(Path(ws.path, "pid"))
+            tasks.cancel_scope.cancel()
+        assert not is_alive(pid)
+        assert ws.last_cancelled is not None
+        assert ws.last_cancelled.outcome == "stopped"
+
+    with mounted(workdir / "m", name=workdir.name, exec_on_host=True):
+        run(body)
+
+
+def test_a_command_that_times_out_in_asyncio_is_killed(workdir: Path) -> None:
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach(workdir.name)
+        pid = asyncio.ensure_future(command_started(Path(ws.path, "pid")))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await ws.async_executor.run(COMMAND)
+        assert not is_alive(await pid)
+
+    with mounted(workdir / "m", name=workdir.name, exec_on_host=True):
+        asyncio.run(body())
+
+
+def test_calls_run_in_parallel(workdir: Path, run: Run) -> None:
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach(workdir.name)
+        files = ws.async_filesystem
+
+        async def one(number: int) -> None:
+            await files.write(f"d/{number}", str(number))
+            await ws.snapshot(f"s-{number}")
+            assert (await files.read(f"d/{number}")).content == str(number)
+            await ws.status()
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(60):
+                tasks.start_soon(one, number)
+        assert len(await ws.snapshots(changes=False)) == 60
+        assert len(await files.list("d")) == 60
+
+    with mounted(workdir / "m", name=workdir.name):
+        run(body)
+
+
+def test_a_host_restore_that_is_cancelled_is_done_or_not_done(workdir: Path, run: Run) -> None:
+    """At whatever moment: the state is one of the two, and `last_cancelled` says which."""
+    below = workdir / "below"
+    below.mkdir()
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach(workdir.name)
+        for number in range(200):
+            (below / f"f{number}").write_text("one")
+        await ws.snapshot("one")
+        for delay_s in (0.0, 0.02, 0.1, 0.3):
+            for number in range(200):
+                (below / f"f{number}").write_text(f"two {delay_s}")
+            with anyio.move_on_after(delay_s) as scope:
+                await ws.restore("one")
+            found = {(below / f"f{number}").read_text() for number in range(200)}
+            if not scope.cancelled_caught:
+                assert found == {"one"}
+                continue
+            outcome = "stopped" if ws.last_cancelled is None else ws.last_cancelled.outcome
+            assert (outcome, found) in [("stopped", {f"two {delay_s}"}), ("completed", {"one"})]
+
+    with mounted(workdir / "m", backend=f"host:{below}", name=workdir.name, store=workdir / "store"):
+        run(body)
+
+
+def test_ctrl_c_of_a_program_undoes_its_transaction_and_unmounts(workdir: Path) -> None:
+    code = """
+import asyncio, sys
+from vfsd import AsyncWorkspace
+async def main():
+    async with AsyncWorkspace.mount(sys.argv[1], name=sys.argv[2]) as ws:
+        try:
+            async with ws.transaction() as t:
+                await ws.async_filesystem.write("file", "x")
+                print("written", flush=True)
+                await asyncio.sleep(60)
+        finally:
+            print(t.state, (await ws.async_filesystem.exists("file")), flush=True)
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", code, workdir / "m", workdir.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "written\n"
+        program.send_signal(signal.SIGINT)
+        output, errors = program.communicate(timeout=60)
+    assert output == "restored False\n"
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert not os.path.ismount(workdir / "m")
