@@ -109,6 +109,14 @@ def test_a_file_that_is_open_continues_with_the_restored_content(workdir: Path) 
         files.close()
 
 
+def test_a_block_that_fails_in_a_read_only_workspace_has_nothing_to_undo(workdir: Path) -> None:
+    with mounted(workdir / "m", name=workdir.name, read_only=True) as workspace:
+        with pytest.raises(OSError, match="Read-only") as caught, workspace.transaction() as t:
+            Path(workspace.path, "file").touch()
+        assert (t.state, t.undone, transactions_of(workspace)) == ("restored", None, [])
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_killed_daemon_does_not_hide_the_exception(workdir: Path) -> None:
     workspace = Workspace.mount(workdir / "m", name=workdir.name)
     try:

@@ -16,8 +16,11 @@ to 3 s; then `last_cancelled` and a note on the exception say what became of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
@@ -47,6 +50,12 @@ from vfsd.wire.handshake import Ready
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# anyio imports its half for the running loop at its first use.  That takes 20 ms, in which the loop would stand still.
+for _loop in ("asyncio", "trio"):
+    if _loop in sys.modules:
+        with contextlib.suppress(ImportError):  # not a public name
+            importlib.import_module(f"anyio._backends._{_loop}")
 
 
 def _awaitable(

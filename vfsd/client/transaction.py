@@ -37,6 +37,7 @@ of its list, never during a call to the daemon.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import threading
 import warnings
@@ -95,7 +96,8 @@ class BaseTransaction:
 
     `snapshot` is the name of the snapshot that the entry takes.  `state` is "open" in the block; after it, "kept",
     "restored", or "failed" if the workspace may be in neither of these states.  `undone`: what the restore changed,
-    with counts and the first 10,000 paths; a file that the block created is listed as removed.
+    with counts and the first 10,000 paths; a file that the block created is listed as removed.  It is None if the block
+    did not raise, and in a read-only workspace.
     """
 
     def __init__(self, requests: Requests, others: OpenTransactions, tag: str | None) -> None:
@@ -159,24 +161,30 @@ class BaseTransaction:
         try:
             if not self._is_overtaken:
                 self.undone = yield self._requests.restore(self.snapshot)
-        except BaseException as failure:
-            reason = str(failure) or type(failure).__name__
-            error.add_note(
-                f"{self} may not be undone ({reason}): `restore({self.snapshot!r})` of the workspace, or `vfsd restore"
-                f" {self.snapshot}`, restores the state before it"
-            )
-            if isinstance(failure, OSError):
+        except OSError as failure:
+            if failure.errno != errno.EROFS:  # in a read-only workspace there is nothing to undo
+                self._note_failure(error, failure)
                 return
+            self.state = "restored"
+        except BaseException as failure:
+            self._note_failure(error, failure)
             raise
-        if self.undone is None:
-            error.add_note(f"an outer transaction was restored during {self}: only the changes until then were undone")
-        else:
+        if self.undone is not None:
             self.state = "restored"
             self._note_problems(error, self.undone)
+        elif self._is_overtaken:
+            error.add_note(f"an outer transaction was restored during {self}: only the changes until then were undone")
         try:
             yield self._requests.drop(self.snapshot)
         except OSError as failure:
             error.add_note(f"{self} was undone; its snapshot could not be dropped: {failure}")
+
+    def _note_failure(self, error: BaseException, failure: BaseException) -> None:
+        reason = str(failure) or type(failure).__name__
+        error.add_note(
+            f"{self} may not be undone ({reason}): `restore({self.snapshot!r})` of the workspace, or `vfsd restore"
+            f" {self.snapshot}`, restores the state before it"
+        )
 
     def _note_problems(self, error: BaseException, undone: Restored) -> None:
         if undone.problems:

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import errno
 import functools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -359,6 +361,30 @@ def test_the_loop_turns_while_a_workspace_is_mounted_and_unmounted(
 
     run(body)
     assert daemon.ended
+
+
+def test_the_first_call_imports_nothing_on_the_loop() -> None:
+    code = """
+import asyncio, sys, threading
+from vfsd import AsyncWorkspace
+here = threading.get_ident()
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if threading.get_ident() == here and watching:
+            print(name)
+watching = False
+sys.meta_path.insert(0, Watch())
+async def main():
+    global watching
+    watching = True
+    try:
+        await AsyncWorkspace.attach("nothing")
+    except FileNotFoundError:
+        watching = False
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ""
 
 
 # -- cancelled work in threads --------------------------------------------------------------------------
