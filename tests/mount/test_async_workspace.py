@@ -18,6 +18,7 @@ import pytest
 from tests.mount.conftest import mounted
 from vfsd import AsyncWorkspace
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_calls.py"
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]
 
 
@@ -137,6 +138,17 @@ def test_a_host_restore_that_is_cancelled_is_done_or_not_done(workdir: Path, run
 
     with mounted(workdir / "m", backend=f"host:{below}", name=workdir.name, store=workdir / "store"):
         run(body)
+
+
+def test_the_example_of_tool_calls_undoes_the_one_that_fails() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout.splitlines() == [
+        "call-1: ''",
+        "call-2: exit status 1, undone: ['result', 'src', 'src/main.py']",
+        "call-3: 'print(1)\\n'",
+    ]
+    assert done.stderr == ""
 
 
 def test_ctrl_c_of_a_program_undoes_its_transaction_and_unmounts(workdir: Path) -> None:
