@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from protocol.backends.filesystems import InMemoryFilesystem as InMemoryFilesystem
     from protocol.filesystem import Filesystem as Filesystem
     from protocol.filesystem import SnapshotableFilesystem as SnapshotableFilesystem
+    from protocol.portable.remote import RemoteFilesystem as RemoteFilesystem
     from protocol.snapshot_manager import SnapshotManager as SnapshotManager
     from protocol.types import READ_ENTIRE_FILE as READ_ENTIRE_FILE
 
@@ -22,6 +23,7 @@ _EXPORTS: Final = {
     "HostFilesystem": "protocol.adapters.host",
     "HostMount": "protocol.adapters.path_filesystem.hydrate",
     "InMemoryFilesystem": "protocol.backends.filesystems",
+    "RemoteFilesystem": "protocol.portable.remote",
     "SnapshotManager": "protocol.snapshot_manager",
     "SnapshotableFilesystem": "protocol.filesystem",
     "VolumeFilesystem": "protocol.adapters.volume",

@@ -572,14 +572,15 @@ def _answer_call() -> int:
 def _error_record(error: Exception) -> dict[str, Any]:
     if isinstance(error, OSError):
         name = os.fsdecode(error.filename) if error.filename is not None else None
-        return {"errno": error.errno, "message": error.strerror or str(error), "path": name}
-    return {"message": str(error), "limit": isinstance(error, CallLimitError)}
+        kind = type(error).__name__
+        return {"kind": kind, "errno": error.errno, "message": error.strerror or str(error), "path": name}
+    return {"kind": "CallLimitError" if isinstance(error, CallLimitError) else "ValueError", "message": str(error)}
 
 
 def _called(root: str, read_only: bool, method: str, arguments: dict[str, Any]) -> Any:
     files = PlainPathFilesystem(HostFiles(root, read_only=read_only))
     if method == "hello":
-        return files.root
+        return [files.root, files.read_only]
     if method == "upload":
         with open(_uploaded(arguments["name"]), "ab") as file:
             file.write(base64.b64decode(arguments["content"]))
@@ -590,12 +591,13 @@ def _called(root: str, read_only: bool, method: str, arguments: dict[str, Any]) 
             writer.write_all(iter(lambda: file.read(1 << 20), b""))
         os.unlink(_uploaded(source))
         return None
+    if method == "drop":
+        if os.path.exists(_uploaded(arguments["name"])):
+            os.unlink(_uploaded(arguments["name"]))
+        return None
     if method == "check_write":
         files.open_write(**arguments).discard()  # type: ignore[attr-defined]
         return None
-    if method == "size":
-        with files.open_read(arguments["path"]) as reader:
-            return reader.size
     if method == "write_bytes":
         arguments["content"] = base64.b64decode(arguments["content"])
     return _plain(getattr(files, method)(**arguments))
