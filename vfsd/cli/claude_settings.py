@@ -202,9 +202,11 @@ def save(settings: SettingsFile, content: Mapping[str, Any]) -> None:
         _write_like(settings.path, temporary, data)
         _check_unchanged(settings)
         os.rename(temporary, settings.path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:  # of a write, such as ENOSPC
+            raise OSError(error.errno, f"{error.strerror}; nothing was changed", settings.path) from None
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -140,6 +141,21 @@ def test_a_directory_or_a_fifo_is_not_touched(project: Path) -> None:
     os.unlink(project / ".claude" / "settings.local.json")
     (project / ".claude" / "settings.local.json").mkdir()
     assert run("install", "claude").exit_code == 1
+
+
+def test_a_full_disk_changes_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (project / ".claude").mkdir()
+    file = project / ".claude" / "settings.local.json"
+    file.write_text("{}")
+    monkeypatch.setattr(os, "fsync", full)
+    result = run("install", "claude")
+    assert result.exit_code == 1
+    assert result.stderr == f"vfsd: error: No space left on device; nothing was changed: {file}\n"
+    assert os.listdir(file.parent) == [file.name]
+    assert file.read_text() == "{}"
 
 
 def test_a_file_that_another_program_changed_meanwhile_is_not_replaced(project: Path) -> None:
