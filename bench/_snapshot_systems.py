@@ -50,6 +50,7 @@ class VfsdCall(System):
     def __init__(self, workspace: Workspace) -> None:
         super().__init__(Path(workspace.path))
         self._workspace = workspace
+        self._fork: Path | None = None
 
     def snapshot(self, name: str) -> None:
         self._workspace.snapshot(name)
@@ -58,13 +59,19 @@ class VfsdCall(System):
         self._workspace.restore(name)
 
     def fork(self, name: str, place: Path) -> None:
+        self._fork = place
         self._workspace.fork(place, snapshot=name).__enter__()  # unmounted in `forget`
 
-    def forget(self, name: str, place: Path | None) -> None:
-        if place is not None:
-            Workspace.attach(str(place)).unmount()
-            place.rmdir()
+    def forget(self, name: str, place: Path | None) -> None:  # noqa: ARG002
+        self.end()
         self._workspace.drop(name)
+
+    def end(self) -> None:
+        """Unmount the fork, if there is one."""
+        if self._fork is not None and self._fork.is_mount():
+            Workspace.attach(str(self._fork)).unmount(lazy=True)
+            self._fork.rmdir()
+        self._fork = None
 
 
 class VfsdCommand(VfsdCall):
@@ -80,6 +87,7 @@ class VfsdCommand(VfsdCall):
         run(self._vfsd, "restore", *self._options, name)
 
     def fork(self, name: str, place: Path) -> None:
+        self._fork = place
         run(self._vfsd, "fork", *self._options, "--snapshot", name, place)
 
 
@@ -194,9 +202,14 @@ def systems(scratch: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[dict
             run("btrfs", "subvolume", "create", live)
             return live
 
+        def of_vfsd(kind: type[VfsdCall], word: str) -> System:
+            system = kind(workspace(word))
+            stack.callback(system.end)  # a fork remains after Ctrl-C, or if it is not what it should be
+            return system
+
         makers: tuple[Callable[[], System], ...] = (
-            lambda: VfsdCall(workspace("call")),
-            lambda: VfsdCommand(workspace("command")),
+            lambda: of_vfsd(VfsdCall, "call"),
+            lambda: of_vfsd(VfsdCommand, "command"),
             lambda: Git(memory("git")),
             lambda: Copy(memory("cp")),
             lambda: Copy(_made(on_btrfs("reflink") / "live")),

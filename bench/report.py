@@ -87,17 +87,22 @@ def rewind_title(results: Mapping[str, Any]) -> str:
     """Return what the picture of snapshots shows, in a sentence."""
     systems = results["systems"]
     said = []
-    for step, what in (("snapshot", f"takes a snapshot of {results['files']:,} files"), ("restore", "restores it")):
+    whats = {
+        "snapshot": f"takes a snapshot of {results['files']:,} files",
+        "restore": "restores it",
+        "fork": "forks it",
+    }
+    for step, what in whats.items():
         ours = systems.get("vfsd call", {}).get(step, {}).get("seconds")
         if ours is None:
-            return "vfsd was not measured"
+            continue
         others = [
             f"{name} {number(systems[name][step]['seconds'] / ours)}"
             for name in ("git", "cp -a", "btrfs")
             if "seconds" in systems.get(name, {}).get(step, {})
         ]
         said.append(f"{what} in {duration(ours)}" + (f" ({', '.join(others)} times as long)" if others else ""))
-    return f"vfsd {said[0]},\nand {said[1]}"
+    return "vfsd " + ",\n".join(said) if said else "vfsd was not measured"
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

@@ -87,10 +87,17 @@ def test_the_title_of_snapshots_compares_with_the_systems_that_were_measured() -
         return {"snapshot": {"seconds": seconds}, "restore": {"seconds": 2 * seconds}}
 
     gap = {step: {"gap": "no loop device"} for step in ("snapshot", "restore", "fork")}
-    found = {"files": 1000, "changes": 40, "systems": {"vfsd call": steps(0.001), "git": steps(0.05), "btrfs": gap}}
+    found: dict[str, Any] = {
+        "files": 1000,
+        "changes": 40,
+        "systems": {"vfsd call": steps(0.001), "git": steps(0.05), "btrfs": gap},
+    }
     title = report.rewind_title(found)
     assert "1,000 files in 1.0 ms (git 50 times as long)" in title
     assert "btrfs" not in title
+    assert "forks" not in title
+    found["systems"]["vfsd call"]["fork"] = {"seconds": 0.02}
+    assert report.rewind_title(found).endswith(",\nforks it in 20 ms")
 
 
 def test_a_cell_of_the_table_has_both_figures_and_the_unit_of_its_row() -> None:
