@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import pytest
 
+from protocol.types import FilesystemSnapshot
 from tests.mount.conftest import mounted
+from tests.support.seeds import campaign_seed
 from vfsd import AsyncWorkspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_calls.py"
-Run = Callable[[Callable[[], Awaitable[Any]]], Any]
+Run: TypeAlias = "functools.partial[Any]"
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -149,6 +152,87 @@ def test_the_example_of_tool_calls_undoes_the_one_that_fails() -> None:
         "call-3: 'print(1)\\n'",
     ]
     assert done.stderr == ""
+
+
+class Campaign:
+    """Random calls, each cancelled at a random moment."""
+
+    def __init__(self, ws: AsyncWorkspace, base: FilesystemSnapshot, chance: random.Random, *, native: bool) -> None:
+        self._ws = ws
+        self._files = ws.async_filesystem
+        self._base = base
+        self._chance = chance
+        self._native = native  # asyncio's own cancellation, too
+
+    async def step(self) -> None:
+        call = self._chance.choice(
+            [self._write, self._restore, self._run, self._transaction, self._export, self._stream]
+        )
+        after_s = self._chance.random() ** 3 * 0.2
+        # anyio's cancellation is repeated at each await until the scope ends; asyncio's is delivered once.
+        is_native = self._native and self._chance.random() < 0.5
+        with contextlib.suppress(TimeoutError, ZeroDivisionError):
+            if is_native:
+                async with asyncio.timeout(after_s):
+                    await call()
+            else:
+                with anyio.fail_after(after_s):
+                    await call()
+        self._ws._transactions.check_invariants()
+
+    async def _write(self) -> None:
+        await self._files.write(f"d/{self._chance.randrange(10)}", "x" * 100_000)
+
+    async def _restore(self) -> None:
+        await self._files.restore(self._base)
+
+    async def _run(self) -> None:
+        await self._ws.async_executor.run(COMMAND)
+
+    async def _transaction(self) -> None:
+        async with self._ws.transaction("outer"):
+            await self._files.write("file", "outer")
+            with contextlib.suppress(ZeroDivisionError):
+                async with self._ws.transaction("inner"):
+                    await self._files.write("file", "inner")
+                    raise ZeroDivisionError
+            assert (await self._files.read("file")).content == "outer"
+            raise ZeroDivisionError
+
+    async def _export(self) -> None:
+        target = f"{self._ws.path}-{self._chance.randrange(10)}.zip"
+        await self._ws.export(target, overwrite=True)
+
+    async def _stream(self) -> None:
+        async with await self._files.open_write("streamed") as writer:
+            for _ in range(5):
+                await writer.write(b"x" * 50_000)
+
+
+def test_any_call_may_be_cancelled_at_any_moment(workdir: Path, run: Run, runs_long: bool) -> None:
+    """Nothing is left of a cancelled call: no snapshot, temporary file, process or file descriptor."""
+    seed = campaign_seed()
+
+    async def body() -> None:
+        ws = await AsyncWorkspace.attach(workdir.name)
+        base = await ws.async_filesystem.snapshot()
+        campaign = Campaign(ws, base, random.Random(seed), native=run.keywords["backend"] == "asyncio")
+        await campaign.step()
+        open_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(1_000 if runs_long else 25):
+            await campaign.step()
+        assert [each.name for each in await ws.snapshots(changes=False) if each.kind == "user"] == [base.commit_ref]
+        assert [path for path in Path(ws.path).rglob("*") if path.name.endswith(".tmp")] == []
+        assert len(os.listdir("/proc/self/fd")) <= open_files + 5
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            assert not is_alive(int(Path(ws.path, "pid").read_text()))
+
+    with mounted(workdir / "m", name=workdir.name, exec_on_host=True):
+        try:
+            run(body)
+        except BaseException as error:
+            error.add_note(f"the seed is {seed}")
+            raise
 
 
 def test_ctrl_c_of_a_program_undoes_its_transaction_and_unmounts(workdir: Path) -> None:
