@@ -6,6 +6,7 @@ cannot reach the server through a name that resolves to this machine.
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from typing import Any, Final
@@ -18,7 +19,7 @@ from vfsd.integrations.mcp.access import PATH, Address, TokenRequired
 
 _SESSIONS: Final = 64
 _BODY_BYTES: Final = 64 << 20  # a request that writes a file of 32 MiB, with room for what JSON escapes
-_GRACE_S: Final = 2  # for running calls, when the server ends
+_GRACE_S: Final = 1  # for running calls, when the server ends
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,7 +39,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 async def serve_http(server: Server[Any], sock: socket.socket, address: Address, token: str) -> int | None:
     """Serve clients that connect to `sock`, until a signal arrives, and return its number.  Main thread.
 
-    Calls that run then are cancelled after 2 seconds.
+    Calls that run then are cancelled after a second.
     """
     names = (address.authority, f"localhost:{address.port}")
     application = server.streamable_http_app(
@@ -58,11 +59,14 @@ async def serve_http(server: Server[Any], sock: socket.socket, address: Address,
         lifespan="on",
         timeout_graceful_shutdown=_GRACE_S,
     )
+    serving = uvicorn.Server(config)
+    # uvicorn logs each request that it cancels when it ends, with a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: not serving.should_exit)
     ended_by: list[int] = []
     # uvicorn handles the signals, and raises them again when it has ended.
     before = {number: signal.signal(number, lambda number, _: ended_by.append(number)) for number in _SIGNALS}
     try:
-        await uvicorn.Server(config).serve([sock])
+        await serving.serve([sock])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

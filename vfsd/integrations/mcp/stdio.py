@@ -29,7 +29,8 @@ async def serve_stdio(server: Server[Any]) -> int | None:
     """Serve the client at the other end of standard input and output.  Main thread.
 
     Return None when the client has left, or the number of the signal (INT, TERM or HUP) that ended the server.  Calls
-    that run then are cancelled.  ValueError for a line that is longer than any request.
+    that run then are cancelled.  ValueError for a line that is longer than any request, OSError if standard input or
+    output fails.
     """
     ended_by: list[int] = []
     lost: list[BaseException] = []
@@ -43,8 +44,8 @@ async def serve_stdio(server: Server[Any]) -> int | None:
                 group.cancel_scope.cancel()
         except* ConnectionError:
             pass  # the client has closed the other end
-        except* ValueError as group_of_errors:
-            lost += _leaves(group_of_errors)
+        except* (OSError, ValueError) as errors:
+            lost += _leaves(errors)
     if lost:
         raise lost[0]
     return ended_by[0] if ended_by else None
@@ -119,8 +120,14 @@ class _Output:
         left = memoryview(text.encode("utf-8", "replace"))
         while left:
             await _ready(anyio.wait_writable, self._descriptor)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 left = left[os.write(self._descriptor, left[:_STEP_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise OSError(error.errno, f"cannot write to standard output: {error.strerror}") from None
 
     async def flush(self) -> None:
         """Nothing is buffered."""
