@@ -114,8 +114,10 @@ def _show(shown: dict[str, str]) -> None:
 
 def _session(app: App) -> Any:
     """Return the session; a note says why, if there is no workspace yet."""
-    from vfsd.integrations.mcp.session import Session  # noqa: PLC0415 start-up: `vfsd mcp --help` does not need it
+    # Start-up: `vfsd mcp --help` does not need it.
+    from vfsd.integrations.mcp.session import Session, restore_runtime_variable  # noqa: PLC0415
 
+    restore_runtime_variable()
     try:
         app.record().check_alive()
     except OSError as error:

@@ -10,7 +10,9 @@ that was found, so two lookups at once are harmless.
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
 import anyio
@@ -21,11 +23,23 @@ from vfsd.client.mount_arguments import running_workspace
 from vfsd.client.requests import RemoteCall, Requests
 from vfsd.integrations.mcp.calls import FileCalls
 from vfsd.machine.runtime import WorkspaceRecord
-from vfsd.machine.selection import WORKSPACE_VARIABLE
+from vfsd.machine.selection import RECORD_SUFFIX, RUNTIME_VARIABLE, WORKSPACE_VARIABLE, runtime_dir
 from vfsd.wire.messages import StatusResult
 
 T = TypeVar("T")
 _STATUS_S = 5.0  # for lists of tools, which must not hang with a daemon
+
+
+def restore_runtime_variable(environ: MutableMapping[str, str] = os.environ, parent: str = "/run/user") -> None:
+    """Set $XDG_RUNTIME_DIR if the client that started this process has left it out, and workspaces run below it.
+
+    Clients pass few variables to their servers: those built on the SDKs of MCP pass HOME, PATH, SHELL, TERM and the
+    user's name.  Then `runtime_dir` would not find the workspaces that the user mounted in a shell.
+    """
+    if runtime_dir(environ) not in (environ.get(name) for name in (RUNTIME_VARIABLE, "XDG_RUNTIME_DIR")):
+        usual = f"{parent}/{os.geteuid()}"
+        if glob.glob(f"{glob.escape(usual)}/vfsd/*{RECORD_SUFFIX}"):
+            environ["XDG_RUNTIME_DIR"] = usual
 
 
 class Session:

@@ -14,7 +14,7 @@ from protocol.tools import TOOLS
 from tests.support.fake_workspace import FakeDaemon
 from tests.unit.vfsd.cli.test_fs import FsDaemonOnHost
 from vfsd.integrations.mcp import resources
-from vfsd.integrations.mcp.session import Session
+from vfsd.integrations.mcp.session import Session, restore_runtime_variable
 from vfsd.integrations.mcp.tools import PATCH_BYTES, SERVED_TOOLS, describe_error, served_for
 from vfsd.wire.messages import StatusResult
 
@@ -199,6 +199,22 @@ def test_a_session_finds_the_workspace_again_after_its_daemon_died(place: Path) 
             assert (await session.record()).name == "demo"
 
     anyio.run(steps)
+
+
+def test_a_client_that_passes_no_runtime_directory_gets_the_usual_one(tmp_path: Path) -> None:
+    usual = tmp_path / str(os.geteuid())
+    records = usual / "vfsd"
+    records.mkdir(parents=True)
+    environ: dict[str, str] = {}
+    restore_runtime_variable(environ, str(tmp_path))
+    assert environ == {}  # no workspace runs there
+    (records / "demo.json").touch()
+    restore_runtime_variable(environ, str(tmp_path))
+    assert environ == {"XDG_RUNTIME_DIR": str(usual)}
+    for given in ({"VFSD_RUNTIME_DIR": "/x"}, {"XDG_RUNTIME_DIR": "/x"}):
+        environ = dict(given)
+        restore_runtime_variable(environ, str(tmp_path))
+        assert environ == given
 
 
 # -- resources --------------------------------------------------------------------------------------
