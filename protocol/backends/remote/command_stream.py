@@ -24,20 +24,24 @@ _RECEIVE_BYTES: Final = 64 * 1024
 _STDERR_BYTES: Final = 2000
 _LAST_WORDS_S: Final = 1.0  # for standard error, and the exit status, of a command whose output has ended
 _END_S: Final = 2.0  # for a command whose input was ended, and for one that got SIGTERM
+# Kills the process group $1 at the end of its input, unless it gets a line before.
+_GUARD: Final = 'read -r line || kill -KILL "-$1"'
 _PROMPT: Final = b">>> "  # Python prints it once before it runs the first line
 
 
 class CommandStream:
     """Implements `protocol.backends.container.agent.stream.HelperStream`.  See `running_command`."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: trio.Process, guard: trio.Process) -> None:
         self._process = process
+        self._guard = guard
         assert isinstance(process.stdin, trio.lowlevel.FdStream)
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
         self._stderr = b""
         self._stderr_ended = trio.Event()
         self._told_stderr = False
+        self._ends_with_input = False
 
     async def send(self, data: bytes) -> None:
         try:
@@ -79,18 +83,31 @@ class CommandStream:
             await self._process.wait()
         return self._process.returncode
 
+    async def has_started(self) -> None:
+        """Note that a helper runs: it ends when its input does, also if this process is killed."""
+        self._ends_with_input = True
+        await self._end_guard()
+
+    async def _end_guard(self) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._guard.stdin.send_all(b"\n")
+        await self._guard.stdin.aclose()
+        await self._guard.wait()
+
     async def aclose(self) -> None:
         """End the command: its input first, then with SIGTERM, then with SIGKILL."""
         with trio.CancelScope(shield=True):
             await self._stdin.aclose()
             for number in (signal.SIGTERM, signal.SIGKILL):
-                with trio.move_on_after(_END_S):
+                with trio.move_on_after(_END_S if self._ends_with_input or number == signal.SIGKILL else 0):
                     await self._process.wait()
                 if self._process.returncode is not None:
                     break
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, number)
             await self._process.wait()
+            await self._end_guard()
             await self._stdout.aclose()
         await trio.lowlevel.checkpoint()
 
@@ -121,7 +138,9 @@ async def running_command(argv: Sequence[str]) -> AsyncIterator[CommandStream]:
         )
     except OSError as error:
         raise _not_started(argv[0], error) from None
-    stream = CommandStream(process)
+    with trio.CancelScope(shield=True):
+        guard = await _guard(process)
+    stream = CommandStream(process, guard)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.read_stderr)
         try:
@@ -129,6 +148,19 @@ async def running_command(argv: Sequence[str]) -> AsyncIterator[CommandStream]:
         finally:
             await stream.aclose()
             nursery.cancel_scope.cancel()
+
+
+async def _guard(process: trio.Process) -> trio.Process:
+    """Start what ends a command that starts no helper, and reads no input either, when this process is killed."""
+    command = ["/bin/sh", "-c", _GUARD, "sh", str(process.pid)]
+    try:
+        return await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
 
 
 def _not_started(program: str, error: OSError) -> OSError:

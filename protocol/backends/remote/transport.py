@@ -82,6 +82,7 @@ class RemoteTransport(HelperTransport[RemoteCommand]):
             async with running_command(state.argv) as stream:
                 link = AgentLink(stream, timeout_s=self._timeout_s, start_s=self._start_s)
                 await self._start(state, stream, link)
+                await stream.has_started()
                 async with link.running():
                     yield link
         except BaseExceptionGroup as group:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from vfsd.wire.options import MountOptions
 
 
-def open_exec(options: MountOptions, _progress: ByteProgress) -> Backend:
+def open_exec(options: MountOptions, progress: ByteProgress) -> Backend:
     """A `BackendOpener`."""
     command, directory = options.workspace.backend.argument, options.container.workdir or DEFAULT_DIRECTORY
     store = Store(options.workspace.store)
     check_outside(options, store)
-    connection = open_remote(command, directory=directory, read_only=options.workspace.read_only)
+    connection = open_remote(
+        command, directory=directory, read_only=options.workspace.read_only, keep_going=lambda: progress(0, 0)
+    )
     source = ContainerSource(connection, options.workspace.mountpoint)
     target = MountTarget(options.workspace.mountpoint, source)
     stored = Stored(store, f"exec:{command}:{directory}", source, target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Generic, TypeVar
 
@@ -22,6 +23,7 @@ from protocol.backends.container.idmap import IDENTITY, IdMap, swapped
 from protocol.errors import only_error, os_error
 
 S = TypeVar("S")
+_WATCH_S: Final = 0.1
 
 
 class HelperTransport(ABC, Generic[S]):
@@ -45,18 +47,36 @@ class HelperTransport(ABC, Generic[S]):
     def _started(self, state: S) -> AbstractAsyncContextManager[AgentLink]:
         """Start a helper for the length of a block.  OSError with advice."""
 
-    def probe(self, state: S) -> None:
-        """Raise OSError with advice if this transport cannot reach the directory; blocks, for a worker thread."""
+    def probe(self, state: S, keep_going: Callable[[], None] = lambda: None) -> None:
+        """Raise OSError with advice if this transport cannot reach the directory; blocks, for a worker thread.
+
+        `keep_going` is called all the time; an exception from it ends the attempt, and is raised.
+        """
+        stopped: list[BaseException] = []
+
+        async def watch(scope: trio.CancelScope) -> None:
+            while not stopped:
+                try:
+                    keep_going()
+                except BaseException as error:  # noqa: BLE001 (raised below: it may be of another loop)
+                    stopped.append(error)
+                    scope.cancel()
+                await trio.sleep(_WATCH_S)
 
         async def start_once() -> None:
-            async with self._started(state) as link:
-                ids, _, has_acls = await _hello(link)
-                self.supports_acl = has_acls and ids.is_identity
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch, nursery.cancel_scope)
+                async with self._started(state) as link:
+                    ids, _, has_acls = await _hello(link)
+                    self.supports_acl = has_acls and ids.is_identity
+                nursery.cancel_scope.cancel()
 
         try:
             trio.run(start_once)
         except BaseExceptionGroup as group:
             raise only_error(group) from None
+        if stopped:
+            raise stopped[0]
 
     async def open(self, state: S, nursery: trio.Nursery) -> AgentVolume:
         """See `Transport`, as for all that follow."""

@@ -34,9 +34,9 @@ _IDLE_ROUNDS = 200  # rounds without a request before `_watch` sleeps
 _MOST_THREADS = 64
 _READ_BYTES = 256 * 1024
 _REASONS = {
-    errno.EROFS: "does not exist in the container, whose root is read-only; name a volume's place with --workdir",
-    errno.EEXIST: "is not a directory in the container, or is a dangling symlink",
-    errno.ENOTDIR: "is not a directory in the container",
+    errno.EROFS: "does not exist, and the root there is read-only; name a volume's place with --workdir",
+    errno.EEXIST: "is not a directory there, or is a dangling symlink",
+    errno.ENOTDIR: "is not a directory there",
 }
 
 
@@ -183,7 +183,10 @@ def main(arguments: "list[str]") -> None:
         make_directories(root)
         files = Files(root)
     except OSError as error:
-        sys.stderr.write("the working directory %s\n" % _REASONS.get(error.errno or 0, error.strerror))
+        sys.stderr.write(
+            "the working directory %s\n"
+            % _REASONS.get(error.errno or 0, "cannot be used: %s; name another with --workdir" % error.strerror)
+        )
         sys.exit(2)
     # Printed text must not mix with frames.
     target = os.dup(1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,6 +84,47 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_a_start_that_nobody_waits_for_any_more_ends_at_once(tmp_path: Path) -> None:
+    class GaveUpError(Exception):
+        pass
+
+    def keep_going() -> None:
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            raise GaveUpError
+
+    command = script(f"echo $$ > {tmp_path}/pid; sleep 1000")
+    with pytest.raises(GaveUpError):
+        open_remote(command, directory=str(tmp_path), keep_going=keep_going)
+    group = (tmp_path / "pid").read_text().strip()
+    while running_in(group):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_starts_no_python_ends_with_the_process_that_runs_it(tmp_path: Path, number: int) -> None:
+    command = script(f"echo $$ > {tmp_path}/pid; sleep 1000")
+    imports = "from protocol.backends.remote.workspace import open_remote"
+    code = f"{imports}; open_remote({command!r}, directory={str(tmp_path)!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            time.sleep(0.01)
+        group = (tmp_path / "pid").read_text().strip()
+        # The guard is started just after the command.
+        while not [each for each in commands() if each[-1:] == [group.encode()] and b"kill" in each[2]]:
+            time.sleep(0.01)
+        process.send_signal(number)
+    while running_in(group):
+        time.sleep(0.01)
+
+
+def commands() -> list[list[bytes]]:
+    found = []
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(words.read_bytes().rstrip(b"\0").split(b"\0"))
+    return [words for words in found if len(words) > 2]
+
+
 def running_in(group: str) -> list[str]:
     """The processes of a process group, apart from those that have ended and that nobody has reaped."""
     found = []
@@ -113,6 +156,8 @@ def test_a_directory_that_cannot_be_made_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="the working directory is not a directory"):
         starting(PYTHON, tmp_path / "file" / "below")
+    with pytest.raises(OSError, match=r"the working directory cannot be used: .*; name another with --workdir"):
+        starting(PYTHON, Path("/proc/missing"))
 
 
 def test_nothing_from_the_directory_or_the_environment_is_imported(
