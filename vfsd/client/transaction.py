@@ -26,7 +26,8 @@ Failures:
 
 Invariants, which `OpenTransactions.check_invariants` verifies:
 
-1. a transaction is in the list of its workspace exactly while its state is "open" (or "new", during the entry);
+1. a transaction is in the list of its workspace exactly while its state is "open" (or "new", during the entry), so
+   until its restore is complete;
 2. the list has no transaction twice;
 3. `undone` is None unless the state is "restored".
 
@@ -75,13 +76,16 @@ class OpenTransactions:
             self._open.append(transaction)
         _entered.set((*_entered.get(), transaction))
 
-    def remove(self, transaction: BaseTransaction) -> list[BaseTransaction]:
-        """Remove a transaction and return those that were opened inside it and are still open."""
+    def inside(self, transaction: BaseTransaction) -> list[BaseTransaction]:
+        """Return the transactions that were opened inside another one and are still open."""
+        with self._lock:
+            return self._open[self._open.index(transaction) + 1 :]
+
+    def remove(self, transaction: BaseTransaction) -> None:
+        """Remove a transaction that has ended."""
         _entered.set(tuple(each for each in _entered.get() if each is not transaction))
         with self._lock:
-            index = self._open.index(transaction)
-            del self._open[index]
-            return self._open[index:]
+            self._open.remove(transaction)
 
     def check_invariants(self) -> None:
         """AssertionError if an invariant of the module's docstring does not hold."""
@@ -105,6 +109,7 @@ class BaseTransaction:
         self._requests = requests
         self._others = others
         self._is_overtaken = False
+        self._outcome: tuple[State, Restored | None] = ("failed", None)
         self.tag: Final = tag
         self.snapshot: Final = f"transaction-{secrets.token_hex(6)}"
         self.state: State = "new"
@@ -133,47 +138,53 @@ class BaseTransaction:
 
     def _end(self, error: BaseException | None) -> Steps:
         assert self.state == "open", self
-        inner = self._others.remove(self)
-        self.state = "failed"  # until the outcome is known
-        if error is not None:
-            for each in inner:
-                each._is_overtaken = True  # noqa: SLF001 its restore would bring back what this one undoes
-            yield from self._restore(error)
-        else:
-            yield from self._keep()
+        try:
+            if error is None:
+                yield from self._keep()
+            else:
+                for each in self._others.inside(self):
+                    each._is_overtaken = True  # noqa: SLF001 its restore would bring back what this one undoes
+                yield from self._restore(error)
+        finally:
+            # Not before the restore: another thread's transaction could begin, and its changes would be undone.
+            self._others.remove(self)
+            self.state, self.undone = self._outcome
 
     def _keep(self) -> Steps:
         try:
             yield self._requests.drop(self.snapshot)
+            self._outcome = ("kept", None)
         except ConnectionError as error:
             raise ConnectionError(
                 f"the daemon ended during {self}: changes that only it held are lost ({error})"
             ) from error
         except FileNotFoundError:
+            self._outcome = ("kept", None)
             self._warn("its snapshot is gone: another program dropped it, or the daemon was restarted")
         except OSError as error:
+            self._outcome = ("kept", None)
             self._warn(f"its snapshot could not be dropped: {error}")
         if self._is_overtaken:
+            self._outcome = ("failed", None)
             raise RuntimeError(f"an outer transaction was restored during {self}: the changes until then were undone")
-        self.state = "kept"
 
     def _restore(self, error: BaseException) -> Steps:
         try:
-            if not self._is_overtaken:
-                self.undone = yield self._requests.restore(self.snapshot)
+            if self._is_overtaken:
+                note = f"an outer transaction was restored during {self}: only the changes until then were undone"
+                error.add_note(note)
+            else:
+                undone = yield self._requests.restore(self.snapshot)
+                self._outcome = ("restored", undone)
+                self._note_problems(error, undone)
         except OSError as failure:
             if failure.errno != errno.EROFS:  # in a read-only workspace there is nothing to undo
                 self._note_failure(error, failure)
                 return
-            self.state = "restored"
+            self._outcome = ("restored", None)
         except BaseException as failure:
             self._note_failure(error, failure)
             raise
-        if self.undone is not None:
-            self.state = "restored"
-            self._note_problems(error, self.undone)
-        elif self._is_overtaken:
-            error.add_note(f"an outer transaction was restored during {self}: only the changes until then were undone")
         try:
             yield self._requests.drop(self.snapshot)
         except OSError as failure:

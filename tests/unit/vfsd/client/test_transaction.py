@@ -332,6 +332,29 @@ def test_another_thread_cannot_begin_a_transaction_meanwhile(ws: Workspace, daem
     assert daemon.snapshots == {}
 
 
+def test_another_thread_cannot_begin_one_before_the_restore_is_complete(ws: Workspace, daemon: FakeDaemon) -> None:
+    def begin() -> None:
+        with ws.transaction():
+            pass
+
+    t = ws.transaction()
+    send = t._run
+
+    def restoring(call: Any) -> Any:
+        if call.method == "restore":
+            with pytest.raises(RuntimeError, match="another thread or task"):
+                in_thread(begin)
+        return send(call)
+
+    t._run = restoring
+
+    with pytest.raises(Stop), t:
+        raise Stop
+
+    assert t.state == "restored"
+    in_thread(begin)
+
+
 def test_a_transaction_is_entered_once(ws: Workspace) -> None:
     t = ws.transaction()
     with t, pytest.raises(RuntimeError, match="entered before"), t:
