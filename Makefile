@@ -85,11 +85,13 @@ bench: ## the tables of workloads and file systems, and two pictures; ARGS=--qui
 bench-short: ## the same tables and pictures for four file systems, in about 13 minutes of an idle machine
 	@$(BOOTSTRAP) fuse tests
 	@$(MATPLOTLIB)
-	$(BIN)/python -m bench.table --short --budget $(TABLE_S) --json docs/bench.json $(ARGS)
-	$(BIN)/python -m bench.rewind --budget $(REWIND_S) --json docs/bench-rewind.json
-	$(BIN)/python -m bench.latency_under_load --seconds 3 --json docs/bench.json
-	$(BIN)/python -m bench.neighbours --pairs $(PAIRS) --json docs/bench.json
-	$(BIN)/python -m bench.report --pictures --targets
+	@trap 'exit 130' INT; status=0; for part in \
+	'table --short --budget $(TABLE_S) --json docs/bench.json $(ARGS)' \
+	'rewind --budget $(REWIND_S) --json docs/bench-rewind.json' \
+	'latency_under_load --seconds 3 --json docs/bench.json' \
+	'neighbours --pairs $(PAIRS) --json docs/bench.json' \
+	'report --pictures --targets'; do \
+	echo "bench.$$part"; $(BIN)/python -m bench.$$part || status=1; done; exit $$status
 
 clean: ## remove what was built and measured; .venv too
 	rm -rf .venv $(INTEGRATIONS) build dist *.egg-info htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -290,6 +290,8 @@ def main() -> None:
         "load_before": load, "load_after": os.getloadavg()[0], "took_s": round(time.monotonic() - began),
         "cpu_time": options.cpu, "rounds": options.rounds, "short": options.short, "budget_s": options.budget,
     }  # fmt: skip
+    if not any(parts[key] for key in KEYS.values()):
+        sys.exit("no row was measured before --budget was used up, so no results are written: allow more seconds")
     print(f"took {machine['took_s']} s; load at the end: {machine['load_after']:.1f}")
     if options.json:
         _results.save(options.json, {"machine": machine, **parts})
