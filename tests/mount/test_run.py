@@ -95,6 +95,20 @@ def test_other_programs_see_the_directory_and_no_mount(project: Path) -> None:
         assert running.wait() == 0
 
 
+def test_paths_of_vfsd_commands_in_it_are_those_that_the_command_sees(project: Path) -> None:
+    (project / "src").mkdir()
+    (project / "src" / "file").write_text("one\n")
+    line = shlex.join(VFSD)
+    script = f"{line} snapshot s; cd src; echo two > file; {line} restore s file; cat file ../file; touch x; "
+    script += f"{line} diff s -- .; {line} diff s -- {project}/src/x; {line} diff s -- /etc"
+    done = run(project, "--discard", "--", "sh", "-c", f"echo root > file; {script}")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["s", "restored s: 1 modified"]
+    assert lines[3:7] == ["one", "root", "A src/x", "A src/x"]
+    assert "'/etc' is not in the workspace" in done.stderr
+
+
 def test_the_document(project: Path) -> None:
     done = run(project, "--json", "--discard", "--", "sh", "-c", f"{SOME}; echo out; exit 4")
     assert done.returncode == 4

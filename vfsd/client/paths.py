@@ -1,8 +1,8 @@
 """Convert a caller's path to a path relative to the workspace's root.
 
 Paths are bytes and the conversion is lexical, so names that are not UTF-8 and files that do not exist work as well.
-The file system is consulted only for an absolute path that does not begin with the mountpoint, which may lead into it
-through a symlink.
+The file system is consulted only for a path outside of the mountpoint, which may lead into it through a symlink, or be
+in another mount of the workspace.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from vfsd.machine.mountinfo import resolve
+from vfsd.machine.mountinfo import find_mount, mount_at, resolve
 from vfsd.wire.messages import wire_path
 
 UserPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -36,7 +36,8 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
     """Return `path` relative to the root of the workspace at `mountpoint`; b"" is the root.
 
     An absolute path must be under the mountpoint.  A relative path is relative to `cwd` if that is inside the mount,
-    else to the root.  ValueError if the path leads out of the workspace.
+    else to the root.  Another mount of the workspace, such as the one that `vfsd run` makes, counts as well.
+    ValueError if the path leads out of the workspace.
     """
     raw = os.fsencode(path)
     root = os.path.normpath(os.fsencode(mountpoint))
@@ -44,8 +45,14 @@ def workspace_path(path: UserPath, mountpoint: str, cwd: bytes | None = None) ->
         inside = _below(os.path.normpath(raw), root)
         if inside is None:
             inside = _below(_resolved(raw), _resolved(root))
+        if inside is None:
+            inside = _below_other_mount(raw, root)
     else:
-        start = root if cwd is None or _below(cwd, root) is None else cwd
+        start = root
+        if cwd is not None and _below(cwd, root) is not None:
+            start = cwd
+        elif cwd is not None:
+            start = os.path.join(root, _below_other_mount(cwd, root) or b"")
         inside = _below(os.path.normpath(os.path.join(start, raw)), root)
     if inside is None:
         raise ValueError(f"{os.fsdecode(raw)!r} is not in the workspace at {mountpoint}")
@@ -74,6 +81,17 @@ def _below(path: bytes, root: bytes) -> bytes | None:
         return b""
     prefix = root.rstrip(b"/") + b"/"
     return path[len(prefix) :] if path.startswith(prefix) else None
+
+
+def _below_other_mount(path: bytes, root: bytes) -> bytes | None:
+    """Return the absolute `path` relative to another mount of the workspace at `root`, or None if it is in none."""
+    try:
+        mount, own = find_mount(os.fsdecode(path)), mount_at(os.fsdecode(root))
+        if mount is None or own is None or not mount.is_vfsd or (mount.device, mount.root) != (own.device, own.root):
+            return None
+        return _below(os.path.normpath(_resolved(path)), os.fsencode(mount.mountpoint))
+    except OSError:  # a cycle of symlinks
+        return None
 
 
 def _resolved(path: bytes) -> bytes:
