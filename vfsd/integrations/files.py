@@ -1,0 +1,15 @@
+"""What the adapters of agent frameworks share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from protocol.paths import CallLimits
+
+# Of programs rather than of an agent's calls: frameworks have limits of their own.
+NO_LIMITS: Final = CallLimits(depth=1 << 20, segment=255, read_bytes=1 << 62, write_bytes=1 << 62)
+
+
+def shell_status(exit_status: int) -> int:
+    """Return the status that a shell reports: 128 + N for a command that signal N killed."""
+    return 128 - exit_status if exit_status < 0 else exit_status
