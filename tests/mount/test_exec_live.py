@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from tests.mount.conftest import MountIt, mounted, socket_of
 from tests.support.exec_suite import ExecSuite, Where, run
 from tests.unit.vfsd.cli.test_exec import running_here
 from vfsd.client.workspace import Workspace
+from vfsd.machine.idle_cpus import CPU_LATENCY_DEVICE
 
 
 def where_of(workspace: Workspace) -> Where:
@@ -61,3 +65,36 @@ def test_a_command_does_not_inherit_the_daemon_s_precise_waits(mount: MountIt) -
     # Who reads /proc/self is a child of the shell, and has what the shell has.
     done = run(where_of(workspace), "--", "sh", "-c", "cat /proc/self/timerslack_ns")
     assert done.stdout.strip() == b"50000"
+
+
+@pytest.mark.parametrize("engine", ["native"])
+def test_a_command_does_not_inherit_what_keeps_the_cpus_awake(mount: MountIt) -> None:
+    can_hold = os.access(CPU_LATENCY_DEVICE, os.W_OK)
+    workspace = mount(exec_on_host=True, wakeups="on" if can_hold else "off")
+    # The daemon holds the device during a burst of requests: some commands are started within one.
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            os.statvfs(workspace.path)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        while can_hold and not _holds_the_device(workspace.pid):
+            os.sched_yield()
+        for _ in range(5):
+            done = run(where_of(workspace), "--", "sh", "-c", "ls -l /proc/self/fd /proc/$$/fd")
+            assert done.returncode == 0
+            assert CPU_LATENCY_DEVICE.encode() not in done.stdout
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _holds_the_device(pid: int | None) -> bool:
+    paths = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            paths.append(os.readlink(entry.path))
+    return CPU_LATENCY_DEVICE in paths
