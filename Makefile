@@ -49,7 +49,7 @@ test-integrations: ## vfsd with the real Claude Code and other agents, against a
 	@$(INTEGRATIONS)/bin/pip install --quiet --editable '.[dev,claude-agent,fsspec,mcp,pydantic-ai,deepagents]' 'langchain-tests>=1.1'
 	@npm install --silent --no-save --prefix $(INTEGRATIONS)/npm @anthropic-ai/claude-code@2
 	VFSD_INTEGRATIONS=1 VFSD_CLAUDE=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin/claude \
-	$(INTEGRATIONS)/bin/pytest tests/integrations $(ARGS)
+	$(INTEGRATIONS)/bin/pytest -p no:asyncio tests/integrations $(ARGS)
 
 coverage: ## the same tests, and which lines and branches they reached, daemons included
 	@status=0; $(MAKE) test COVERAGE=1 || status=$$?; $(MAKE) coverage-report; exit $$status

@@ -37,7 +37,13 @@ def sandbox(shared: Workspace) -> VfsdSandbox:
 
 # The suite itself has class-scoped fixtures of a kind that pytest 9 deprecates.
 @pytest.mark.filterwarnings("ignore:Class-scoped fixtures defined as instance methods")
+@pytest.mark.anyio  # runs its async tests; pytest-asyncio, which the suite brings, would need settings of its own
 class TestSandbox(SandboxIntegrationTests):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def anyio_backend(cls) -> str:
+        return "asyncio"
+
     @pytest.fixture(scope="class")
     @classmethod
     def sandbox(cls, shared: Workspace) -> VfsdSandbox:
