@@ -95,9 +95,10 @@ def test_outside_a_workspace_it_is_a_worktree_of_git(workdir: Path, places: Path
     assert (copy / "file").read_text() == "one\n"
     (copy / "file").write_text("two\n")
     assert hook("WorktreeRemove", worktree_path=str(copy)).returncode == 1
-    (copy / "file").write_text("one\n")
+    subprocess.run(["git", "-C", copy, "commit", "-qam", "work of the sub-agent"], check=True)
     assert hook("WorktreeRemove", worktree_path=str(copy)).returncode == 0
     assert not copy.exists()
+    assert (created(str(project), "agent") / "file").read_text() == "two\n", "its branch is not reset"
 
 
 @pytest.mark.parametrize("path", ["", "relative", "/", "/etc", "/nowhere/.claude/worktrees/x"])

@@ -94,7 +94,11 @@ def _create_with_git(directory: str, name: str) -> str:
         reason = "neither a workspace nor a git repository: there is nothing to make a copy of for a sub-agent"
         raise OSError(f"{directory} is {reason}") from None
     place = os.path.join(root, _GIT_DIRECTORY, name)
-    _git(root, "worktree", "add", "-B", f"worktree-{name}", place, "HEAD")
+    branch = f"worktree-{name}"
+    if _git(root, "branch", "--list", branch):  # of an earlier sub-agent: its commits may be nowhere else
+        _git(root, "worktree", "add", place, branch)
+    else:
+        _git(root, "worktree", "add", "-b", branch, place, "HEAD")
     return place
 
 

@@ -22,7 +22,9 @@ def module_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("x = 1\n")
     module = types.ModuleType("vfsd.example")
     module.__file__ = str(path)
-    monkeypatch.setitem(sys.modules, "vfsd.example", module)
+    # Other tests leave modules of files that are gone.
+    there = {name: each for name, each in sys.modules.items() if os.path.exists(getattr(each, "__file__", None) or "/")}
+    monkeypatch.setattr(sys, "modules", {**there, "vfsd.example": module})
     return path
 
 
