@@ -46,7 +46,7 @@ test-integrations: ## vfsd with the real Claude Code and other agents, against a
 	@$(BOOTSTRAP) fuse tests
 	@command -v npm >/dev/null || { echo "test-integrations: npm is missing: install Node.js 18 or newer" >&2; exit 1; }
 	@[[ -x $(INTEGRATIONS)/bin/python ]] || $(BIN)/python -m venv $(INTEGRATIONS)
-	@$(INTEGRATIONS)/bin/pip install --quiet --editable '.[dev,claude-agent,fsspec,mcp,pydantic-ai,deepagents]' 'langchain-tests>=1.1'
+	@$(INTEGRATIONS)/bin/pip install --quiet --editable '.[dev,claude-agent,fsspec,mcp,pydantic-ai,deepagents,openai-agents]' 'langchain-tests>=1.1'
 	@npm install --silent --no-save --prefix $(INTEGRATIONS)/npm @anthropic-ai/claude-code@2
 	VFSD_INTEGRATIONS=1 VFSD_CLAUDE=$(CURDIR)/$(INTEGRATIONS)/npm/node_modules/.bin/claude \
 	$(INTEGRATIONS)/bin/pytest -p no:asyncio tests/integrations $(ARGS)
