@@ -206,6 +206,18 @@ def test_the_space_of_a_file_is_known_after_fsync(place: Path) -> None:
         assert os.fstat(file.fileno()).st_blocks == 24
 
 
+def test_capabilities_that_are_set_before_the_data_is_written_back_stay(place: Path) -> None:
+    capability = bytes.fromhex("0100000200040000") + bytes(12)
+    with (place / "file").open("wb", buffering=0) as file:
+        file.write(b"program")
+        os.setxattr(place / "file", "security.capability", capability)
+        os.fsync(file.fileno())
+        assert os.getxattr(place / "file", "security.capability") == capability
+        file.write(b"program")
+        os.fsync(file.fileno())
+    assert "security.capability" not in os.listxattr(place / "file")
+
+
 def test_data_that_was_not_written_back_is_no_hole(place: Path) -> None:
     with (place / "file").open("w+b", buffering=0) as file:
         os.pwrite(file.fileno(), b"data", 5 * _PAGE)

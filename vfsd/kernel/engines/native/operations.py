@@ -401,7 +401,15 @@ class Operations:
             grown = times._replace(size=offset + size) if offset + size > found.size else times
             return _then(self._volume.setattr(node, grown), fail)
 
-        return _tried(lambda: _then(self._volume.write(node, offset, data), finish), refuse)
+        # The kernel removed capabilities at the write(2); those that were set since are to stay.
+        capability = None if self._quiet is None else self._quiet.find_xattr(node, _CAPABILITY)
+
+        def restore(written: int) -> object:
+            if capability is None:
+                return finish(written)
+            return _then(self._volume.setxattr(node, _CAPABILITY, capability, 0), lambda _: finish(written))
+
+        return _tried(lambda: _then(self._volume.write(node, offset, data), restore), refuse)
 
     def _fallocate(self, node: int, message: Request, _length: int) -> object:
         _, offset, size, mode, _ = wire.FUSE_FALLOCATE_IN.unpack_from(message, BODY)
@@ -476,6 +484,7 @@ class Operations:
         """Answer success without doing anything."""
 
 
+_CAPABILITY: Final = b"security.capability"
 _DOTS: Final = frozenset({b".", b".."})
 _DIRENTPLUS_BYTES: Final = wire.FUSE_DIRENTPLUS.size + 7  # without the name; entries are aligned to 8 bytes
 # The kernel requests the first entries of a listing with their attributes, and later entries only if the program has
