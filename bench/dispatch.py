@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--snapshot", action="store_true", help="a snapshot is taken once the files are made")
     parser.add_argument("--profile", metavar="OPERATION", help="where one kind spends its calls, instead of the table")
     options = parser.parse_args()
-    interpreter.set_up()
+    interpreter.set_up("bench")
     driver = Driver(options.count, options.snapshot)
     try:
         if options.profile:

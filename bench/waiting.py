@@ -41,7 +41,7 @@ ROWS: tuple[tuple[str, Callable[[str], object]], ...] = (
 def serve(mountpoint: str, spin_us: float) -> None:
     """A daemon that spins for so long."""
     polling._SPIN_S = spin_us * 1e-6  # type: ignore[misc]
-    interpreter.set_up()
+    interpreter.set_up("bench")
     engine = NativeEngine(MemoryVolume(), EngineSettings(mountpoint, "waiting"))
     engine.mount()
     try:

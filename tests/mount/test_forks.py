@@ -353,9 +353,22 @@ def test_the_command_makes_one_fork_or_several(source: Workspace, workdir: Path)
     }  # fmt: skip
     failed = run("fork", "-w", "source", str(workdir / "agents"), "--count", "3", "--name", "other")
     assert failed.exit_code == 1
-    assert "fork 1 of 3" in failed.stderr
+    assert "0 of 3 forks were made" in failed.stderr
+    missing = run("fork", "-w", "source", str(workdir / "none"), "--count", "3", "--snapshot", "missing")
+    assert missing.exit_code == 1
+    assert not os.path.exists(workdir / "none")
     for name in ("one", *names):
         unmount_when_idle(Workspace.attach(name))
+
+
+def test_a_diff_is_since_the_newest_snapshot_or_since_the_fork(workdir: Path) -> None:
+    with mounted(workdir / "source", engine="native", name="source") as source:
+        source.snapshot("one")
+        write(source, "edited", "file")
+        with source.fork(workdir / "copy", name="copy") as copy:
+            write(copy, "in the fork", "new")
+            assert [each.path for each in copy.diff().changes] == ["new"]
+            assert [each.path for each in source.diff().changes] == ["file"]
 
 
 def test_what_cannot_be_forked_says_why(workdir: Path) -> None:

@@ -14,6 +14,7 @@ import click.testing
 import pytest
 
 from tests.mount.programs import VFSD, succeeded, vfsd, wait_ended
+from tests.support.fork_server import wait_until
 from tests.support.terminal import Shell
 from vfsd.cli import run as run_module
 from vfsd.cli.common.supervised import Ended, NoPrivateMountError, run_in_foreground
@@ -40,6 +41,36 @@ def run(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def content(project: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in project.iterdir()}
+
+
+def test_what_a_process_in_the_background_writes_later_is_kept(project: Path, workdir: Path) -> None:
+    go = workdir / "go"
+    late = f"while [ ! -e {go} ]; do sleep 0.05; done; echo late > late"
+    applied = run(project, "--apply", "--", "sh", "-c", f"echo two > file; ({late}) >/dev/null 2>&1 & true")
+    assert applied.returncode == 1
+    assert "the changes were applied, but busy: held by pid" in applied.stderr
+    assert content(project) == {"file": "two\n"}
+    unchanged = run(project, "--", "sh", "-c", f"({late}) >/dev/null 2>&1 & true")
+    assert unchanged.returncode == 125
+    assert "busy: held by pid" in unchanged.stderr
+    assert len(names()) == 2
+    go.touch()
+    for name in names():
+        wait_until(lambda name=name: vfsd("diff", "-w", name).stdout == "A late\n", "it wrote")  # type: ignore[misc]
+        wait_until(lambda name=name: vfsd("apply", "-w", name).returncode == 0, "the changes are applied")  # type: ignore[misc]
+        (project / "late").unlink()
+
+
+def test_the_outer_of_two_runs_keeps_what_the_inner_one_is_based_on(project: Path) -> None:
+    inner = f"{shlex.join(VFSD)} run --keep -- sh -c 'echo in > inner'"
+    done = run(project, "--apply", "--", "sh", "-c", inner)
+    assert done.returncode == 125
+    assert "busy: held by pid" in done.stderr
+    assert len(names()) == 2
+    for name in sorted(names(), reverse=True):  # the inner one first
+        succeeded(vfsd("apply", "-w", name))
+        succeeded(vfsd("unmount", name))
+    assert content(project) == {"file": "one\n", "inner": "in\n"}
 
 
 def names() -> list[str]:
@@ -186,10 +217,11 @@ def test_a_killed_run_loses_nothing(project: Path) -> None:
     assert "+three" in succeeded(vfsd("diff", "-w", "run-project", "--patch"))
 
 
-def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--apply"]])
+def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path, flags: list[str]) -> None:
     script = f"trap 'echo got; exit 9' TERM; {SOME}; echo started; while :; do sleep 0.05; done"
     with subprocess.Popen(
-        [*VFSD, "run", "--", "sh", "-c", script],
+        [*VFSD, "run", *flags, "--", "sh", "-c", script],
         cwd=project,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -202,6 +234,7 @@ def test_sigterm_goes_to_the_command_and_the_changes_are_kept(project: Path) -> 
     assert running.returncode == 9
     assert printed.startswith("got\n")
     assert "keeps the changes" in remarks
+    assert content(project) == {"file": "one\n"}
 
 
 def test_a_dead_daemon_is_reported(project: Path) -> None:

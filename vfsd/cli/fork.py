@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -51,6 +52,7 @@ def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | No
     if not mountpoint:
         raise click.UsageError("MOUNTPOINT is an empty string")
     parent = os.path.abspath(mountpoint)
+    is_new = not os.path.lexists(parent)
     os.makedirs(parent, exist_ok=True)
     made: list[ForkResult] = []
     for number in range(1, count + 1):
@@ -58,9 +60,11 @@ def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | No
             own = f"{name}-{number}" if name else unique_name(f"{parent}-{number}")
             fork = _fork(app, os.path.join(parent, str(number)), own, snapshot)
         except OSError as error:
-            done = f"fork {number} of {count}: {error.strerror or error}"
-            kept = f"; the forks 1 to {number - 1} were made" if made else ""
-            raise OSError(error.errno or errno.EIO, done + kept, error.filename) from error
+            if is_new and not made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(parent)
+            done = f"{len(made)} of {count} forks were made; the next: {error.strerror or error}"
+            raise OSError(error.errno or errno.EIO, done, error.filename) from error
         made.append(fork)
         snapshot = snapshot or fork.base
         if not app.json:

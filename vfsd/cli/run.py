@@ -63,6 +63,9 @@ def run_command(app: App, /, argv: tuple[str, ...], apply_it: bool, keep: bool, 
     list` shows the workspace.  $VFSD_WORKSPACE is its name for the command, so `vfsd snapshot`, `vfsd rewind` and hooks
     act on it.
 
+    Processes that the command leaves in the background keep the overlay, too, as long as they use it.  After SIGTERM or
+    SIGHUP the changes are kept instead of applied.
+
     Ctrl-C, Ctrl-Z and signals reach the command as in a shell.  The exit status is the command's own, 128 + N if signal
     N killed it, 125 if vfsd failed, 126 if the command cannot be executed, and 127 if it was not found.  With --json,
     the command writes its standard output to standard error.
@@ -191,9 +194,10 @@ class _Run:
             self._note("the command changed nothing")
             return "unchanged", False
         assert self._ended is not None
+        if self._ended.passed_on and choice != "discard":
+            choice = "keep"  # SIGTERM or SIGHUP: the changes may be half done, and nobody may be there to answer
         if choice is None:
-            # After SIGTERM or SIGHUP nobody may be there to answer.
-            choice = "keep" if self._ended.passed_on or self._app.json else _ask()
+            choice = "keep" if self._app.json else _ask()
         if choice == "apply":
             return self._apply()
         if choice == "discard":

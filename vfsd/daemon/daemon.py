@@ -71,7 +71,7 @@ async def run_daemon(
 
     If the start fails, everything is undone: OSError, ArchiveError, ValueError, or a group of them.
     """
-    interpreter.set_up()
+    interpreter.set_up(f"vfsd:{options.workspace.name}")
     # Before the archive is read, which may take minutes, and again under the lock that excludes other starts.
     recovered = await trio.to_thread.run_sync(_recover, options)
     if origin is None:
@@ -166,7 +166,7 @@ class _Daemon:
                 snapshots = open_snapshots(mounted, self._backend.stored, history)
                 self._commands = commands = choose_commands(options, self._backend.container, snapshots)
                 start = Start(started_at, self._started_by, self._origin)
-                forks = Forks(options, self._backend, engine.name, nursery, run_daemon)
+                forks = Forks(options, self._backend, engine.name, nursery, run_daemon, self._origin)
                 methods = Methods(mounted, snapshots, options.workspace, start, commands, forks, self._imported.wait)
                 await nursery.start(ControlServer(socket, methods.handlers()).serve)
                 await nursery.start(self._handle_signals, mounted)

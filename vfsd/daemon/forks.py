@@ -81,13 +81,20 @@ class Forks:
     """Forks the daemon of the workspace that is mounted with `options`; the new process calls `run`."""
 
     def __init__(
-        self, options: MountOptions, backend: Backend, engine: str, nursery: trio.Nursery, run: RunFork
+        self,
+        options: MountOptions,
+        backend: Backend,
+        engine: str,
+        nursery: trio.Nursery,
+        run: RunFork,
+        origin: Origin | None,
     ) -> None:
         self._options = options
         self._backend = backend
         self._engine = engine
         self._nursery = nursery
         self._run = run
+        self.base = None if origin is None else origin.base
         self.count = 0  # made since this daemon started
         self._bases: dict[str, int] = {}  # the running forks of each base
         self._kept: set[str] = set()  # the bases that are snapshots of this class

@@ -34,6 +34,7 @@ _SWITCH_INTERVAL_S: Final = 0.00002
 # How much the kernel may extend a wait to combine timer interrupts (prctl(2)).  Its default of 50 us exceeds the wait
 # for the interpreter lock.
 _PR_SET_TIMERSLACK: Final = 29
+_PR_SET_NAME: Final = 15
 _TIMER_SLACK_NS: Final = 1
 
 
@@ -55,8 +56,11 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, _TUNABLES: f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES}
 
 
-def set_up() -> None:
-    """Apply the settings to this process.  Skips those that the C library lacks."""
+def set_up(name: str) -> None:
+    """Apply the settings to this process.  Skips those that the C library lacks.
+
+    `name` is that of the process in ps(1) and top(1), which show 15 bytes of it.
+    """
     if os.environ.get(_TUNABLES) == _HUGE_PAGES:
         del os.environ[_TUNABLES]  # for this process only, not for its children
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -64,6 +68,7 @@ def set_up() -> None:
     gc.freeze()  # modules live as long as the process
     gc.set_threshold(*_COLLECT_AFTER)
     libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()))
     libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NS))  # new threads inherit it
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:

@@ -19,13 +19,12 @@ from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.forks import Forks
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import SnapshotService, free_name
+from vfsd.daemon.snapshots.base import FORK_PREFIX, FORK_TAG, SnapshotService, free_name
 from vfsd.machine import mounts
 from vfsd.machine.runtime import read_record
 from vfsd.wire.messages import ForkParams, ForkResult, InvalidParamsError, wire_path
 from vfsd.wire.options import NAME_PATTERN
 
-_BASE_PREFIX: Final = "fork-"
 _TAG_CHARACTERS: Final = 200
 
 
@@ -59,7 +58,7 @@ class ForkMethod:
                 history = await snapshots.history()
                 call.commit()  # what follows takes some milliseconds, and undoes itself if it fails
                 if params.snapshot is None:
-                    base = made = _take_base(volume, f"forked as {params.name} at {mountpoint}")
+                    base = made = _take_base(volume, f"{FORK_TAG}{params.name} at {mountpoint}")
                 else:
                     base = volume.snapshot(params.snapshot).name
                 started = self._forks.start(
@@ -77,7 +76,7 @@ class ForkMethod:
 
 def _take_base(volume: ForkableVolume, tag: str) -> str:
     """Take the snapshot that both workspaces have in common; return its name."""
-    name = free_name(_BASE_PREFIX, volume.snapshots())
+    name = free_name(FORK_PREFIX, volume.snapshots())
     clean = tag.encode("utf-8", "backslashreplace").decode()
     volume.take_snapshot(name, tag=clean[:_TAG_CHARACTERS], kind="automatic")
     return name

@@ -39,7 +39,7 @@ class MethodGroups:
             "unmount": self._unmount.unmount,
             "fork": ForkMethod(mounted, snapshots, forks).fork,
             **SnapshotMethods(snapshots, options).handlers(),
-            **TreeMethods(mounted, snapshots, options).handlers(),
+            **TreeMethods(mounted, snapshots, options, forks.base).handlers(),
             **FsMethods(mounted, options, commands).handlers(),
             **ExecMethods(commands).handlers(),
         }

@@ -28,7 +28,7 @@ from vfsd.daemon.control.changes import (
 from vfsd.daemon.control.parameters import absolute_path, tree_paths
 from vfsd.daemon.control.snapshot_methods import required
 from vfsd.daemon.mounted_volume import MountedVolume
-from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, no_lower_layer
+from vfsd.daemon.snapshots.base import BASE, SnapshotService, in_bytes, is_fork_base, no_lower_layer
 from vfsd.daemon.snapshots.threads import in_answer_thread, in_thread
 from vfsd.daemon.snapshots.volume import VolumeSnapshots
 from vfsd.machine import mountinfo
@@ -48,19 +48,30 @@ from vfsd.wire.options import WorkspaceOptions
 class TreeMethods:
     """The methods of one workspace that read a whole state."""
 
-    def __init__(self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions) -> None:
+    def __init__(
+        self, mounted: MountedVolume, snapshots: SnapshotService | None, options: WorkspaceOptions, base: str | None
+    ) -> None:
+        """`base`: the snapshot that a fork has in common with its source."""
         self._mounted = mounted
         self._snapshots = snapshots
         self._options = options
+        self._base = base
 
     def handlers(self) -> Mapping[str, Handler]:
         """The handlers by method name."""
         return {"diff": self._diff, "export": self._export, "apply": self._apply}
 
+    async def _newest(self, snapshots: SnapshotService) -> str:
+        """Return the newest snapshot that is neither a safety snapshot nor the base of another workspace.  ENOENT."""
+        for info in reversed(await snapshots.infos()):
+            if info.kind != "safety" and (info.name == self._base or not is_fork_base(info)):
+                return info.name
+        raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")
+
     async def _diff(self, params: DiffParams, call: CallContext) -> DiffResult:
         snapshots = required(self._snapshots)
         from_base = params.a is None and snapshots.has_base
-        a = BASE if from_base else params.a if params.a is not None else await _newest(snapshots)
+        a = BASE if from_base else params.a if params.a is not None else await self._newest(snapshots)
         paths = tree_paths(params.paths)
         rule = path_filter(params.include, params.exclude)
         if params.b is None:
@@ -182,11 +193,3 @@ class TreeMethods:
             recovered=done.recovery,
             safety_snapshot=safety,
         )
-
-
-async def _newest(snapshots: SnapshotService) -> str:
-    """Return the newest snapshot that is no safety snapshot.  ENOENT."""
-    for info in reversed(await snapshots.infos()):
-        if info.kind != "safety":
-            return info.name
-    raise FileNotFoundError(errno.ENOENT, "there is no snapshot to compare with; take one with: vfsd snapshot")

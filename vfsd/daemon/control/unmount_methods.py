@@ -126,24 +126,26 @@ class UnmountMethods:
         checked = None if params.discard else volume
         mark = 0 if checked is None else await self._check(checked, params, call)
         await self._mounted.wait_unused()
-        call.commit()
         held = await self._holders()
         if not params.lazy:
             self._commands.check_idle()
+            if held:
+                # The kernel would allow it if they are in another mount namespace (`vfsd run`), and what they write
+                # afterwards would be lost.
+                raise OSError(errno.EBUSY, f"busy: held by {'; '.join(held)}", mountpoint)
+        call.commit()
         # The daemon ends as soon as the mount is gone; it waits for this answer (see `vfsd.daemon.daemon`).
         self.to_answer += 1
         call.after_answer(self._answered)
-        if params.lazy or not held:  # else the kernel refuses the unmount, and the commands must go on
-            await self._commands.leave()
+        await self._commands.leave()
         if checked is not None:
             mark = await self._check_again(checked, mark, params, call)
         named = () if volume is None else _named(volume)
         await trio.to_thread.run_sync(functools.partial(mounts.unmount, mountpoint, lazy=params.lazy))
         changed_late = checked is not None and checked.changed_since(mark)
-        if not params.lazy and not held:
+        if not params.lazy:
             self._mounted.in_background(self._end_serving)
-        still_held = held if params.lazy else []  # the kernel does not unmount a mount that is held
-        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, still_held, len(named), changed_late)
+        return UnmountResult(wire_path(os.fsencode(mountpoint)), params.lazy, held, len(named), changed_late)
 
     async def _end_serving(self) -> None:
         """End the engine if it still serves shortly after the unmount.

@@ -42,6 +42,8 @@ BASE: Final = ""  # the name of the lower layer's state; no snapshot has an empt
 SAFETY_PREFIX: Final = "safety-"
 STAGED_PREFIX: Final = "archive-"  # the content of an archive that is being imported
 SNAPSHOT_PREFIX: Final = "snap-"
+FORK_PREFIX: Final = "fork-"
+FORK_TAG: Final = "forked as "
 _PATHS_SHOWN: Final = 5
 _NO_CHANGES: Final = ChangeCounts()
 _logger = logging.getLogger(__name__)
@@ -283,6 +285,11 @@ def free_name(prefix: str, taken: Sequence[SnapshotInfo]) -> str:
 def no_lower_layer() -> OSError:
     """Return the error for an operation that needs a lower layer."""
     return OSError(errno.EOPNOTSUPP, "only a workspace with the backend overlay:DIR has a directory below it")
+
+
+def is_fork_base(info: SnapshotInfo) -> bool:
+    """Return whether a snapshot was taken for a fork."""
+    return info.kind == "automatic" and info.name.startswith(FORK_PREFIX) and (info.tag or "").startswith(FORK_TAG)
 
 
 def is_reserved(name: str) -> bool:

@@ -101,7 +101,7 @@ _FREE = """
 import platform
 from vfsd.daemon.memory_trim import _resident_bytes
 from vfsd.machine import interpreter
-interpreter.set_up()
+interpreter.set_up("x")
 blocks = [bytes(1) + bytes([1]) * (128 * 1024 - 1) for _ in range(1024)]
 del blocks[: -1]  # the last one keeps the heap from shrinking by itself
 before = _resident_bytes()
