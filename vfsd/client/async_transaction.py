@@ -38,13 +38,42 @@ class AsyncTransaction(BaseTransaction):
 
     async def _drive(self, steps: Steps, *, shield: bool) -> None:
         """Run `steps`.  What follows a failed step cleans up, and is shielded from cancellation, too."""
+        cancelled: list[BaseException] = []
         with anyio.CancelScope(shield=shield) as scope, contextlib.suppress(StopIteration):
             call = next(steps)
             while True:
                 try:
-                    answer = await self._run(call)
+                    answer = await (self._run_to_end(call, cancelled) if scope.shield else self._run(call))
                 except BaseException as error:  # noqa: BLE001 the steps handle it, or raise it again
                     scope.shield = True
                     call = steps.throw(error)
                 else:
                     call = steps.send(answer)
+        if cancelled:
+            raise cancelled[0]
+
+    async def _run_to_end(self, call: RemoteCall[Any], cancelled: list[BaseException]) -> Any:
+        """Run `call`, and add to `cancelled` what asyncio's `Task.cancel` raised meanwhile.
+
+        A shielded scope alone does not keep that from ending an await of this task; a task group waits for its tasks.
+        """
+        outcome: list[tuple[Any, BaseException | None]] = []
+
+        async def run() -> None:
+            with anyio.CancelScope(shield=True):
+                try:
+                    outcome.append((await self._run(call), None))
+                except BaseException as error:  # noqa: BLE001 raised below
+                    outcome.append((None, error))
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(run)
+        except BaseException as error:
+            if not outcome:
+                raise
+            cancelled.append(error)
+        answer, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return answer
