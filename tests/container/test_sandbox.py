@@ -134,6 +134,19 @@ def test_fifty_commands_can_be_taken_back_one_by_one(sandboxed: SandboxIt) -> No
     assert (tags["exec-1"] or "").startswith("sh -c 'echo 0 > f0")
 
 
+def test_a_fork_has_a_sandbox_of_its_own(sandboxed: SandboxIt, podman: PodmanService, workdir: Path) -> None:
+    source = sandboxed()
+    fs_exec(source, "echo source > file")
+    with source.fork(workdir / "fork", name=f"{workdir.name}-fork") as fork:
+        (of_source,), (of_fork,) = sandboxes(podman, source), sandboxes(podman, fork)
+        assert of_source.id != of_fork.id
+        assert fs_exec(fork, "cat file; echo fork > file").stdout == b"source\n"
+        assert fs_exec(source, "cat file").stdout == b"source\n"
+        fork.unmount()
+        assert sandboxes(podman, fork) == []
+    assert fs_exec(source, "cat file").stdout == b"source\n"
+
+
 @pytest.mark.parametrize("kind", ["overlay", "host"])
 def test_overlay_and_host_workspaces_have_sandboxes_too(sandboxed: SandboxIt, workdir: Path, kind: str) -> None:
     below = workdir / "below"

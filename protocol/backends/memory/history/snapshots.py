@@ -218,7 +218,8 @@ class SnapshotHistory:
             yield tree
         finally:
             with self._lock:
-                self._close_view(pinned)
+                if pinned in self._views:  # else `close_views` closed it
+                    self._close_view(pinned)
 
     def _close_view(self, pinned: Epoch) -> None:
         self._views.remove(pinned)

@@ -1,0 +1,56 @@
+"""What a memory volume drops in a process that fork(2) made."""
+
+from __future__ import annotations
+
+import contextlib
+
+from protocol.backends.memory import MemoryVolume
+from protocol.volume import Caller
+
+USER = Caller(0, 0)
+
+
+def test_lookups_and_inodes_without_links_are_dropped() -> None:
+    volume = MemoryVolume()
+    kept = volume.mknod(1, b"kept", 0o100644, 0, USER)
+    orphan = volume.mknod(1, b"orphan", 0o100644, 0, USER)
+    volume.write(orphan.inode, 0, b"x" * 10_000)
+    volume.unlink(1, b"orphan")
+    assert volume.lookup_counts().keys() == {1, kept.inode, orphan.inode}
+    used = volume.usage().used_bytes
+    with volume.forking():
+        pass
+    volume.forked()
+    assert volume.lookup_counts() == {1: 1}
+    assert volume.usage().used_bytes == (used or 0) - 12_288
+    assert volume.lookup(1, b"kept").inode == kept.inode
+    volume.check_invariants()
+
+
+def test_open_views_are_closed() -> None:
+    volume = MemoryVolume()
+    volume.mknod(1, b"file", 0o100644, 0, USER)
+    kept = volume.usage().snapshot_bytes
+    views = contextlib.ExitStack()
+    views.enter_context(volume.tree())
+    assert volume.usage().snapshot_bytes != kept
+    volume.forked()  # the thread that reads the view is not in the new process
+    assert volume.usage().snapshot_bytes == kept
+    volume.take_snapshot("one")
+    volume.drop_snapshot("one")
+    assert volume.usage().snapshot_bytes == kept
+    views.close()  # changes nothing any more
+    assert volume.usage().snapshot_bytes == kept
+    volume.check_invariants()
+
+
+def test_memory_that_an_import_borrowed_is_taken_back() -> None:
+    volume = MemoryVolume(max_memory=64 << 20)
+    before = volume.usage().overhead_bytes
+    stage = volume.new_stage()
+    file = stage.mknod(1, b"file", 0o100644, 0, USER)
+    stage.write(file.inode, 0, b"x" * (1 << 20))
+    assert (volume.usage().overhead_bytes or 0) >= (before or 0) + (1 << 20)
+    volume.forked()
+    assert volume.usage().overhead_bytes == before
+    volume.check_invariants()
