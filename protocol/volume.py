@@ -746,7 +746,7 @@ class CheckableVolume(Volume, Protocol):
 
 
 class ForkableVolume(SnapshotableVolume, Protocol):
-    """A volume of which each process has its own after fork(2) (capability `forkable`)."""
+    """A volume that a copy of the process can serve after fork(2) (capability `forkable`): each has its own state."""
 
     def forking(self) -> AbstractContextManager[None]:
         """Inside the block, on the thread that calls fork(2), no other thread changes the state.

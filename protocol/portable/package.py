@@ -113,7 +113,7 @@ def build_program() -> bytes:
 def write_program(path: str) -> int:
     """Write vfsd-fs.pyz to `path`, executable, completely or not at all; return its size in bytes.
 
-    FileExistsError for a file that is no such program, which is not replaced.
+    A file that is not a vfsd-fs.pyz is not replaced: FileExistsError.
     """
     content = build_program()
     try:

@@ -33,7 +33,7 @@ class AgentPoint:
 
     `kind`: "prompt" (when the user's prompt was submitted), "tool" (after a call of a tool) or "stop" (the agent ended
     its turn).  `session`, `prompt` and `tool_use_id` are the agent's own ids; an empty string if it gave none, or one
-    that is no id.  `text`: the prompt, or the tool and its main argument, in one line.
+    with characters that no id has.  `text`: the prompt, or the tool and its main argument, in one line.
     """
 
     __slots__ = ("kind", "prompt", "session", "text", "tool_use_id")

@@ -245,7 +245,7 @@ class AsyncByteWriter(_AsyncStream[ByteWriter]):
 
 
 class _InThread(Generic[T]):
-    """An async iterator over `items`, each of which is fetched in a worker thread."""
+    """An async iterator over `items`.  A worker thread fetches each item."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items

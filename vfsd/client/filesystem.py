@@ -45,7 +45,7 @@ class WorkspaceFilesystem(HostFilesystem):
         return self._send(self._calls.snapshot(tag))
 
     def get(self, name: str) -> FilesystemSnapshot:
-        """Return the snapshot `name`, whoever took it.  SnapshotNotFoundError."""
+        """Return the snapshot `name`, which another program may have taken.  SnapshotNotFoundError."""
         return self._send(self._calls.get(name))
 
     def restore(self, snapshot: FilesystemSnapshot) -> None:

@@ -17,7 +17,9 @@ _OPTIONS: Final = ("-I", "-S", "-q", "-i")
 
 @dataclass(frozen=True, slots=True)
 class RemoteCommand:
-    """A command line in the syntax of a shell; no shell runs it, so nothing but quotes and backslashes is special.
+    """A command line, split into words as a shell splits it.
+
+    No shell runs it: quotes and backslashes have their meaning, everything else (variables, pipes) is text.
 
     ValueError if it has no words, or an open quote.
     """
