@@ -40,7 +40,7 @@ def fork_command(app: App, mountpoint: str, snapshot: str | None, name: str | No
     """Make a workspace that starts as a copy of this one.
 
     The fork is mounted at MOUNTPOINT, an empty directory, which is made if it does not exist.  It shares the memory of
-    its source until either changes, so it takes milliseconds whatever the size.  It has the options and the snapshots
+    its source until either changes, so it takes a fraction of a second.  It has the options and the snapshots
     of its source, and a daemon of its own: the end of one workspace leaves the others as they are.
 
     Works with memory and overlay workspaces on the native engine.  All forks of one command start with the same state.
