@@ -33,7 +33,8 @@ from protocol.types import (
 )
 
 if TYPE_CHECKING:
-    from protocol.volume import CacheInvalidation, Volume
+    from protocol.volume import Volume
+    from protocol.volume_extensions import CacheInvalidation
 
 __all__ = ["Filesystem", "MountableFilesystem", "SnapshotableFilesystem"]
 

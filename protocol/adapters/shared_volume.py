@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from protocol.tree import Tree
-from protocol.volume import CacheInvalidation, SnapshotableVolume
+from protocol.volume_extensions import CacheInvalidation, SnapshotableVolume
 
 __all__ = ["SharedVolume"]
 

@@ -13,7 +13,8 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.paths import DEFAULT_LIMITS, ROOT, CallLimits
 from protocol.tree import Tree
 from protocol.types import FilesystemSnapshot, utc_time
-from protocol.volume import Caller, SnapshotInfo, Volume, snapshotable
+from protocol.volume import Caller, Volume
+from protocol.volume_extensions import SnapshotInfo, snapshotable
 
 __all__ = ["VolumeFilesystem"]
 

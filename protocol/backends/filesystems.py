@@ -15,7 +15,8 @@ from protocol.adapters.shared_volume import SharedVolume
 from protocol.adapters.volume import VolumeFilesystem
 from protocol.backends.memory import MemoryVolume
 from protocol.paths import DEFAULT_LIMITS, CallLimits
-from protocol.volume import CacheInvalidation, Volume
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation
 
 
 class InMemoryFilesystem(VolumeFilesystem):

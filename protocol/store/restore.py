@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from protocol.store.directory.statcache import CachedDirectory
     from protocol.store.format.blobs import Blobs
     from protocol.tree import TreeEntry
-    from protocol.volume import SnapshotInfo
+    from protocol.volume_extensions import SnapshotInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from protocol.store.restore import Plan, RestoredChanges, RestoreRequest, Restor
 from protocol.store.trees import MerkleTree
 from protocol.store.upkeep import CheckReport, GarbageReport
 from protocol.tree import ByteProgress, no_progress
-from protocol.volume import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo
 
 if TYPE_CHECKING:
     from protocol.store.directory.source import Source

@@ -11,7 +11,8 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.memory.inode import Inode
 from protocol.backends.memory.state import MemoryState
 from protocol.testing import MakeVolume, VolumeContract
-from protocol.volume import SnapshotableVolume, SnapshotInfo, Volume
+from protocol.volume import Volume
+from protocol.volume_extensions import SnapshotableVolume, SnapshotInfo
 
 
 class TestMemoryVolume(VolumeContract):

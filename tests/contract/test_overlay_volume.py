@@ -15,7 +15,8 @@ from protocol.backends.overlay import OverlayVolume
 from protocol.linux.portable import proc_path
 from protocol.testing import Clock, Driver, MakeVolume, VolumeContract
 from protocol.testing.volume.driver import ALICE, fails
-from protocol.volume import Caller, SnapshotableVolume, Volume
+from protocol.volume import Caller, Volume
+from protocol.volume_extensions import SnapshotableVolume
 
 
 class TestOverlayVolume(VolumeContract):

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import Attributes, CacheInvalidation
+from protocol.volume import Attributes
+from protocol.volume_extensions import CacheInvalidation
 
 Shown = tuple[int, ...]
 

@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Attributes, CacheInvalidation, Caller
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, AttributeChanges, Attributes, Caller
+from protocol.volume_extensions import CacheInvalidation
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes
 
 ME = Caller(0, 0)

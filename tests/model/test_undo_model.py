@@ -20,7 +20,8 @@ from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
 from protocol.diff.tree_diff import Change
 from protocol.store import DirectorySource, DirectoryTarget, Store
-from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller, SnapshotInfo
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+from protocol.volume_extensions import CacheInvalidation, SnapshotInfo
 from vfsd.daemon.snapshots.base import UNOBSERVED, Outcome, SnapshotService
 from vfsd.daemon.snapshots.history import STEPS_KEPT
 from vfsd.daemon.snapshots.stored import Stored, StoreSnapshots

@@ -21,7 +21,8 @@ from typing import Any
 import trio
 
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import CacheInvalidation, EntryChange, VolumeCapabilities
+from protocol.volume import VolumeCapabilities
+from protocol.volume_extensions import CacheInvalidation, EntryChange
 from tests.support.waiting import readable
 from vfsd.kernel.engines.base import EngineSettings
 from vfsd.kernel.engines.native import NativeEngine

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import trio
 
 from protocol.backends.remote.workspace import open_remote
-from protocol.volume import CacheInvalidation
+from protocol.volume_extensions import CacheInvalidation
 from tests.support.agents import Driven
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from protocol.archive import ByteProgress
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import CheckableVolume, SnapshotableVolume, SnapshotInfo, Volume, VolumeCapabilities
+from protocol.volume import Volume, VolumeCapabilities
+from protocol.volume_extensions import CheckableVolume, SnapshotableVolume, SnapshotInfo
 from vfsd.daemon.backends import Backend
 from vfsd.wire.options import MountOptions
 
@@ -25,7 +26,7 @@ _PUBLIC = frozenset(
 
 
 class ThirdPartyVolume:
-    """Implements `protocol.volume.SnapshotableVolume` over a volume that it holds; it has no other attribute."""
+    """A `protocol.volume_extensions.SnapshotableVolume` over a volume that it holds; it has no other attribute."""
 
     capabilities = VolumeCapabilities(snapshots=True, self_check=True, durable=False)
 

@@ -24,6 +24,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.tree",),
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
         ("protocol.volume", "protocol.search"),
+        ("protocol.volume_extensions",),
         ("protocol.filesystem", "protocol.archive", "protocol.tool_messages"),
         ("protocol.store",),
         ("protocol.adapters",),
@@ -297,7 +298,7 @@ def test_the_client_and_the_daemon_do_not_import_each_other() -> None:
 
 def test_only_the_registry_of_backends_imports_a_concrete_backend() -> None:
     wrong = concrete_backends(imports_of(REPOSITORY, "protocol", "vfsd"))
-    assert not wrong, "\n".join(wrong) + "\n\nUse `volume.capabilities` and the protocols of protocol.volume."
+    assert not wrong, "\n".join(wrong) + "\n\nUse `volume.capabilities` and protocol.volume_extensions."
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

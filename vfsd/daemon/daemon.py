@@ -28,7 +28,7 @@ import trio
 
 import vfsd
 from protocol.linux.regular_file import open_regular
-from protocol.volume import snapshotable
+from protocol.volume_extensions import snapshotable
 from vfsd.daemon import preload
 from vfsd.daemon.backends import Backend, open_backend
 from vfsd.daemon.control.methods import Methods, Start

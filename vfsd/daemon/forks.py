@@ -37,7 +37,7 @@ from msgspec.structs import replace
 
 from protocol.errors import SnapshotNotFoundError
 from protocol.values import Value
-from protocol.volume import ForkableVolume, forkable
+from protocol.volume_extensions import ForkableVolume, forkable
 from vfsd.daemon.starting import serve_starter
 from vfsd.machine.daemon_log import log_path, open_log
 from vfsd.machine.runtime import ensure_socket_dir

@@ -17,7 +17,8 @@ from typing import Final
 
 import trio
 
-from protocol.volume import Volume, snapshotable
+from protocol.volume import Volume
+from protocol.volume_extensions import snapshotable
 from vfsd.machine.interpreter import trim_heap
 
 _MIB: Final = 1 << 20

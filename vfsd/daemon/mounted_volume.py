@@ -24,7 +24,8 @@ from typing import Final, Literal, Protocol
 import trio
 
 from protocol.linux.syscalls import syncfs
-from protocol.volume import CacheInvalidation, OverlaidVolume, Volume, overlaid, snapshotable
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation, OverlaidVolume, overlaid, snapshotable
 from vfsd.kernel.engines.base import Engine, PruningEngine
 from vfsd.kernel.inotify import FileState, Replay
 from vfsd.kernel.invalidation import invalidate_kernel_caches, known_inodes, split_moved_directories

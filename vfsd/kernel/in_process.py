@@ -27,7 +27,8 @@ import trio
 
 from protocol.adapters.filesystem_volume import FilesystemVolume
 from protocol.filesystem import Filesystem
-from protocol.volume import CacheInvalidation, Volume
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation
 from vfsd.kernel.engines.base import Engine, EngineSettings
 from vfsd.kernel.engines.choice import mount_engine
 from vfsd.kernel.invalidation import invalidate_from_thread

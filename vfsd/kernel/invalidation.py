@@ -36,7 +36,8 @@ from typing import Final, ParamSpec
 import trio
 from msgspec.structs import replace
 
-from protocol.volume import CacheInvalidation, Volume, snapshotable
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation, snapshotable
 from vfsd.kernel.engines.base import Engine
 
 P = ParamSpec("P")

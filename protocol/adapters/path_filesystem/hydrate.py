@@ -14,7 +14,7 @@ from protocol.adapters.tree import PathFilesTree
 from protocol.errors import os_error
 from protocol.paths import decode, encode, normalise
 from protocol.tree import CHUNK_BYTES, LookupTree, TreeEntry
-from protocol.volume import SnapshotableVolume
+from protocol.volume_extensions import SnapshotableVolume
 
 __all__ = ["HostMount", "hydrate"]
 

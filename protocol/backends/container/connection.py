@@ -14,7 +14,7 @@ import trio
 
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.container.transports.transport import Transport
-from protocol.volume import CacheInvalidation
+from protocol.volume_extensions import CacheInvalidation
 
 _logger = logging.getLogger(__name__)
 

@@ -32,16 +32,13 @@ from protocol.volume import (
     AttributeChanges,
     Attributes,
     Buffer,
-    CacheInvalidation,
     Caller,
     DirectoryEntry,
-    EntryChange,
-    InodeChange,
     StatFs,
     Volume,
     VolumeCapabilities,
-    checkable,
 )
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange, checkable
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from protocol.backends.host.descriptors import Descriptors
 from protocol.backends.host.inode_table import HostDentry, HostInode, HostInodeTable
 from protocol.diff.tree_diff import Change
 from protocol.linux.beneath import TEMPORARY_PREFIX
-from protocol.volume import CacheInvalidation, EntryChange, InodeChange
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 
 # Numbers that no inode has, for entries that are gone and whose inode the kernel did not know.
 _FIRST_UNKNOWN: Final = 1 << 60

@@ -38,12 +38,12 @@ from protocol.volume import (
     RENAME_WHITEOUT,
     SUPERUSER,
     AttributeChanges,
-    CacheInvalidation,
     Caller,
     DirectoryEntry,
     StatFs,
     VolumeCapabilities,
 )
+from protocol.volume_extensions import CacheInvalidation
 
 if TYPE_CHECKING:
     from protocol.diff.tree_diff import Change
@@ -90,7 +90,7 @@ class HostVolume:
 
     # -- changes outside the mount -----------------------------------------------------------------
     def hold(self, paths: Iterable[bytes]) -> None:
-        """See `protocol.volume.ExternallyChangedVolume`, as for the next two."""
+        """See `protocol.volume_extensions.ExternallyChangedVolume`, as for the next two."""
         self._external_changes.hold(paths)
 
     def invalidation_of(self, changes: Iterable[Change]) -> CacheInvalidation:

@@ -36,7 +36,7 @@ from protocol.errors import os_error
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
     from protocol.backends.memory.state import MemoryState
-    from protocol.volume import SnapshotInfo, SnapshotKind
+    from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 
 FREE_METADATA_BYTES: Final = 4 << 20  # so that a small quota holds as many pages as with tmpfs
 SNAPSHOT_MARGIN_BYTES: Final = 8 << 20  # at most; otherwise a sixteenth of the limit

@@ -45,7 +45,7 @@ from protocol.tree import TYPE_MASK
 from protocol.volume import ROOT_INODE
 
 if TYPE_CHECKING:
-    from protocol.volume import SnapshotInfo
+    from protocol.volume_extensions import SnapshotInfo
 
 _DIRECTORY: Final = stat.S_IFDIR
 _REGULAR: Final = stat.S_IFREG

@@ -5,7 +5,7 @@ The class only binds its parts, each of which has its own state and module:
 - `state.MemoryState`: the inode table with its counters, undo log and memory ledger; it makes every change;
 - `limits.MemoryLimits`: checks whether a change fits;
 - `entries.DirectoryEntries`, `files.FileContents`, `attributes.InodeAttributes`: the calls of `protocol.volume.Volume`;
-- `history.snapshots.SnapshotHistory`: the calls of `protocol.volume.SnapshotableVolume`.
+- `history.snapshots.SnapshotHistory`: the calls of `protocol.volume_extensions.SnapshotableVolume`.
 
 Threading: the serving loop only.  No call waits, so each one is atomic.  tmpfs is the reference for every answer
 (mm/shmem.c, fs/libfs.c, fs/namei.c).
@@ -30,15 +30,8 @@ from protocol.backends.memory.ledger import RESERVE_BYTES
 from protocol.backends.memory.limits import MemoryLimits
 from protocol.backends.memory.state import MemoryState
 from protocol.errors import os_error
-from protocol.volume import (
-    ROOT_INODE,
-    DirectoryEntry,
-    PreparingVolume,
-    SnapshotInfo,
-    StatFs,
-    VolumeCapabilities,
-    VolumeUsage,
-)
+from protocol.volume import ROOT_INODE, DirectoryEntry, StatFs, VolumeCapabilities
+from protocol.volume_extensions import PreparingVolume, SnapshotInfo, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -49,7 +42,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 class MemoryVolume:
-    """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume` of `protocol.volume`.
+    """A volume in memory.  Implements `PreparingVolume`, `ForkableVolume` and `CheckableVolume`.
 
     `max_bytes` bounds the live content (whole pages of 4,096 bytes, holes not counted) and the metadata beyond 4 MiB;
     `max_inodes` bounds the live inodes, the root included; `max_memory` bounds content, metadata and snapshots

@@ -44,7 +44,7 @@ from protocol.diff.tree_diff import Change, changes, entry_or_none
 from protocol.linux.portable import Handle
 from protocol.linux.syscalls import syncfs
 from protocol.tree import TreeEntry
-from protocol.volume import ApplyConflict
+from protocol.volume_extensions import ApplyConflict
 
 if TYPE_CHECKING:
     from protocol.backends.memory.history.view import SnapshotTree
@@ -59,7 +59,7 @@ _SOMETHING_ELSE: Final[Identity] = (0, 0, 0, 0, 0)  # no file has this identity
 
 @dataclass(slots=True)
 class Applied:
-    """A `protocol.volume.ApplyResult`: the changes to write, the conflicts, and what the run left below.
+    """A `protocol.volume_extensions.ApplyResult`: the changes to write, the conflicts, and what the run left below.
 
     With conflicts and without `force` nothing is written.  With `force`, directories that must be kept are no changes.
     """
@@ -78,7 +78,7 @@ class Applied:
 
 
 class OverlayApply:
-    """Implements `protocol.volume.ApplyRun`: one apply of `volume` from the tree `base` to the tree `live`.
+    """Implements `protocol.volume_extensions.ApplyRun`: one apply of `volume` from the tree `base` to the tree `live`.
 
     Both trees stay open as long as the run is used.
     """
@@ -113,7 +113,7 @@ class OverlayApply:
         self._staged: dict[bytes, bytes] = {}  # path -> where its new entry is staged
 
     def write(self, keep_going: Callable[[], None], before: Callable[[], None] = lambda: None) -> Applied:
-        """See `protocol.volume.ApplyRun`.  `before` is called before each change on the disk.  EBUSY, OSError.
+        """See `protocol.volume_extensions.ApplyRun`.  `before` runs before each change on the disk.  EBUSY, OSError.
 
         First finishes or undoes an apply that was killed (`Applied.recovered`); a dry run does not.  `Applied.error` is
         the error that stopped the run after that; each path then has its old or its new state.

@@ -47,7 +47,8 @@ from protocol.backends.overlay.lower import ChangedBelowError, Identity, Lower, 
 from protocol.backends.overlay.state import OverlayState
 from protocol.backends.overlay.view import OverlayTree
 from protocol.diff.tree_diff import entry_or_none, outermost
-from protocol.volume import RENAME_EXCHANGE, SUPERUSER, CacheInvalidation, Caller, InodeChange, VolumeUsage
+from protocol.volume import RENAME_EXCHANGE, SUPERUSER, Caller
+from protocol.volume_extensions import CacheInvalidation, InodeChange, VolumeUsage
 
 if TYPE_CHECKING:
     from protocol.volume import Buffer
@@ -74,7 +75,7 @@ def _locked(lock: AbstractContextManager[object], method: Callable[P, T]) -> Cal
 
 
 class OverlayVolume(MemoryVolume):
-    """A volume over the directory `root`.  Implements `OverlaidVolume` of `protocol.volume`; see its methods.
+    """A volume over the directory `root`.  Implements `OverlaidVolume`; see its methods.
 
     `max_bytes` and `max_inodes` bound the changes.  `max_memory` bounds the changes, the snapshots, and the records of
     the lower directory: an eighth beyond it, loading further names and inodes fails with ENOMEM.  `include` and

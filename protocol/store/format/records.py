@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from protocol.store.format.layout import Layout
 from protocol.store.format.packs import DamagedError
 from protocol.store.format.rows import Row, encodable
-from protocol.volume import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo
 
 if TYPE_CHECKING:
     from protocol.store.format.packs import Pack

@@ -8,14 +8,7 @@ from typing import Final, Protocol, cast
 
 import pytest
 
-from protocol.volume import (
-    ROOT_INODE,
-    AttributeChanges,
-    Attributes,
-    Caller,
-    DirectoryEntry,
-    Volume,
-)
+from protocol.volume import ROOT_INODE, AttributeChanges, Attributes, Caller, DirectoryEntry, Volume
 
 ALICE: Final = Caller(1000, 1000)
 KEEP_SIZE: Final = 1  # linux/falloc.h

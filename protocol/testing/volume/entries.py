@@ -16,14 +16,7 @@ from protocol.testing.volume.driver import (
     VolumeSuite,
     fails,
 )
-from protocol.volume import (
-    NAME_MAX,
-    RENAME_EXCHANGE,
-    RENAME_NOREPLACE,
-    ROOT_INODE,
-    Attributes,
-    Caller,
-)
+from protocol.volume import NAME_MAX, RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INODE, Attributes, Caller
 
 
 class EntriesContract(VolumeSuite):

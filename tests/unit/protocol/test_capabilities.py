@@ -11,14 +11,14 @@ from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.host import HostVolume
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.volume import (
+from protocol.volume import Volume
+from protocol.volume_extensions import (
     CheckableVolume,
     ExternallyChangedVolume,
     OverlaidVolume,
     PreparingVolume,
     SnapshotableVolume,
     StagingVolume,
-    Volume,
     checkable,
     externally_changed,
     overlaid,

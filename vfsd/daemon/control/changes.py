@@ -17,7 +17,7 @@ from protocol.diff.patch import Uncarried, line_stat, write_patch
 from protocol.diff.tree_diff import Change, ChangeKind, changes
 from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
-from protocol.volume import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.snapshots.threads import in_answer_thread
 from vfsd.wire.messages import (

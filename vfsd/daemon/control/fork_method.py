@@ -13,7 +13,7 @@ from typing import Final
 import trio
 
 from protocol.errors import SnapshotNotFoundError
-from protocol.volume import ForkableVolume
+from protocol.volume_extensions import ForkableVolume
 from vfsd.daemon.control.call_context import CallContext
 from vfsd.daemon.control.parameters import absolute_path
 from vfsd.daemon.control.snapshot_methods import required

@@ -38,7 +38,7 @@ from protocol.tool_messages import (
 )
 from protocol.tools import ToolContext
 from protocol.types import WriteResult
-from protocol.volume import snapshotable
+from protocol.volume_extensions import snapshotable
 from vfsd.daemon.control import fs_calls
 from vfsd.daemon.control.call_context import CallContext, Encoded, Handler
 from vfsd.daemon.control.parameters import host_text, working_directory

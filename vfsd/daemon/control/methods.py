@@ -14,7 +14,7 @@ import trio
 from msgspec.structs import asdict
 
 import vfsd
-from protocol.volume import VolumeUsage, checkable, snapshotable
+from protocol.volume_extensions import VolumeUsage, checkable, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.lost_container import with_advice
 from vfsd.daemon.exec.commands import Commands

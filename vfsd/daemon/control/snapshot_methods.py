@@ -11,7 +11,7 @@ from typing import Final
 from protocol.errors import SnapshotNotFoundError
 from protocol.store import Store
 from protocol.types import ChangeCounts
-from protocol.volume import SnapshotInfo, SnapshotKind
+from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     change_record,

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 from protocol.adapters.filtered import changed_tree
 from protocol.archive import export_archive
 from protocol.tree import Tree
-from protocol.volume import ApplyResult as Applied
-from protocol.volume import overlaid, snapshotable
+from protocol.volume_extensions import ApplyResult as Applied
+from protocol.volume_extensions import overlaid, snapshotable
 from vfsd.daemon.control.call_context import CallContext, Handler
 from vfsd.daemon.control.changes import (
     Differences,

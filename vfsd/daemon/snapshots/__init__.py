@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.volume import externally_changed, snapshotable
+from protocol.volume_extensions import externally_changed, snapshotable
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.base import SnapshotService
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from protocol.tree import CHUNK_BYTES, ByteProgress, Tree, TreeEntry, no_progress
 from protocol.values import Value
-from protocol.volume import ImportStage, StagingVolume
+from protocol.volume_extensions import ImportStage, StagingVolume
 
 if TYPE_CHECKING:
     from protocol.store import Store

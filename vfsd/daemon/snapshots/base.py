@@ -34,7 +34,7 @@ from protocol.errors import SnapshotNotFoundError
 from protocol.tree import ByteProgress, Tree
 from protocol.types import ChangeCounts
 from protocol.values import Value
-from protocol.volume import SnapshotInfo, SnapshotKind
+from protocol.volume_extensions import SnapshotInfo, SnapshotKind
 from vfsd.daemon.snapshots.archives import Origin
 from vfsd.daemon.snapshots.history import UndoHistory
 

@@ -36,7 +36,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.values import Value
-from protocol.volume import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo
 
 STEPS_KEPT: Final = 50
 LOOSE_KEPT: Final = 20

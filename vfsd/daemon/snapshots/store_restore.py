@@ -24,7 +24,7 @@ import trio
 from protocol.diff.tree_diff import Change
 from protocol.linux.regular_file import write_atomically
 from protocol.store import Store
-from protocol.volume import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
+from protocol.volume_extensions import CacheInvalidation, ExternallyChangedVolume, SnapshotInfo
 from vfsd.daemon.snapshots.base import CallObserver, is_staged
 from vfsd.daemon.snapshots.history import UndoHistory
 

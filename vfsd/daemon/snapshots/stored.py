@@ -38,7 +38,7 @@ from protocol.store import (
 from protocol.store.restore import Plan
 from protocol.tree import Tree
 from protocol.types import ChangeCounts
-from protocol.volume import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
+from protocol.volume_extensions import ExternallyChangedVolume, SnapshotInfo, SnapshotKind
 from vfsd.daemon.mounted_volume import MountedVolume
 from vfsd.daemon.snapshots.archives import CountedTree, Origin
 from vfsd.daemon.snapshots.base import (

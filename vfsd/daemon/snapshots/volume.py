@@ -23,7 +23,7 @@ from protocol.diff.tree_diff import Change, changes, summary
 from protocol.errors import SnapshotNotFoundError
 from protocol.tree import Tree, TreeEntry
 from protocol.types import ChangeCounts
-from protocol.volume import (
+from protocol.volume_extensions import (
     TAG_MAX_BYTES,
     CacheInvalidation,
     OverlaidVolume,

@@ -19,11 +19,11 @@ from protocol.volume import (
     Answer,
     AttributeChanges,
     Attributes,
-    EntryChange,
     PlainAttributes,
     Volume,
     VolumeCapabilities,
 )
+from protocol.volume_extensions import EntryChange
 
 _FIRST_GHOST: Final = 1 << 62  # ghosts are numbered from here; a volume numbers its inodes from 1
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from protocol.errors import os_error
-from protocol.volume import CacheInvalidation, EntryChange
+from protocol.volume_extensions import CacheInvalidation, EntryChange
 from vfsd.kernel.inotify.answers import Answers, Step
 
 _logger = logging.getLogger(__name__)

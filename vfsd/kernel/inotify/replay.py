@@ -13,7 +13,8 @@ from typing import cast
 
 import trio
 
-from protocol.volume import CacheInvalidation, Volume
+from protocol.volume import Volume
+from protocol.volume_extensions import CacheInvalidation
 from vfsd.kernel.inotify.answers import Answers
 from vfsd.kernel.inotify.calls import ReplayAbortedError, repeat_changes
 from vfsd.kernel.inotify.refresh import FileState, refresh_files

@@ -25,7 +25,14 @@ from protocol.backends.memory.history.view import SnapshotTree
 from protocol.backends.memory.inode import DIRECTORY_BASE_BYTES
 from protocol.backends.memory.ledger import VERSION_BYTES
 from protocol.values import Value
-from protocol.volume import TAG_MAX_BYTES, CacheInvalidation, EntryChange, InodeChange, SnapshotInfo, SnapshotKind
+from protocol.volume_extensions import (
+    TAG_MAX_BYTES,
+    CacheInvalidation,
+    EntryChange,
+    InodeChange,
+    SnapshotInfo,
+    SnapshotKind,
+)
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
@@ -50,7 +57,7 @@ class ReservedInodes(Value):
 class SnapshotHistory:
     """The snapshots of `state`, and the changes that are made as one transaction.
 
-    Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume`.
+    Its methods are those of `SnapshotableVolume`, `ImportStage` and `PreparingVolume` in `protocol.volume_extensions`.
 
     An overlay sets two attributes.  `make_tree` makes the tree of a view from its two epochs.  `starts_empty` is False
     if the oldest state is not an empty root directory, so that the first snapshot's changes have to be counted.

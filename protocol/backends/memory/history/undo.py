@@ -26,7 +26,7 @@ from protocol.errors import SnapshotExistsError, SnapshotNotFoundError
 
 if TYPE_CHECKING:
     from protocol.backends.memory.inode import Inode
-    from protocol.volume import SnapshotInfo
+    from protocol.volume_extensions import SnapshotInfo
 
 PreInodes = dict[int, "Inode | None"]  # None: there was none
 PreNames = dict[int, dict[bytes, int]]  # directory -> name -> inode it stood for, 0: nothing

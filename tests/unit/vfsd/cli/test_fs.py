@@ -21,7 +21,8 @@ from click.testing import CliRunner
 from protocol.backends.memory import MemoryVolume
 from protocol.execution.host import HostCommandRunner
 from protocol.tool_messages import GrepParams
-from protocol.volume import ROOT_INODE, AttributeChanges, CacheInvalidation, Caller
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+from protocol.volume_extensions import CacheInvalidation
 from tests.support.fake_workspace import FakeDaemon
 from vfsd.cli.main import cli
 from vfsd.client.connection import ControlClient, ControlError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.volume import TAG_MAX_BYTES
+from protocol.volume_extensions import TAG_MAX_BYTES
 from vfsd.client.agent_points import KINDS, AgentPoint, parse_tag, snapshot_name
 
 ANY_TEXT = st.text(st.characters(), max_size=400)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from protocol.volume import CacheInvalidation, EntryChange, InodeChange
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 from vfsd.kernel.invalidation import invalidate_kernel_caches
 
 

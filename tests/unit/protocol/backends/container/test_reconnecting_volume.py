@@ -13,7 +13,8 @@ import trio
 from protocol.backends.container.inode_map import InodeMap
 from protocol.backends.container.reconnecting_volume import ReconnectingVolume
 from protocol.backends.memory import MemoryVolume
-from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, CacheInvalidation, Caller, Volume
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller, Volume
+from protocol.volume_extensions import CacheInvalidation
 
 ME = Caller(0, 0)
 

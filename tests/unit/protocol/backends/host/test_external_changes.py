@@ -18,7 +18,8 @@ from protocol.diff.tree_diff import Change
 from protocol.testing import Driver
 from protocol.testing.volume.driver import fails
 from protocol.tree import TreeEntry
-from protocol.volume import ROOT_INODE, CacheInvalidation, EntryChange, InodeChange
+from protocol.volume import ROOT_INODE
+from protocol.volume_extensions import CacheInvalidation, EntryChange, InodeChange
 
 
 @pytest.fixture

@@ -523,7 +523,7 @@ UNPRIVILEGED = """
 import ctypes, os, stat, sys
 from protocol.backends.host import HostVolume
 from protocol.testing import Driver
-from protocol.volume import Caller
+from protocol.volume import (Caller)
 os.setgroups([]); os.setresgid(1234, 1234, 1234); os.setresuid(1234, 1234, 1234)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is its own, as after an exec
 volume = HostVolume(os.fsencode(sys.argv[1]))

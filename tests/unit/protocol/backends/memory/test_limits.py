@@ -11,7 +11,8 @@ import pytest
 
 from protocol.backends.memory import MemoryVolume
 from protocol.backends.overlay import OverlayVolume
-from protocol.volume import AttributeChanges, Caller, SnapshotInfo
+from protocol.volume import AttributeChanges, Caller
+from protocol.volume_extensions import SnapshotInfo
 from vfsd.machine.memory_limits import available_memory
 
 CALLER = Caller(0, 0)

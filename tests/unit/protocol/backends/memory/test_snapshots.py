@@ -12,7 +12,8 @@ import pytest
 from protocol.backends.memory import MemoryVolume
 from protocol.diff.tree_diff import changes
 from protocol.tree import TreeEntry
-from protocol.volume import ROOT_INODE, AttributeChanges, Caller, EntryChange, InodeChange
+from protocol.volume import ROOT_INODE, AttributeChanges, Caller
+from protocol.volume_extensions import EntryChange, InodeChange
 from tests.support.trees import DictTree
 
 CALLER = Caller(0, 0)

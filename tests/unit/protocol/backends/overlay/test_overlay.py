@@ -17,7 +17,8 @@ from protocol.backends.overlay.lower import Scanned
 from protocol.diff.patch import write_patch
 from protocol.diff.tree_diff import changes
 from protocol.testing.volume.driver import Driver, fails
-from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, CacheInvalidation, Caller
+from protocol.volume import RENAME_EXCHANGE, ROOT_INODE, Caller
+from protocol.volume_extensions import CacheInvalidation
 
 BLOCK = 128 * 1024
 ALICE = Caller(1000, 1000)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.volume import SnapshotInfo
+from protocol.volume_extensions import SnapshotInfo
 from vfsd.daemon.snapshots.base import name_at
 from vfsd.daemon.snapshots.history import LOOSE_KEPT, LOOSE_KEPT_DAYS, STEPS_KEPT, HistoryState, UndoHistory, expired
 
