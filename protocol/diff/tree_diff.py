@@ -81,17 +81,22 @@ def compare(
     If `new.touched(old)` names the candidates, yields only these, unless `every_path`; else walks both trees and
     yields every path.
     """
+    found = candidate_pairs(old, new, paths=paths, every_path=every_path)
+    return compare_pairs(old, new, found, contents=contents)
+
+
+def candidate_pairs(old: Tree, new: Tree, *, paths: Sequence[bytes] = (), every_path: bool = False) -> Iterator[Pair]:
+    """Yield the two entries of each path that may differ; parameters, order and errors as in `compare`."""
     for path in paths:
         if _pair(unfiltered(old), unfiltered(new), path) == (None, None):
             raise os_error(2, os.fsdecode(path))
     scopes = outermost(paths) if paths else [b""]
     touched = None if every_path else new.touched(old)
-    pairs = (
+    return (
         chain.from_iterable(_merged_walk(old, new, scope) for scope in scopes)
         if touched is None
-        else _candidates(old, new, sorted(touched, key=_order), scopes)
+        else _candidates(old, new, sorted(touched, key=walk_order), scopes)
     )
-    return compare_pairs(old, new, pairs, contents=contents)
 
 
 def _only_changes(compared: Iterable[Comparison]) -> Iterator[Change]:
@@ -119,7 +124,7 @@ def summary(
     first: list[Change] = []
     added = modified = removed = 0
     walked: bytes | None = None
-    for path in [b""] if touched is None else sorted(touched, key=_order):
+    for path in [b""] if touched is None else sorted(touched, key=walk_order):
         if walked is not None and is_below(path, walked):
             continue
         keep_going()
@@ -171,7 +176,8 @@ def is_at_or_below(path: bytes, tops: AbstractSet[bytes]) -> bool:
 # --- which paths to compare ---------------------------------------------------------------------------------
 
 
-def _order(path: bytes) -> list[bytes]:
+def walk_order(path: bytes) -> list[bytes]:
+    """The sort key that gives the order of `Tree.walk`."""
     # Whole paths compared as bytes would put b"a-b" between b"a" and b"a/b".
     return path.split(b"/") if path else []
 
@@ -179,7 +185,7 @@ def _order(path: bytes) -> list[bytes]:
 def outermost(paths: Sequence[bytes]) -> list[bytes]:
     """`paths` sorted, without those below another one."""
     outer: list[bytes] = []
-    for path in sorted(paths, key=_order):
+    for path in sorted(paths, key=walk_order):
         if not outer or not is_below(path, outer[-1]):
             outer.append(path)
     return outer
@@ -211,7 +217,7 @@ def _merged_walk(old: Tree, new: Tree, top: bytes) -> Iterator[Pair]:
         if left and right and left.path == right.path:
             yield left, right
             left, right = next(left_walk, None), next(right_walk, None)
-        elif left and (not right or _order(left.path) < _order(right.path)):
+        elif left and (not right or walk_order(left.path) < walk_order(right.path)):
             yield left, None
             left = next(left_walk, None)
         else:
@@ -247,16 +253,17 @@ def compare_pairs(old: Tree, new: Tree, pairs: Iterable[Pair], *, contents: bool
             kind = "removed" if right is None else "added"
         elif S_IFMT(left.mode) != S_IFMT(right.mode):
             kind = "type"
-        elif _content_differs(old, new, left, right, contents=contents):
+        elif content_differs(old, new, left, right, contents=contents):
             kind = "modified"
         else:
-            kind = "metadata" if _metadata_differs(left, right) else None
+            kind = "metadata" if metadata_differs(left, right) else None
         entry = left or right
         if entry:
             yield Comparison(entry.path, kind, left, right)
 
 
-def _metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:
+def metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:
+    """Whether mode, owner, group, xattrs or, except of a directory, mtime differ."""
     return (
         (left.mode, left.uid, left.gid) != (right.mode, right.uid, right.gid)
         or (left.mtime_ns != right.mtime_ns and not left.is_dir)
@@ -264,7 +271,8 @@ def _metadata_differs(left: TreeEntry, right: TreeEntry) -> bool:
     )
 
 
-def _content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, contents: bool) -> bool:
+def content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *, contents: bool) -> bool:
+    """Whether two entries of the same type have another content, target or device number."""
     if not left.is_file:
         return (left.target, left.rdev) != (right.target, right.rdev)
     if left.size != right.size:
@@ -273,10 +281,10 @@ def _content_differs(old: Tree, new: Tree, left: TreeEntry, right: TreeEntry, *,
         return left.mtime_ns != right.mtime_ns
     # Equal inode, size and mtime prove nothing: a program may set an mtime back.
     is_same = new.same_content(right.path, old) if isinstance(new, ComparesContent) else None
-    return not is_same if is_same is not None else not _same_bytes(old.chunks(left.path), new.chunks(right.path))
+    return not is_same if is_same is not None else not same_bytes(old.chunks(left.path), new.chunks(right.path))
 
 
-def _same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> bool:
+def same_bytes(left_chunks: Iterator[bytes], right_chunks: Iterator[bytes]) -> bool:
     """Whether two streams have the same bytes; their chunks may be cut differently."""
     left_full, right_full = filter(None, left_chunks), filter(None, right_chunks)
     left = right = b""

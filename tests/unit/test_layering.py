@@ -25,7 +25,7 @@ LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("protocol.linux", "protocol.streams", "protocol.execution", "protocol.diff"),
         ("protocol.volume", "protocol.search"),
         ("protocol.volume_extensions",),
-        ("protocol.filesystem", "protocol.archive", "protocol.tool_messages"),
+        ("protocol.filesystem", "protocol.archive", "protocol.merge", "protocol.tool_messages"),
         ("protocol.store",),
         ("protocol.adapters",),
         ("protocol.backends",),

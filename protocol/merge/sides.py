@@ -1,0 +1,151 @@
+"""The three versions of one path, and what can be decided about them without the rest of the tree.
+
+A side that did not change something takes the change of the other side.  Content and each kind of metadata are merged
+separately, so a chmod on one side and an edit on the other go together.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from protocol.diff.tree_diff import ComparesContent, same_bytes
+from protocol.merge.outcome import Conflict, ConflictReason
+from protocol.tree import CHUNK_BYTES, TYPE_MASK, Tree, TreeEntry
+from protocol.values import Value
+
+# Two files of this size or more, whose trees cannot compare them without reading, count as different: the comparison of
+# two sparse files of 10^15 bytes would not end.
+COMPARED_BYTES: Final = 4 << 30
+
+Side: TypeAlias = Literal["ours", "theirs"]
+_Value = TypeVar("_Value")
+
+
+class Sides(Value):
+    """The entries of one path; None where a tree does not have it."""
+
+    path: bytes
+    base: TreeEntry | None
+    ours: TreeEntry | None
+    theirs: TreeEntry | None
+
+
+class Trees(Value):
+    """The trees that are merged.  `keep_going` is called often while contents are compared."""
+
+    base: Tree
+    ours: Tree
+    theirs: Tree
+    keep_going: Callable[[], None]
+
+    def is_same(self, old_tree: Tree, old: TreeEntry, new_tree: Tree, new: TreeEntry) -> bool:
+        """Whether two entries have the same type, content and metadata.  The mtime does not count."""
+        return metadata_of(old) == metadata_of(new) and self.is_same_content(old_tree, old, new_tree, new)
+
+    def is_same_content(self, old_tree: Tree, old: TreeEntry, new_tree: Tree, new: TreeEntry) -> bool:
+        """Whether two entries have the same type and content (target, device number)."""
+        if type_of(old) != type_of(new) or old.size != new.size:
+            return False
+        if not old.is_file:
+            return (old.target, old.rdev) == (new.target, new.rdev)
+        if old_tree is new_tree and old.path == new.path:
+            return True
+        if old.path == new.path and isinstance(new_tree, ComparesContent):
+            same = new_tree.same_content(new.path, old_tree)
+            if same is not None:
+                return same
+        if old.size >= COMPARED_BYTES:
+            return False
+        return same_bytes(self._chunks(old_tree, old), self._chunks(new_tree, new))
+
+    def _chunks(self, tree: Tree, entry: TreeEntry) -> Iterator[bytes]:
+        for chunk in tree.chunks(entry.path, 16 * CHUNK_BYTES):
+            self.keep_going()
+            yield chunk
+
+
+def type_of(entry: TreeEntry) -> int:
+    """The file type in the mode."""
+    return entry.mode & TYPE_MASK
+
+
+def metadata_of(entry: TreeEntry) -> tuple[int, int, int, dict[bytes, bytes]]:
+    """Mode with type, owner, group and xattrs."""
+    return entry.mode, entry.uid, entry.gid, dict(entry.xattrs)
+
+
+def merged_metadata(
+    path: bytes, base: TreeEntry | None, ours: TreeEntry, theirs: TreeEntry, side: Side
+) -> tuple[TreeEntry, list[Conflict]]:
+    """`ours` with the merged mode, owner and xattrs of entries of one type; conflicts are resolved for `side`.
+
+    Without `base` every difference is a conflict.
+    """
+    if metadata_of(ours) == metadata_of(theirs):
+        return ours, []
+    conflicts: list[Conflict] = []
+
+    def conflict(reason: ConflictReason, detail: str) -> None:
+        conflicts.append(Conflict(path, reason, detail))
+
+    def chosen(old: _Value | None, here: _Value, there: _Value, reason: ConflictReason, show: str) -> _Value:
+        if theirs_is_due(old, here, there):
+            return there
+        if here in (there, old) or there == old:
+            return here
+        conflict(reason, f"{show.format(here)} in ours, {show.format(there)} in theirs")
+        return there if side == "theirs" else here
+
+    bits = [None if entry is None else _Bits(stat.S_IMODE(entry.mode)) for entry in (base, ours, theirs)]
+    owners = [None if entry is None else f"{entry.uid}:{entry.gid}" for entry in (base, ours, theirs)]
+    assert bits[1] is not None
+    assert bits[2] is not None
+    assert owners[1] is not None
+    assert owners[2] is not None
+    mode = chosen(bits[0], bits[1], bits[2], "mode", "mode {}")
+    owner = chosen(owners[0], owners[1], owners[2], "owner", "owner {}")
+    uid, gid = map(int, owner.split(":"))
+    xattrs, differing = _merged_xattrs(base.xattrs if base else {}, ours.xattrs, theirs.xattrs, side)
+    if differing:
+        names = ", ".join(name.decode("utf-8", "backslashreplace") for name in differing)
+        conflict("xattrs", f"different values of {names}")
+    merged = msgspec.structs.replace(ours, mode=type_of(ours) | mode, uid=uid, gid=gid, xattrs=xattrs)
+    return merged, conflicts
+
+
+def theirs_is_due(base: object, ours: object, theirs: object) -> bool:
+    """Whether only `theirs` changed a value."""
+    return ours == base != theirs
+
+
+class _Bits(int):
+    """Permission bits, shown in octal."""
+
+    def __str__(self) -> str:
+        return f"{int(self):04o}"
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+def _merged_xattrs(
+    base: Mapping[bytes, bytes], ours: Mapping[bytes, bytes], theirs: Mapping[bytes, bytes], side: Side
+) -> tuple[dict[bytes, bytes], list[bytes]]:
+    """The merged extended attributes, and the names that both sides changed in different ways."""
+    merged: dict[bytes, bytes] = {}
+    differing: list[bytes] = []
+    for name in sorted({*base, *ours, *theirs}):
+        old, here, there = base.get(name), ours.get(name), theirs.get(name)
+        value = here
+        if theirs_is_due(old, here, there):
+            value = there
+        elif here not in (there, old) and there != old:
+            differing.append(name)
+            value = there if side == "theirs" else here
+        if value is not None:
+            merged[name] = value
+    return merged, differing
